@@ -1,0 +1,74 @@
+"""One place for the settings of both ends of a channel; the figures are explained in proto/README.md."""
+
+from __future__ import annotations
+
+import json
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_METADATA_BYTES = 16 * 1024
+KEEPALIVE_INTERVAL_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+
+Options = list[tuple[str, int | str]]
+
+# Safe to send twice: they change nothing, or are idempotent by id.
+IDEMPOTENT_UNARY = {
+    "penstock.v1.RolloutService": ("GetServerInfo", "GetTrajectory", "Abort"),
+    "penstock.v1.TaskService": ("SubmitTasks", "RenewLease", "CompleteTrajectory"),
+}
+
+
+def _both_ends() -> Options:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options() -> Options:
+    """Channel arguments of a server."""
+    return [
+        *_both_ends(),
+        # Two servers on one port must fail loudly, not share it.
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def client_options(*, own_connection: bool = False) -> Options:
+    """Channel arguments of a client.
+
+    `own_connection` gives the channel a connection that no other channel of the process shares, so
+    that bulk (weights) never delays tokens.
+    """
+    retry = {
+        "maxAttempts": 5,
+        "initialBackoff": "0.2s",
+        "maxBackoff": "5s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    names = [
+        {"service": service, "method": method}
+        for service, methods in IDEMPOTENT_UNARY.items()
+        for method in methods
+    ]
+    options = _both_ends()
+    options.append(
+        ("grpc.service_config", json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]}))
+    )
+    # A server that comes back should be found again in seconds, not after gRPC's two minutes.
+    options += [
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    if own_connection:
+        options.append(("grpc.use_local_subchannel_pool", 1))
+    return options

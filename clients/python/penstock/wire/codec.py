@@ -1,0 +1,184 @@
+"""Token and log-probability arrays without a Python object per token.
+
+`repeated sfixed32` and `repeated float`, packed, are on the wire exactly a length-delimited
+little-endian array, which is also how a `bytes` field looks. So each message of `penstock.v1` has a
+*twin*: the same message, field for field, but with `token_ids` and `logprobs` declared as `bytes`. Twins
+are made here at import from the generated descriptors; they parse and serialize the same bytes
+as the typed messages, and their arrays are read with `numpy.frombuffer`.
+
+    raw = twin(Segment)(author=AUTHOR_POLICY, token_ids=ids.tobytes()).SerializeToString()
+    token_ids(decode(Segment, raw))     # a read-only numpy view, int32
+
+A legal peer may also send such a field unpacked, or packed in several pieces; protobuf would lose
+those in a `bytes` field. `decode` notices (the message then does not have the length it was read from,
+or has unknown fields) and reads that message through the typed class once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError, Message
+
+from penstock.v1 import (
+    conversation_pb2,
+    rejection_pb2,
+    rollout_service_pb2,
+    task_service_pb2,
+    trainer_service_pb2,
+    trajectory_pb2,
+    weights_pb2,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+M = TypeVar("M", bound=Message)
+
+ARRAY_FIELDS = {
+    "penstock.v1.Segment": ("token_ids", "logprobs"),
+    "penstock.v1.TokenSequence": ("token_ids",),
+}
+TWIN_PACKAGE = "penstock.v1twin"
+TOKEN = np.dtype("<i4")
+LOGPROB = np.dtype("<f4")
+
+# In an order in which each file comes after those it imports.
+_MODULES = (
+    rejection_pb2,
+    conversation_pb2,
+    trajectory_pb2,
+    weights_pb2,
+    rollout_service_pb2,
+    task_service_pb2,
+    trainer_service_pb2,
+)
+
+
+class MalformedMessage(ValueError):
+    """The bytes are not a message of the expected type, or its arrays disagree."""
+
+
+class HasTokenIds(Protocol):
+    """A Segment or a TokenSequence, typed or twin."""
+
+    @property
+    def token_ids(self) -> Iterable[int]: ...
+
+
+class HasLogprobs(Protocol):
+    """A Segment, typed or twin."""
+
+    @property
+    def logprobs(self) -> Iterable[float]: ...
+
+
+def _register_twins() -> None:
+    pool = descriptor_pool.Default()
+    for module in _MODULES:
+        file = descriptor_pb2.FileDescriptorProto()
+        module.DESCRIPTOR.CopyToProto(file)
+        for message in file.message_type:
+            for name in ARRAY_FIELDS.get(f"penstock.v1.{message.name}", ()):
+                field = next(field for field in message.field if field.name == name)
+                field.label = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
+                field.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
+        del file.service[:]
+        _rename(file)
+        pool.AddSerializedFile(file.SerializeToString())
+
+
+def _rename(file: descriptor_pb2.FileDescriptorProto) -> None:
+    file.package = TWIN_PACKAGE
+    file.name = file.name.replace("penstock/v1/", "penstock/v1twin/")
+    for index, name in enumerate(file.dependency):
+        file.dependency[index] = name.replace("penstock/v1/", "penstock/v1twin/")
+    pending = list(file.message_type)
+    while pending:
+        message = pending.pop()
+        pending.extend(message.nested_type)
+        for field in message.field:
+            # A scalar has no type name, and must not be given an empty one.
+            if field.type_name:
+                field.type_name = field.type_name.replace(".penstock.v1.", f".{TWIN_PACKAGE}.")
+
+
+_register_twins()
+
+
+@cache
+def twin(typed: type[M]) -> type[M]:
+    """The twin class of a generated class of `penstock.v1`.
+
+    It is declared as the typed class because it has the same fields; only `token_ids` and
+    `logprobs` hold bytes, and those are read with `token_ids` and `logprobs` of this module.
+    """
+    full_name = typed.DESCRIPTOR.full_name.replace("penstock.v1.", f"{TWIN_PACKAGE}.", 1)
+    descriptor = descriptor_pool.Default().FindMessageTypeByName(full_name)
+    return cast("type[M]", message_factory.GetMessageClass(descriptor))
+
+
+def decode(typed: type[M], data: bytes) -> M:
+    """Reads `data` as the twin of `typed`.
+
+    Raises MalformedMessage where the bytes are no such message, or where an array's length is no
+    multiple of four bytes. That `logprobs` match `token_ids` is checked where segments are read.
+    """
+    message_class = twin(typed)
+    try:
+        message = message_class.FromString(data)
+        message.DiscardUnknownFields()
+        if message.ByteSize() != len(data):
+            # Unpacked or split arrays, an unknown field, or merely another legal encoding.
+            canonical = typed.FromString(data)
+            canonical.DiscardUnknownFields()
+            message = message_class.FromString(canonical.SerializeToString())
+    except DecodeError as error:
+        raise MalformedMessage(f"not a {typed.DESCRIPTOR.full_name}") from error
+    return message
+
+
+@cache
+def decoder(typed: type[M]) -> Callable[[bytes], M]:
+    """`decode` of one message, as gRPC takes it."""
+
+    def deserialize(data: bytes) -> M:
+        return decode(typed, data)
+
+    return deserialize
+
+
+def encode(message: Message) -> bytes:
+    """Serializes a message, typed or twin, as gRPC takes it."""
+    return message.SerializeToString()
+
+
+def token_ids(holder: HasTokenIds) -> NDArray[np.int32]:
+    """Tokens of a twin Segment or TokenSequence: int32, shape [n], a read-only view of the message."""
+    return _view(holder.token_ids, TOKEN)
+
+
+def logprobs(holder: HasLogprobs) -> NDArray[np.float32]:
+    """Log-probabilities of a twin Segment: float32, shape [n] or [0], a read-only view."""
+    return _view(holder.logprobs, LOGPROB)
+
+
+def _view(field: Iterable[object], dtype: np.dtype[Any]) -> NDArray[Any]:
+    data = cast("bytes", field)
+    if len(data) % dtype.itemsize:
+        raise MalformedMessage(f"an array of {len(data)} bytes is no whole number of elements")
+    return np.frombuffer(data, dtype)
+
+
+def array_bytes(array: NDArray[Any], dtype: np.dtype[Any] = TOKEN) -> Any:
+    """An array as a twin's field takes it: little-endian bytes."""
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def to_typed(typed: type[M], message: Message) -> M:
+    """The typed message of a twin, for callers that want lists."""
+    return typed.FromString(message.SerializeToString())

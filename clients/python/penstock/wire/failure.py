@@ -1,0 +1,40 @@
+"""Reading a refused call: its status, the reason from `google.rpc.ErrorInfo`, and what it carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call failed with; `reason` is empty where the peer sent no ErrorInfo."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    metadata: dict[str, str] = field(default_factory=dict[str, str])
+    retry_after_seconds: float | None = None
+
+
+def read_failure(error: grpc.RpcError) -> Failure:
+    """What an error raised by a call says, down to the details of the table in proto/README.md."""
+    call = cast("grpc.aio.AioRpcError", error)
+    status = status_pb2.Status()
+    for key, value in call.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            status.ParseFromString(value)
+    reason, metadata, retry_after = "", dict[str, str](), None
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return Failure(call.code(), call.details() or "", reason, metadata, retry_after)

@@ -1,0 +1,198 @@
+"""The engine seam: what the server asks of a sampler, and nothing of how it is done.
+
+`vllm_engine.VllmEngine` is the real one. The tests' fake is a function of (prefix, weight version), so
+that every token can be recomputed. Types here are small frozen dataclasses: the engine's own types and
+protobuf's never meet.
+
+Order of a weight switch, which the server's `WeightSwitch` drives under one lock:
+
+    pause -> load -> resume
+
+Between the return of `pause` and the call of `resume` the engine samples nothing. Each delta names the
+weight version whose forward pass sampled it: the server hands the version over in `load`, at the pause
+boundary, and the engine attaches it to every later step. A delta never spans two versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Finish(Enum):
+    """Why the engine stopped."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one attempt; already validated, every default already applied."""
+
+    max_tokens: int
+    """Tokens this attempt may write, at least 1: what is left of the turn's budget."""
+    temperature: float = 1.0
+    """Zero is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Zero means no limit."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One attempt at a turn."""
+
+    request_id: str
+    """Unique among all attempts ever made."""
+    token_ids: NDArray[np.int32]
+    """Everything the policy sees, shape [n], n >= 1."""
+    sampling: Sampling
+    cache_salt: str
+    """Requests share key-value cache only with requests of the same salt."""
+    priority: int = 0
+    """Lower runs earlier."""
+    stream_interval: int = 1
+    """Tokens the engine may gather before it hands them over; the first and the last never wait."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """W3C context for the engine's own span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens sampled since the delta before, all by one weight version."""
+
+    token_ids: NDArray[np.int32]
+    """Shape [n], n >= 0."""
+    logprobs: NDArray[np.float32]
+    """Log-probability of each token under the distribution it was sampled from, shape [n]."""
+    weight_version: int
+    """Version that sampled them."""
+    finish: Finish | None = None
+    """Set on the last delta."""
+    cached_token_count: int = 0
+    """Context tokens taken from the cache; meaningful on the last delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape of one tensor as the checkpoint names it."""
+
+    shape: tuple[int, ...]
+    optional: bool = False
+    """Whether a full upload may leave it out, such as a tied `lm_head.weight`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTensor:
+    """One verified tensor inside a staged file; row-major, little-endian."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """One complete, verified version, in a file that another process of this host can map."""
+
+    weight_version: int
+    path: Path
+    tensors: tuple[StagedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """What does not change while the engine lives."""
+
+    model: str
+    vocab_size: int
+    max_context_length: int
+    eos_token_ids: tuple[int, ...]
+    weight_dtype: str
+    """Torch dtype name an uploaded tensor must have."""
+    tensors: Mapping[str, TensorMeta]
+    """Hugging Face parameter name -> shape, for every tensor of a full upload."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Load now."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+
+
+class EngineLost(Exception):
+    """The engine died; nothing on it can be continued without a new one."""
+
+
+class EngineLoadFailed(Exception):
+    """Loading weights failed after it had begun: what the engine holds cannot be trusted."""
+
+
+class Engine(Protocol):
+    """A sampler with swappable weights. Methods are called from one event loop."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Samples until the last delta, whose `finish` is set.
+
+        Closing the iterator early stops the request. Requests made while paused wait. Raises EngineLost.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stops requests; returns once the engine no longer works on them.
+
+        Their iterators yield what was sampled and end with ABORTED. Unknown ids are ignored.
+        """
+        ...
+
+    async def pause(self, *, drop_cache: bool) -> None:
+        """Freezes every request at a step boundary and returns when nothing is being sampled.
+
+        With `drop_cache` the key-value cache is discarded, that of frozen requests included; they
+        recompute it after `resume`, under the weights then active.
+        """
+        ...
+
+    async def load(self, weights: StagedWeights) -> None:
+        """Replaces the weights; only while paused. Later tokens carry `weights.weight_version`.
+
+        Raises EngineLoadFailed, after which only another `load` can make the engine usable.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Ends a pause."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Load now."""
+        ...
+
+    async def lost(self) -> str:
+        """Returns only when the engine has died, with the reason."""
+        ...
+
+    async def close(self) -> None:
+        """Stops the engine and everything it started."""
+        ...
