@@ -15,7 +15,7 @@ boundary, and the engine attaches it to every later step. A delta never spans tw
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -108,7 +108,7 @@ class StagedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """One complete, verified version, in a file that another process of this host can map."""
+    """One complete, verified version, in a file another process of this host can map."""
 
     weight_version: int
     path: Path
@@ -152,10 +152,13 @@ class Engine(Protocol):
     @property
     def description(self) -> EngineDescription: ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
-        """Samples until the last delta, whose `finish` is set.
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
+        """Returns once the engine has the request; then yields until a delta's `finish` is set.
 
-        Closing the iterator early stops the request. Requests made while paused wait. Raises EngineLost.
+        A request that the engine had before a `pause` belongs to the version before it, one made later
+        to the version after it: that is why this is a coroutine and not merely a generator. Closing the
+        generator early stops the request. Requests made while paused wait. Raises EngineLost, at once or
+        from the generator.
         """
         ...
 

@@ -1,0 +1,77 @@
+"""The client of `penstock.v1`: sample from a policy, lease tasks, score what it did.
+
+import asyncio
+from penstock.client import connect
+
+async def agent(task, trajectory):
+    turn = await trajectory.turn()
+    return float(task.metadata["answer"] in turn.text)
+
+async def main():
+    async with connect("127.0.0.1:50051") as penstock:
+        await penstock.work(agent, concurrency=8)
+
+asyncio.run(main())
+"""
+
+from penstock.client.blocking import BlockingTrajectory
+from penstock.client.calls import Patience
+from penstock.client.client import Client, ServerInfo, ServerLoad, connect
+from penstock.client.conversation import Message, Tool, ToolCall
+from penstock.client.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotAllowedNow,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    ServerUnavailable,
+)
+from penstock.client.leases import Attempt, Leases
+from penstock.client.outcome import Closed, Failed, Outcome
+from penstock.client.sampling import SamplingParams
+from penstock.client.scoring import group_reward
+from penstock.client.statistics import Statistics
+from penstock.client.tasks import Purpose, Submission, Task
+from penstock.client.trajectory import Trajectory
+from penstock.client.turns import FinishReason, SegmentView, TrajectoryRecord, Turn
+from penstock.client.worker import Worker, WorkerSettings
+
+__all__ = [
+    "AccessDenied",
+    "Attempt",
+    "BlockingTrajectory",
+    "Client",
+    "Closed",
+    "DeadlineExceeded",
+    "Failed",
+    "FinishReason",
+    "InvalidRequest",
+    "Leases",
+    "Message",
+    "NotAllowedNow",
+    "NotFound",
+    "Outcome",
+    "Overloaded",
+    "Patience",
+    "PenstockError",
+    "Purpose",
+    "SamplingParams",
+    "SegmentView",
+    "ServerInfo",
+    "ServerLoad",
+    "ServerUnavailable",
+    "Statistics",
+    "Submission",
+    "Task",
+    "Tool",
+    "ToolCall",
+    "Trajectory",
+    "TrajectoryRecord",
+    "Turn",
+    "Worker",
+    "WorkerSettings",
+    "connect",
+    "group_reward",
+]

@@ -18,6 +18,14 @@ IDEMPOTENT_UNARY = {
 }
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair, an IPv6 host in brackets. Raises ValueError, naming what it got."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"an address reads HOST:PORT, got {address!r}")
+    return host, int(port)
+
+
 def _both_ends() -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -61,7 +69,10 @@ def client_options(*, own_connection: bool = False) -> Options:
     ]
     options = _both_ends()
     options.append(
-        ("grpc.service_config", json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]}))
+        (
+            "grpc.service_config",
+            json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]}),
+        )
     )
     # A server that comes back should be found again in seconds, not after gRPC's two minutes.
     options += [

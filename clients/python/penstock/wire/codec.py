@@ -110,16 +110,21 @@ def _rename(file: descriptor_pb2.FileDescriptorProto) -> None:
 _register_twins()
 
 
-@cache
 def twin(typed: type[M]) -> type[M]:
     """The twin class of a generated class of `penstock.v1`.
 
     It is declared as the typed class because it has the same fields; only `token_ids` and
     `logprobs` hold bytes, and those are read with `token_ids` and `logprobs` of this module.
     """
+    return cast("type[M]", _twin_class(typed))
+
+
+@cache
+def _twin_class(typed: type[Message]) -> type[Message]:
     full_name = typed.DESCRIPTOR.full_name.replace("penstock.v1.", f"{TWIN_PACKAGE}.", 1)
-    descriptor = descriptor_pool.Default().FindMessageTypeByName(full_name)
-    return cast("type[M]", message_factory.GetMessageClass(descriptor))
+    return message_factory.GetMessageClass(
+        descriptor_pool.Default().FindMessageTypeByName(full_name)
+    )
 
 
 def decode(typed: type[M], data: bytes) -> M:
@@ -142,7 +147,6 @@ def decode(typed: type[M], data: bytes) -> M:
     return message
 
 
-@cache
 def decoder(typed: type[M]) -> Callable[[bytes], M]:
     """`decode` of one message, as gRPC takes it."""
 

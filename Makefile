@@ -1,0 +1,62 @@
+# `make demo` and `make test` do all set-up themselves; everything goes into .venv of this checkout.
+
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+PROTOS := $(wildcard proto/penstock/v1/*.proto)
+STUBS := clients/python
+
+# Another environment's modules must not come before this one's.
+unexport PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types gen gen-into format bench bench-codec bench-serving bench-update \
+	bench-staleness
+
+help: ## what there is
+	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv ready; seconds when it already is
+	@$(PYTHON) .ci/setup.py
+
+demo: setup ## a real model learns over the wire; ARGS="--steps 10 --task chain_sum" are passed on
+	@$(BIN)/penstock demo $(ARGS)
+
+test: setup ## all tests; ARGS="-k codec" are passed on
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## ruff, buf lint, buf format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/buf lint
+	@$(BIN)/buf format --diff --exit-code
+
+types: setup ## pyright, strict on own code
+	@$(BIN)/pyright
+
+format: setup ## let ruff and buf rewrite what lint complains about
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+	@$(BIN)/buf format --write
+
+gen: setup gen-into ## generate the Python stubs from proto/ anew
+
+# Without set-up, so that the test of it can name another folder: make gen-into STUBS=/tmp/stubs
+gen-into:
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \
+		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
+		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+bench: bench-codec bench-staleness bench-update bench-serving ## all benchmarks, one after another
+
+bench-codec: setup ## trajectories to and from bytes
+	@$(BIN)/python benchmarks/codec.py $(ARGS)
+
+bench-serving: setup ## tokens per second next to the raw engine and its HTTP server
+	@$(BIN)/python benchmarks/serving.py $(ARGS)
+
+bench-update: setup ## how long a weight update pauses generation
+	@$(BIN)/python benchmarks/update.py $(ARGS)
+
+bench-staleness: setup ## the gate and its controller under heavy-tailed lengths
+	@$(BIN)/python benchmarks/staleness.py $(ARGS)

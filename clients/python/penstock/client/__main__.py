@@ -1,0 +1,174 @@
+"""The command line: `penstock serve | train | rollout | demo | version`.
+
+Kept light: each command imports what it runs when it runs. The engine's child process imports the main
+module anew, so nothing here may have an effect at import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+# Passed through whole, --help included, to the command's own parser.
+_PASS_THROUGH: dict[str, Any] = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
+_SERVE_EXTRAS = "server,cpu (or server,cuda)"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("penstock"), prog_name="penstock")
+def main() -> None:
+    """Reinforcement learning for language models over one typed gRPC protocol."""
+
+
+@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def serve(options: tuple[str, ...]) -> None:
+    """Serve a model: sampling, tasks, weights.
+
+    [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
+    """
+    run = _load("penstock.server.__main__", "main", _SERVE_EXTRAS)
+    _exit(run, _SERVE_EXTRAS, list(options))
+
+
+@main.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one value of the configuration; may be repeated.",
+)
+def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...]) -> None:
+    """Train a policy as CONFIG, a TOML file, says."""
+    run = _load("penstock.trainer.__main__", "train", "trainer")
+    _exit(run, "trainer", config, list(overrides), resume, dry_run)
+
+
+@main.command()
+@click.option("--server", required=True, metavar="HOST:PORT", help="The rollout server.")
+@click.option(
+    "--generate",
+    metavar="PKG.MODULE:FUNCTION",
+    help="generate(task, trajectory): takes the turns. Default: one turn on the task's prompt.",
+)
+@click.option(
+    "--reward",
+    metavar="PKG.MODULE:FUNCTION",
+    help="reward(task, trajectory): returns a number. Default: what generate returns.",
+)
+@click.option(
+    "--group-reward",
+    is_flag=True,
+    help="Call reward(task, trajectories) once per group; it returns a list of numbers.",
+)
+@click.option(
+    "--concurrency",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Attempts in flight.",
+)
+@click.option("--agent-id", metavar="NAME", help="Default: host name and process id.")
+@click.option("--purpose", type=click.Choice(["train", "eval"]), help="Only tasks of this purpose.")
+@click.option("--attempts", type=click.IntRange(min=1), help="Exit after so many attempts.")
+@click.option(
+    "--attempt-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="After which an attempt, reward included, fails with ATTEMPT_TIMEOUT.",
+)
+@click.option(
+    "--drain-timeout",
+    default=20.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long attempts in flight may go on after SIGTERM.",
+)
+def rollout(
+    server: str,
+    generate: str | None,
+    reward: str | None,
+    group_reward: bool,
+    concurrency: int,
+    agent_id: str | None,
+    purpose: str | None,
+    attempts: int | None,
+    attempt_timeout: float | None,
+    drain_timeout: float,
+) -> None:
+    """Lease attempts, take their turns and score them, until stopped."""
+    from penstock.client.leases import default_agent_id
+    from penstock.client.rollout import RolloutOptions
+    from penstock.client.rollout import rollout as run
+    from penstock.client.tasks import Purpose
+    from penstock.client.worker import WorkerSettings
+
+    settings = WorkerSettings(
+        concurrency=concurrency,
+        agent_id=agent_id or default_agent_id(),
+        purpose=Purpose(purpose) if purpose else None,
+        group_reward=group_reward,
+        attempts=attempts,
+        attempt_seconds=attempt_timeout,
+        drain_seconds=drain_timeout,
+    )
+    sys.exit(run(RolloutOptions(server, generate, reward, settings)))
+
+
+@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def demo(options: tuple[str, ...]) -> None:
+    """Go once round on this machine: server, worker and trainer, and a reward that climbs."""
+    extras = "server,trainer,cpu"
+    _exit(_load("penstock.demo.__main__", "main", extras), extras, list(options))
+
+
+@main.command("version")
+def show_version() -> None:
+    """Print the version."""
+    click.echo(version("penstock"))
+
+
+def _load(module: str, function: str, extras: str) -> Callable[..., int]:
+    try:
+        return cast("Callable[..., int]", getattr(importlib.import_module(module), function))
+    except ModuleNotFoundError as error:
+        raise _missing(error, extras) from error
+
+
+def _exit(run: Callable[..., int], extras: str, *arguments: object) -> None:
+    try:
+        sys.exit(run(*arguments))
+    except ModuleNotFoundError as error:
+        raise _missing(error, extras) from error
+
+
+def _missing(error: ModuleNotFoundError, extras: str) -> Exception:
+    """A message that names the extra, unless a module of ours is what is missing: that is a defect."""
+    name = error.name or ""
+    if name.partition(".")[0] == "penstock":
+        return error
+    return click.UsageError(
+        f"{name} is not installed; install the extra {extras}, such as: "
+        f"pip install 'penstock[{extras.partition(' ')[0]}]'"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The calls of `penstock.v1` as one client makes them: channel, deadlines, retries, trace context.
+
+Who retries what:
+
+- UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config of `wire.channel`.
+- RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound.
+- A lost stream: its owner (`trajectory`, `leases`), which alone knows where it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, AsyncIterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from penstock.client.errors import Overloaded, PenstockError, ServerUnavailable, from_rpc
+from penstock.v1 import rollout_service_pb2 as rollout
+from penstock.v1 import task_service_pb2 as tasks
+from penstock.wire import codec, telemetry
+from penstock.wire.channel import client_options
+
+M = TypeVar("M", bound=Message)
+
+TurnRequest: TypeAlias = rollout.GenerateRequest | rollout.ContinueRequest
+TurnEvent: TypeAlias = rollout.GenerateResponse | rollout.ContinueResponse
+
+_ROLLOUT = "penstock.v1.RolloutService"
+_TASKS = "penstock.v1.TaskService"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a client waits, and for what."""
+
+    call_seconds: float = 30.0
+    """Deadline of a unary call."""
+    reconnect_seconds: float = 60.0
+    """How long a lost server is waited for before the turn or the close that needs it fails."""
+    overload_seconds: float = 120.0
+    """How long a server that is full, and says when to come back, is asked again."""
+
+
+class Backoff:
+    """Growing, jittered waits, within a bound that starts with the first of them."""
+
+    def __init__(self, limit_seconds: float, *, first: float = 0.1, longest: float = 5.0) -> None:
+        self._limit, self._first, self._longest = limit_seconds, first, longest
+        self._delay = first
+        self._give_up_at: float | None = None
+
+    def reset(self) -> None:
+        """There was progress: begin anew."""
+        self._delay, self._give_up_at = self._first, None
+
+    async def wait(self, at_least: float = 0.0) -> bool:
+        """Waits once; False, at once, where the bound would be passed."""
+        now = asyncio.get_running_loop().time()
+        if self._give_up_at is None:
+            self._give_up_at = now + self._limit
+        delay = max(at_least, self._delay * random.uniform(0.5, 1.0))
+        if now + delay > self._give_up_at:
+            return False
+        self._delay = min(self._delay * 2, self._longest)
+        await asyncio.sleep(delay)
+        return True
+
+
+class Calls:
+    """One channel to one server, made by the first call, on the loop that makes it."""
+
+    def __init__(self, address: str, patience: Patience) -> None:
+        self.address = address
+        self.patience = patience
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address, options=client_options())
+
+    async def close(self) -> None:
+        """Closes the channel; calls in flight are cancelled."""
+        if "_channel" in self.__dict__:
+            await self._channel.close()
+
+    async def get_server_info(
+        self, *, wait_for_ready: bool = False
+    ) -> rollout.GetServerInfoResponse:
+        """Describes the server; with `wait_for_ready` it waits for it as long as it takes."""
+        request = codec.twin(rollout.GetServerInfoRequest)()
+        response = rollout.GetServerInfoResponse
+        if wait_for_ready:
+            return await self._unary(_ROLLOUT, "GetServerInfo", request, response, patient=None)
+        return await self._unary(_ROLLOUT, "GetServerInfo", request, response)
+
+    async def get_trajectory(
+        self, request: rollout.GetTrajectoryRequest, *, patient: bool = False
+    ) -> rollout.GetTrajectoryResponse:
+        """A trajectory as the server holds it."""
+        response = rollout.GetTrajectoryResponse
+        return await self._unary(_ROLLOUT, "GetTrajectory", request, response, patient=patient)
+
+    async def abort(
+        self, request: rollout.AbortRequest, *, patient: bool = False
+    ) -> rollout.AbortResponse:
+        """Stops turns; answered once the engine is done with them."""
+        return await self._unary(_ROLLOUT, "Abort", request, rollout.AbortResponse, patient=patient)
+
+    async def submit_tasks(self, request: tasks.SubmitTasksRequest) -> tasks.SubmitTasksResponse:
+        """Adds tasks."""
+        return await self._unary(_TASKS, "SubmitTasks", request, tasks.SubmitTasksResponse)
+
+    async def renew_lease(self, request: tasks.RenewLeaseRequest) -> tasks.RenewLeaseResponse:
+        """Extends leases."""
+        return await self._unary(_TASKS, "RenewLease", request, tasks.RenewLeaseResponse)
+
+    async def complete_trajectory(
+        self, request: tasks.CompleteTrajectoryRequest
+    ) -> tasks.CompleteTrajectoryResponse:
+        """Closes a trajectory; waits for a lost server, since the work is done already."""
+        response = tasks.CompleteTrajectoryResponse
+        return await self._unary(_TASKS, "CompleteTrajectory", request, response, patient=True)
+
+    async def turn_events(
+        self, request: TurnRequest, timeout: float | None, metadata: telemetry.Metadata
+    ) -> AsyncGenerator[TurnEvent]:
+        """Opens a turn's stream and yields its events; closing the iterator cancels the call.
+
+        Raises PenstockError, ServerUnavailable where the stream was lost.
+        """
+        opens = request.DESCRIPTOR.name == "GenerateRequest"
+        method = "Generate" if opens else "Continue"
+        response = rollout.GenerateResponse if opens else rollout.ContinueResponse
+        stream = self._stream(_ROLLOUT, method, request, response, timeout, metadata)
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                yield event
+
+    async def lease_tasks(
+        self, request: tasks.LeaseTasksRequest
+    ) -> AsyncGenerator[tasks.LeaseTasksResponse]:
+        """Opens a lease stream; closing the iterator gives it up. Raises as `turn_events` does."""
+        response = tasks.LeaseTasksResponse
+        metadata = telemetry.outgoing()
+        stream = self._stream(_TASKS, "LeaseTasks", request, response, None, metadata)
+        async with contextlib.aclosing(stream) as leases:
+            async for lease in leases:
+                yield lease
+
+    async def _unary(
+        self,
+        service: str,
+        method: str,
+        request: Message,
+        response: type[M],
+        *,
+        patient: bool | None = False,
+    ) -> M:
+        """One call; `patient` waits for a lost server within the bound, None without one."""
+        call = self._channel.unary_unary(
+            f"/{service}/{method}",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(response),
+        )
+        timeout = self.patience.call_seconds
+        if patient is not False:
+            timeout = self.patience.reconnect_seconds if patient else None
+        overload = Backoff(self.patience.overload_seconds)
+        while True:
+            try:
+                return await call(
+                    request,
+                    timeout=timeout,
+                    metadata=telemetry.outgoing(),
+                    wait_for_ready=patient is not False,
+                )
+            except grpc.aio.AioRpcError as error:
+                if patient and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    message = f"no answer from {self.address} for {timeout:g} s"
+                    raise ServerUnavailable(message, code=grpc.StatusCode.UNAVAILABLE) from error
+                failed = from_rpc(error)
+                if not await outlasts(overload, failed):
+                    raise failed from error
+
+    async def _stream(
+        self,
+        service: str,
+        method: str,
+        request: Message,
+        response: type[M],
+        timeout: float | None,
+        metadata: telemetry.Metadata,
+    ) -> AsyncGenerator[M]:
+        multicallable = self._channel.unary_stream(
+            f"/{service}/{method}",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(response),
+        )
+        call = multicallable(request, timeout=timeout, metadata=metadata)
+        try:
+            async for message in cast("AsyncIterable[M]", call):
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()
+
+
+async def outlasts(overload: Backoff, failed: PenstockError) -> bool:
+    """Waits as a full server asked; False where it did not ask, or where patience has run out."""
+    if not isinstance(failed, Overloaded) or failed.retry_after_seconds is None:
+        return False
+    return await overload.wait(at_least=failed.retry_after_seconds)

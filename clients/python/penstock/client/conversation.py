@@ -1,0 +1,211 @@
+"""What a policy is shown: text, messages or tokens, and how each is written on the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.client.values import Json, from_struct, to_struct
+from penstock.v1 import conversation_pb2, trajectory_pb2
+from penstock.wire import codec
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+_ROLES: dict[Role, conversation_pb2.Role.ValueType] = {
+    "system": conversation_pb2.ROLE_SYSTEM,
+    "user": conversation_pb2.ROLE_USER,
+    "assistant": conversation_pb2.ROLE_ASSISTANT,
+    "tool": conversation_pb2.ROLE_TOOL,
+}
+_ROLE_NAMES: dict[int, Role] = {int(number): name for name, number in _ROLES.items()}
+
+_ChatMessage = codec.twin(conversation_pb2.ChatMessage)
+_Conversation = codec.twin(conversation_pb2.Conversation)
+_Tool = codec.twin(conversation_pb2.Tool)
+_ToolCall = codec.twin(conversation_pb2.ToolCall)
+_TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the policy made."""
+
+    tool_call_id: str
+    name: str
+    arguments_json: str
+    """As the policy wrote them; it may err."""
+
+    @property
+    def arguments(self) -> dict[str, Json]:
+        """The arguments read. Raises ValueError where the policy wrote no JSON object."""
+        arguments: object = json.loads(self.arguments_json)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of {self.name} are no JSON object")
+        return cast("dict[str, Json]", arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message: `Message("user", "What is 2 + 3?")`."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls the assistant made."""
+    tool_call_id: str = ""
+    """The call a tool's message answers."""
+    reasoning: str = ""
+    """The assistant's reasoning, where the model separates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the policy may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """JSON Schema of the arguments."""
+
+
+MessageLike: TypeAlias = Message | Mapping[str, str]
+"""A Message, or a mapping with `role` and `content` (and `tool_call_id`)."""
+
+Observation: TypeAlias = (
+    str | MessageLike | Sequence[MessageLike] | Sequence[int] | NDArray[np.int32]
+)
+"""Text, one message or several, or tokens."""
+
+
+class PromptKind(Enum):
+    """What a trajectory was opened with, and so in what form its turns come back."""
+
+    TEXT = "text"
+    MESSAGES = "messages"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class WirePrompt:
+    """A prompt or an observation as the wire's oneof takes it: at most one of the three is set."""
+
+    tokens: trajectory_pb2.TokenSequence | None = None
+    text: str | None = None
+    conversation: conversation_pb2.Conversation | None = None
+
+    @property
+    def kind(self) -> PromptKind | None:
+        """Which one is set."""
+        if self.tokens is not None:
+            return PromptKind.TOKENS
+        if self.conversation is not None:
+            return PromptKind.MESSAGES
+        return None if self.text is None else PromptKind.TEXT
+
+
+def prompt_kind(shown: Observation | None) -> PromptKind | None:
+    """What a prompt is; None where there is none, or an empty list."""
+    if isinstance(shown, str):
+        return PromptKind.TEXT
+    if isinstance(shown, Message | Mapping):
+        return PromptKind.MESSAGES
+    if isinstance(shown, np.ndarray):
+        return PromptKind.TOKENS
+    if shown is None or not len(shown):
+        return None
+    return PromptKind.TOKENS if isinstance(shown[0], int | np.integer) else PromptKind.MESSAGES
+
+
+def write_prompt(
+    shown: Observation | None, tools: Sequence[Tool] = (), *, chat: bool = False
+) -> WirePrompt:
+    """Writes what the policy is shown.
+
+    With `chat` a plain str is a user's message, since raw text would break the chat template of a
+    conversation. Raises TypeError for what is neither text, messages nor tokens.
+    """
+    if isinstance(shown, str):
+        if not chat and not tools:
+            return WirePrompt(text=shown)
+        shown = Message("user", shown)
+    if isinstance(shown, Message | Mapping):
+        shown = [shown]
+    if prompt_kind(shown) is PromptKind.TOKENS:
+        if tools:
+            raise TypeError("tools are shown with messages, not with tokens")
+        ids = np.asarray(shown)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"tokens are integers in one dimension, not {ids.dtype} {ids.shape}")
+        return WirePrompt(tokens=_TokenSequence(token_ids=codec.array_bytes(ids)))
+    if shown is None and not tools:
+        return WirePrompt()
+    messages = [_as_message(message) for message in cast("Sequence[object]", shown or ())]
+    return WirePrompt(conversation=_write_conversation(messages, tools))
+
+
+def read_message(message: conversation_pb2.ChatMessage) -> Message:
+    """A message of the wire."""
+    calls = tuple(ToolCall(c.tool_call_id, c.name, c.arguments_json) for c in message.tool_calls)
+    return Message(
+        _ROLE_NAMES.get(message.role, "assistant"),
+        message.content,
+        calls,
+        message.tool_call_id,
+        message.reasoning,
+    )
+
+
+def read_tool(tool: conversation_pb2.Tool) -> Tool:
+    """A tool of the wire."""
+    return Tool(tool.name, tool.description, from_struct(tool.parameters))
+
+
+def _as_message(message: object) -> Message:
+    if isinstance(message, Message):
+        return message
+    if isinstance(message, Mapping):
+        given = cast("Mapping[str, str]", message)
+        role = given.get("role", "user")
+        if role not in _ROLES:
+            raise TypeError(f"role {role!r} is none of {', '.join(_ROLES)}")
+        unknown = set(given) - {"role", "content", "tool_call_id", "reasoning"}
+        if unknown:
+            raise TypeError(f"a message mapping has no {', '.join(sorted(unknown))}: use Message")
+        return Message(
+            role,
+            given.get("content", ""),
+            tool_call_id=given.get("tool_call_id", ""),
+            reasoning=given.get("reasoning", ""),
+        )
+    raise TypeError(f"neither text, messages nor tokens: {type(message).__name__}")
+
+
+def _write_conversation(
+    messages: Sequence[Message], tools: Sequence[Tool]
+) -> conversation_pb2.Conversation:
+    return _Conversation(
+        messages=[_write_message(message) for message in messages],
+        tools=[
+            _Tool(name=t.name, description=t.description, parameters=to_struct(t.parameters))
+            for t in tools
+        ],
+    )
+
+
+def _write_message(message: Message) -> conversation_pb2.ChatMessage:
+    return _ChatMessage(
+        role=_ROLES[message.role],
+        content=message.content,
+        tool_calls=[
+            _ToolCall(tool_call_id=c.tool_call_id, name=c.name, arguments_json=c.arguments_json)
+            for c in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
+    )

@@ -1,0 +1,106 @@
+"""What a call can fail with: one root and a leaf per kind of answer to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from penstock.wire.failure import Failure, read_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class PenstockError(Exception):
+    """A refused or failed call; the root of everything this package raises about the server."""
+
+    code: grpc.StatusCode
+    """Status of the call."""
+    reason: str
+    """Machine-readable, of `penstock.wire.reasons`; empty where the server named none."""
+    message: str
+    """For a person."""
+    metadata: dict[str, str]
+    """The values the message speaks of."""
+    retry_after_seconds: float | None
+    """When the server expects that asking again helps."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode = grpc.StatusCode.UNKNOWN,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(f"{reason}: {message}" if reason else message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ServerUnavailable(PenstockError):
+    """The server cannot be reached, was lost, or does not serve now (UNAVAILABLE)."""
+
+
+class InvalidRequest(PenstockError):
+    """The request itself is wrong; asking again does not help (INVALID_ARGUMENT)."""
+
+
+class NotFound(PenstockError):
+    """The server knows no such trajectory or task (NOT_FOUND)."""
+
+
+class NotAllowedNow(PenstockError):
+    """The state of the trajectory, the lease or the weights forbids it (FAILED_PRECONDITION,
+    ALREADY_EXISTS, ABORTED)."""
+
+
+class Overloaded(PenstockError):
+    """A bound of the server is reached, and waiting did not help (RESOURCE_EXHAUSTED)."""
+
+
+class DeadlineExceeded(PenstockError):
+    """The caller's own deadline ran out (DEADLINE_EXCEEDED)."""
+
+
+class AccessDenied(PenstockError):
+    """The caller is not known or may not do this (UNAUTHENTICATED, PERMISSION_DENIED)."""
+
+
+_LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
+    # From the other side only: a call cancelled here raises asyncio.CancelledError.
+    grpc.StatusCode.CANCELLED: ServerUnavailable,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.FAILED_PRECONDITION: NotAllowedNow,
+    grpc.StatusCode.ALREADY_EXISTS: NotAllowedNow,
+    grpc.StatusCode.ABORTED: NotAllowedNow,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
+    grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
+}
+
+
+def from_failure(failure: Failure) -> PenstockError:
+    """The leaf for a failure that was read from a status."""
+    leaf = _LEAVES.get(failure.code, PenstockError)
+    return leaf(
+        failure.message or failure.code.name,
+        code=failure.code,
+        reason=failure.reason,
+        metadata=failure.metadata,
+        retry_after_seconds=failure.retry_after_seconds,
+    )
+
+
+def from_rpc(error: grpc.RpcError) -> PenstockError:
+    """The leaf for an error that gRPC raised."""
+    return from_failure(read_failure(error))

@@ -1,0 +1,83 @@
+"""How an episode ended, as its agent judged it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.client.values import from_struct, to_struct
+from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.wire import codec
+
+_Outcome = codec.twin(trajectory_pb2.Outcome)
+_Failure = codec.twin(trajectory_pb2.Failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A scored episode: `Outcome(1.0, metrics={"format": 0.5})`."""
+
+    reward: float
+    """The scalar return; finite."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Named parts of the reward, and any other number worth logging."""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """JSON values a later reader needs."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of single turns, by index; empty where only the whole is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An episode that could not be scored: `Failed("TOOL_TIMEOUT", "the sandbox was silent")`."""
+
+    reason: str
+    """Machine-readable, UPPER_SNAKE_CASE."""
+    message: str = ""
+    """For a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Answer to a close."""
+
+    group_completed: bool
+    """Whether this close completed its group."""
+
+
+def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
+    """An outcome as a message. Raises ValueError for a reward that is not finite."""
+    if isinstance(outcome, Failed):
+        return _Outcome(failure=_Failure(reason=outcome.reason, message=outcome.message))
+    numbers = (outcome.reward, *outcome.turn_rewards)
+    if not all(math.isfinite(number) for number in numbers):
+        raise ValueError(f"a reward must be finite, not {outcome.reward}")
+    return _Outcome(
+        reward=outcome.reward,
+        metrics=dict(outcome.metrics),
+        metadata=to_struct(outcome.metadata),
+        turn_rewards=outcome.turn_rewards,
+    )
+
+
+def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:
+    """An outcome of the wire; None where there is none yet."""
+    match outcome.WhichOneof("result"):
+        case "reward":
+            return Outcome(
+                outcome.reward,
+                dict(outcome.metrics),
+                from_struct(outcome.metadata),
+                tuple(outcome.turn_rewards),
+            )
+        case "failure":
+            return Failed(outcome.failure.reason, outcome.failure.message)
+        case None:
+            return None
+
+
+def read_closed(response: task_service_pb2.CompleteTrajectoryResponse) -> Closed:
+    """The answer to a close."""
+    return Closed(response.group_completed)

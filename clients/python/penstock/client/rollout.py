@@ -1,0 +1,83 @@
+"""`penstock rollout`: the worker as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+
+from penstock.client.calls import Calls, Patience
+from penstock.client.errors import PenstockError
+from penstock.client.functions import BadFunction, load_function
+from penstock.client.scoring import Agent, single_turn
+from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
+from penstock.wire import telemetry
+
+logger = logging.getLogger("penstock.rollout")
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """What the command line says."""
+
+    server: str
+    generate: str | None
+    """`pkg.module:function`; None takes one turn on the task's prompt."""
+    reward: str | None
+    """`pkg.module:function`; None where `generate` returns the reward."""
+    settings: WorkerSettings
+
+
+def rollout(options: RolloutOptions) -> int:
+    """Runs a worker until it is told to stop; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="rollout: %(message)s", stream=sys.stderr)
+    try:
+        generate, reward = _load(options)
+        telemetry.configure("penstock-rollout")
+    except (BadFunction, ImportError) as error:
+        logger.error("%s", error)
+        return 2
+    try:
+        return asyncio.run(_work(options, generate, reward))
+    finally:
+        telemetry.shutdown()
+
+
+def _load(options: RolloutOptions) -> tuple[Agent, Agent | None]:
+    if options.generate is None and options.reward is None:
+        raise BadFunction("give --reward, or a --generate that returns the reward")
+    if options.reward is None and options.settings.group_reward:
+        raise BadFunction("--group-reward says how --reward is called: give it too")
+    generate = load_function(options.generate, "--generate") if options.generate else single_turn
+    reward = load_function(options.reward, "--reward") if options.reward else None
+    return generate, reward
+
+
+async def _work(options: RolloutOptions, generate: Agent, reward: Agent | None) -> int:
+    calls = Calls(options.server, Patience())
+    worker = Worker(calls, generate, reward, options.settings)
+    loop = asyncio.get_running_loop()
+    working = loop.create_task(worker.run())
+
+    def stop() -> None:
+        # Who asks twice does not want to wait for the drain.
+        if worker.stopping:
+            working.cancel()
+        worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    logger.info("%s: %d attempts at a time", options.server, options.settings.concurrency)
+    try:
+        await working
+    except asyncio.CancelledError:
+        logger.warning("stopped at once; what was in flight goes back when its lease has run out")
+        return 1
+    except (PenstockError, WorkerMisconfigured) as error:
+        logger.error("%s", error)
+        return 2 if isinstance(error, WorkerMisconfigured) else 1
+    finally:
+        await calls.close()
+    return 0

@@ -1,0 +1,102 @@
+"""The caller's functions: what an attempt is run and scored with, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeVar, cast
+
+from penstock.client.blocking import BlockingTrajectory, is_async, run_in_thread
+from penstock.client.errors import PenstockError
+from penstock.client.outcome import Failed, Outcome
+
+if TYPE_CHECKING:
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+Score: TypeAlias = SupportsFloat | Outcome | Failed
+"""A number (also of numpy or torch), an Outcome with metrics, or a failure in so many words."""
+
+Agent: TypeAlias = Callable[..., Any]
+"""`async def generate(task, trajectory)`, or `async def reward(task, trajectory)`.
+
+A plain `def` runs in a thread of its own and is given a BlockingTrajectory. A group reward is given a
+list of trajectories and returns a list of scores.
+"""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_GROUP_MARK = "penstock_group_reward"
+_MESSAGE_LENGTH = 1000
+_WORD_BOUNDARY = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+
+
+class RewardInvalid(Exception):
+    """A function returned what is no finite number, or not one per trajectory."""
+
+
+def group_reward(reward: F) -> F:
+    """Declares that a reward compares siblings: `reward(task, trajectories) -> list of numbers`.
+
+    The trajectories are those of one group that did not fail, ordered by sample_index.
+    """
+    setattr(reward, _GROUP_MARK, True)
+    return reward
+
+
+def is_group_reward(reward: Agent | None) -> bool:
+    """Whether a reward was declared with `group_reward`."""
+    return bool(getattr(reward, _GROUP_MARK, False))
+
+
+async def single_turn(task: Task, trajectory: Trajectory) -> None:
+    """The default `generate`: one turn on the task's prompt."""
+    await trajectory.turn()
+
+
+async def call(
+    function: Agent, task: Task, trajectory: Trajectory | Sequence[Trajectory]
+) -> object:
+    """Calls a function of the caller's, on the loop or in a thread."""
+    if is_async(function):
+        return await cast("Awaitable[object]", function(task, trajectory))
+    loop = asyncio.get_running_loop()
+    if isinstance(trajectory, Sequence):
+        blocking = [BlockingTrajectory(sibling, loop) for sibling in trajectory]
+        return await run_in_thread(function, task, blocking)
+    return await run_in_thread(function, task, BlockingTrajectory(trajectory, loop))
+
+
+def as_outcome(score: object) -> Outcome | Failed:
+    """A score as an outcome. Raises RewardInvalid where it is no finite number."""
+    if isinstance(score, Failed):
+        return score
+    if not isinstance(score, Outcome):
+        if isinstance(score, str) or not isinstance(score, SupportsFloat):
+            raise RewardInvalid(f"a reward is a number, not {type(score).__name__}")
+        score = Outcome(float(score))
+    if not all(math.isfinite(number) for number in (score.reward, *score.turn_rewards)):
+        raise RewardInvalid(f"a reward must be finite, not {score.reward}")
+    return score
+
+
+def as_outcomes(scores: object, count: int) -> list[Outcome | Failed]:
+    """The scores of a group. Raises RewardInvalid unless there is one per trajectory."""
+    # Also of numpy: anything that can be iterated and has a length.
+    if isinstance(scores, str) or not hasattr(scores, "__len__"):
+        raise RewardInvalid(f"a group reward returns a list, not {type(scores).__name__}")
+    given = list(cast("Sequence[object]", scores))
+    if len(given) != count:
+        raise RewardInvalid(f"a group reward returned {len(given)} numbers for {count} siblings")
+    return [as_outcome(score) for score in given]
+
+
+def as_failed(error: BaseException) -> Failed:
+    """An exception as data: its reason in UPPER_SNAKE_CASE, and its message."""
+    named = error.reason if isinstance(error, PenstockError) else ""
+    reason = named or re.sub(_WORD_BOUNDARY, "_", type(error).__name__).upper()
+    # Lone surrogates, such as a file name may hold, are no UTF-8.
+    message = str(error)[:_MESSAGE_LENGTH].encode(errors="replace").decode()
+    return Failed(reason, message)

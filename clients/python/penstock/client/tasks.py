@@ -1,0 +1,128 @@
+"""Tasks: what is to be done, several times over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from penstock.client.conversation import (
+    Observation,
+    PromptKind,
+    Tool,
+    prompt_kind,
+    read_message,
+    read_tool,
+    write_prompt,
+)
+from penstock.client.sampling import SamplingParams, read_sampling
+from penstock.client.values import from_struct, to_struct
+from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.wire import codec
+
+_Task = codec.twin(task_service_pb2.Task)
+
+
+class Purpose(StrEnum):
+    """What a task, and the group that answers it, is for."""
+
+    TRAIN = "train"
+    """Feeds the optimizer."""
+    EVAL = "eval"
+    """Measures one weight version."""
+
+
+_PURPOSES = {
+    Purpose.TRAIN: trajectory_pb2.PURPOSE_TRAIN,
+    Purpose.EVAL: trajectory_pb2.PURPOSE_EVAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to do: `Task("sum-1", prompt="What is 2 + 3?", metadata={"answer": "5"})`."""
+
+    task_id: str
+    """Chosen by the submitter, unique in the run; makes submission idempotent."""
+    prompt: Observation | None = None
+    """Text (encoded without a chat template), messages or tokens; None: the agent builds it."""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """JSON values to act and to score with; a number without a fraction arrives as an int."""
+    group_size: int = 1
+    """Trajectories to sample, which form one group."""
+    purpose: Purpose = Purpose.TRAIN
+    tools: tuple[Tool, ...] = ()
+    """Tools the policy may call; only with messages."""
+    data_source: str = ""
+    """Names the data source, for metrics."""
+    index: int = 0
+    """Order in the data."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How to sample where the agent's own call leaves it unset."""
+
+    @property
+    def prompt_kind(self) -> PromptKind | None:
+        """Text, messages or tokens; None where the agent builds the prompt."""
+        return PromptKind.MESSAGES if self.tools else prompt_kind(self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What became of submitted tasks."""
+
+    accepted_count: int
+    duplicate_count: int
+    pending_count: int
+    """Tasks waiting for an agent."""
+
+
+def write_purpose(purpose: Purpose | None) -> trajectory_pb2.Purpose.ValueType:
+    """A purpose on the wire; None is unspecified."""
+    return trajectory_pb2.PURPOSE_UNSPECIFIED if purpose is None else _PURPOSES[purpose]
+
+
+def write_task(task: Task) -> task_service_pb2.Task:
+    """A task as a message."""
+    prompt = write_prompt(task.prompt, task.tools)
+    message = _Task(
+        task_id=task.task_id,
+        purpose=write_purpose(task.purpose),
+        group_size=task.group_size,
+        tokens=prompt.tokens,
+        conversation=prompt.conversation,
+        metadata=to_struct(task.metadata),
+        data_source=task.data_source,
+        index=task.index,
+        sampling_params=task.sampling.to_wire(),
+    )
+    if prompt.text is not None:
+        message.text = prompt.text
+    return message
+
+
+def read_task(task: task_service_pb2.Task) -> Task:
+    """A task of the wire, read as a twin."""
+    prompt: Observation | None = None
+    tools: tuple[Tool, ...] = ()
+    match task.WhichOneof("prompt"):
+        case "text":
+            prompt = task.text
+        case "conversation":
+            prompt = tuple(read_message(message) for message in task.conversation.messages)
+            tools = tuple(read_tool(tool) for tool in task.conversation.tools)
+        case "tokens":
+            prompt = codec.token_ids(task.tokens)
+        case None:
+            pass
+    return Task(
+        task_id=task.task_id,
+        prompt=prompt,
+        metadata=from_struct(task.metadata),
+        group_size=task.group_size,
+        purpose=Purpose.EVAL if task.purpose == trajectory_pb2.PURPOSE_EVAL else Purpose.TRAIN,
+        tools=tools,
+        data_source=task.data_source,
+        index=task.index,
+        sampling=read_sampling(task.sampling_params),
+    )

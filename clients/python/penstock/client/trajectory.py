@@ -1,0 +1,272 @@
+"""A trajectory: turns with text, messages or tokens; abort, resume, outcome."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+from penstock.client.calls import Calls, TurnRequest
+from penstock.client.conversation import Observation, PromptKind, Tool, write_prompt
+from penstock.client.errors import NotFound, PenstockError
+from penstock.client.outcome import Closed, Failed, Outcome, read_closed, write_outcome
+from penstock.client.sampling import SamplingOptions, SamplingParams
+from penstock.client.turn_stream import TurnStream, abort_turn, get_trajectory
+from penstock.client.turns import SegmentView, TrajectoryRecord, Turn, TurnProgress
+from penstock.v1 import rollout_service_pb2, task_service_pb2
+from penstock.wire import codec
+
+if TYPE_CHECKING:
+    from penstock.client.tasks import Task
+
+GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
+ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
+StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
+
+
+class Trajectory:
+    """One episode, made by `Client.trajectory` or by a lease; the first turn opens it.
+
+    `turn` begins with the task's prompt, or with what it is given, and extends it afterwards. In a
+    conversation a plain str is a user's message; otherwise it is text, encoded without a template.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        trajectory_id: str,
+        *,
+        task: Task | None = None,
+        group_id: str = "",
+        group_size: int = 0,
+        sample_index: int = 0,
+        parent_trajectory_id: str = "",
+        priority: int = 0,
+        required_weight_version: int = 0,
+        resume_aborted: bool = False,
+        on_closed: Callable[[str], None] | None = None,
+    ) -> None:
+        self.trajectory_id = trajectory_id
+        self.task = task
+        self.group_id = group_id
+        self.sample_index = sample_index
+        self.parent_trajectory_id = parent_trajectory_id
+        self.resume_aborted = resume_aborted
+        """Whether an aborted turn is resumed before it is given to the caller."""
+        self.turns: list[Turn] = []
+        """Turns so far; an aborted one is the last until it is resumed."""
+        self.outcome: Outcome | Failed | None = None
+        """Set when its close begins."""
+        self.closed = False
+        """Set when its close was confirmed."""
+        self._calls = calls
+        self._group_size = group_size
+        self._priority = priority
+        self._required_weight_version = required_weight_version
+        self._sampling = task.sampling if task else SamplingParams()
+        self._kind = task.prompt_kind if task else None
+        self._progress: TurnProgress | None = None
+        self._on_closed = on_closed
+
+    @property
+    def last_turn(self) -> Turn:
+        """The last turn. Raises IndexError before the first."""
+        return self.turns[-1]
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote in its last turn; empty before the first."""
+        return self.turns[-1].text if self.turns else ""
+
+    async def turn(
+        self,
+        observation: Observation | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        timeout: float | None = None,
+        detach: bool = False,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Takes one turn: `await trajectory.turn("What is 2 + 3?", max_tokens=16)`.
+
+        `timeout` is in seconds, for the turn as a whole; `detach` lets the server go on with it
+        when the connection is lost. Sampling keywords hold for this turn and those after it. Raises
+        PenstockError; after DeadlineExceeded the turn can be resumed.
+        """
+        stream = self.stream(
+            observation, tools=tools, timeout=timeout, detach=detach, final_only=True, **sampling
+        )
+        return await self._run(stream)
+
+    async def stream(
+        self,
+        observation: Observation | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        timeout: float | None = None,
+        detach: bool = False,
+        final_only: bool = False,
+        flush_seconds: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[SegmentView]:
+        """Takes one turn and yields its tokens as they come; `last_turn` is the turn afterwards.
+
+        `flush_seconds` bounds how long tokens wait on the server. Leaving the loop early aborts the
+        turn once the iterator is closed.
+        """
+        if self._progress is not None:
+            raise RuntimeError(
+                f"a turn of {self.trajectory_id} is not finished: resume or abort it"
+            )
+        options = StreamOptions(final_only=final_only, detach=detach)
+        if flush_seconds is not None:
+            options.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
+        request = self._write_turn(observation, tools, options, sampling)
+        progress = self._progress = TurnProgress(len(self.turns), request)
+        async with contextlib.aclosing(self._take(progress, True, options, timeout)) as tokens:
+            async for segment in tokens:
+                yield segment
+
+    async def resume(self, timeout: float | None = None) -> Turn:
+        """Goes on with an aborted or broken-off turn, at the exact token; returns the whole turn.
+
+        Raises RuntimeError where there is nothing to resume.
+        """
+        options = StreamOptions(final_only=True)
+        progress, known = self._progress, False
+        if progress is None:
+            if not self.turns or not self.turns[-1].aborted:
+                raise RuntimeError(f"no turn of {self.trajectory_id} is aborted")
+            resume = ContinueRequest(trajectory_id=self.trajectory_id, stream_options=options)
+            progress, known = TurnProgress.of(self.turns.pop(), resume), True
+            self._progress = progress
+        return await self._run(self._take(progress, known, options, timeout))
+
+    async def abort(self, reason: str = "") -> int:
+        """Stops the turn in flight; returns the tokens it keeps. Nothing in flight: zero."""
+        return await abort_turn(self._calls, self.trajectory_id, reason)
+
+    async def complete(
+        self,
+        reward: float | Outcome,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Closed:
+        """Closes it with a reward; durable when answered. Raises ValueError unless it is finite."""
+        if not isinstance(reward, Outcome):
+            reward = Outcome(float(reward), metrics or {}, metadata or {})
+        return await self.close(reward)
+
+    async def fail(self, reason: str, message: str = "") -> Closed:
+        """Closes it as failed: the server has the attempt made again, up to a bound."""
+        return await self.close(Failed(reason, message))
+
+    async def close(self, outcome: Outcome | Failed) -> Closed:
+        """Closes it. A turn still in flight is aborted first."""
+        message = write_outcome(outcome)
+        self.outcome = outcome
+        if self._progress is not None:
+            with contextlib.suppress(NotFound):
+                await abort_turn(self._calls, self.trajectory_id, "closing", patient=True)
+        request = codec.twin(task_service_pb2.CompleteTrajectoryRequest)(
+            trajectory_id=self.trajectory_id, outcome=message
+        )
+        response = await self._calls.complete_trajectory(request)
+        self.closed = True
+        if self._on_closed is not None:
+            self._on_closed(self.trajectory_id)
+        return read_closed(response)
+
+    async def get(self) -> TrajectoryRecord:
+        """The trajectory as the server holds it, context included."""
+        return await get_trajectory(self._calls, self.trajectory_id)
+
+    def branch(self, trajectory_id: str) -> Trajectory:
+        """A trajectory of the same attempt, such as a sub-agent's; it is closed with this one."""
+        return Trajectory(
+            self._calls,
+            trajectory_id,
+            group_id=self.group_id,
+            sample_index=self.sample_index,
+            parent_trajectory_id=self.trajectory_id,
+            resume_aborted=self.resume_aborted,
+        )
+
+    async def _run(self, stream: AsyncGenerator[SegmentView]) -> Turn:
+        async with contextlib.aclosing(stream) as segments:
+            async for _ in segments:
+                pass
+        return self.turns[-1]
+
+    async def _take(
+        self,
+        progress: TurnProgress,
+        known: bool,
+        options: rollout_service_pb2.StreamOptions,
+        timeout: float | None,
+    ) -> AsyncGenerator[SegmentView]:
+        """Runs a turn and notes what became of it, however it ends."""
+        resume = ContinueRequest(trajectory_id=self.trajectory_id, stream_options=options)
+        stream = TurnStream(
+            self._calls,
+            self.trajectory_id,
+            progress,
+            resume,
+            kind=self._kind,
+            resume_aborted=self.resume_aborted,
+        )
+        try:
+            async with contextlib.aclosing(stream.segments(known, timeout)) as segments:
+                async for segment in segments:
+                    yield segment
+        except PenstockError as error:
+            if progress.refused(error):
+                self._progress = None
+            raise
+        finally:
+            if progress.finished is not None:
+                self.turns.append(progress.finished)
+                self._progress = None
+
+    def _write_turn(
+        self,
+        observation: Observation | None,
+        tools: Sequence[Tool],
+        options: rollout_service_pb2.StreamOptions,
+        sampling: SamplingOptions,
+    ) -> TurnRequest:
+        first = not self.turns
+        if observation is None and not first:
+            raise TypeError("a later turn needs an observation; an aborted one is resumed")
+        chat = self._kind is PromptKind.MESSAGES and not first
+        prompt = write_prompt(observation, tools, chat=chat)
+        if first:
+            self._kind = prompt.kind or self._kind
+        self._sampling = self._sampling.with_options(sampling)
+        if first:
+            request = GenerateRequest(
+                trajectory_id=self.trajectory_id,
+                tokens=prompt.tokens,
+                conversation=prompt.conversation,
+                sampling_params=self._sampling.to_wire(),
+                stream_options=options,
+                priority=self._priority,
+                required_weight_version=self._required_weight_version,
+                parent_trajectory_id=self.parent_trajectory_id,
+            )
+            if self.task is None and not self.parent_trajectory_id:
+                # A lease and a parent each say themselves which group it is.
+                request.group_id, request.group_size = self.group_id, self._group_size
+                request.sample_index = self.sample_index
+        else:
+            request = ContinueRequest(
+                trajectory_id=self.trajectory_id,
+                tokens=prompt.tokens,
+                conversation=prompt.conversation,
+                sampling_params=self._sampling.to_wire() if sampling else None,
+                stream_options=options,
+            )
+        if prompt.text is not None:
+            request.text = prompt.text
+        return request

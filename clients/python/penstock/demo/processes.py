@@ -1,0 +1,202 @@
+"""The demo's processes: started in sessions of their own, watched together, and all ended together.
+
+Whatever happens to the demo, nothing stays behind: an ordinary end and Ctrl-C stop each process and
+then its whole process group; a demo that is killed takes them along, because the kernel was asked to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+PR_SET_PDEATHSIG = 1
+SECONDS_TO_STOP = 20.0
+"""From SIGTERM to SIGKILL: a server drains, a trainer finishes its metrics."""
+
+SECONDS_FOR_LAST_WORDS = 5.0
+"""How long the output of a process that has ended may still arrive."""
+
+LOG_LINES_SHOWN = 25
+LONGEST_LINE_BYTES = 1 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ProcessFailed(Exception):
+    """A process ended that should not have; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to start: `Command("server", ("python", "-m", ...), Path("server.log"))`."""
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Added to this process's own."""
+    inherits_terminal: bool = False
+    """Whether its standard output is this process's own, so that it can draw a live table."""
+
+
+class Process:
+    """One running process. Every line it prints goes to its log, and to `on_line` where given."""
+
+    def __init__(
+        self,
+        command: Command,
+        process: subprocess.Popen[bytes],
+        log: BinaryIO,
+        on_line: Callable[[str], None] | None,
+    ) -> None:
+        self.command = command
+        self._process = process
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._watch_end()
+        self._copying = asyncio.create_task(self._copy_output(log, on_line))
+
+    @classmethod
+    def start(cls, command: Command, on_line: Callable[[str], None] | None = None) -> Process:
+        """Starts it in a session of its own, where a terminal's Ctrl-C does not reach it.
+
+        To be called with a running event loop.
+        """
+        log = command.log.open("wb")
+        parent = os.getpid()
+        process = subprocess.Popen(
+            command.arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=None if command.inherits_terminal else subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **command.environment},
+            start_new_session=True,
+            preexec_fn=lambda: _die_with(parent),
+        )
+        return cls(command, process, log, on_line)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also its process group's."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended and all it printed is in the log."""
+        # Shielded: whoever stops waiting must not stop what others wait for.
+        status = await asyncio.shield(self._ended)
+        await asyncio.wait((self._copying,), timeout=SECONDS_FOR_LAST_WORDS)
+        return status
+
+    async def stop(self) -> None:
+        """Asks it to end, then makes it; afterwards nothing of its process group is left."""
+        if not self._ended.done():
+            self._process.terminate()
+        try:
+            await asyncio.wait((self._ended,), timeout=SECONDS_TO_STOP)
+        finally:
+            self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """Ends it and whatever it started, at once."""
+        # It leads its own group, so the group has its id, and outlives it where a child does.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def explain(self, status: int) -> str:
+        """What happened to it, with the end of its log."""
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
+        lines = self.command.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        tail = "\n".join(f"  | {line}" for line in lines) or "  | (it printed nothing)"
+        return f"the {self.command.name} {how}; the end of {self.command.log}:\n{tail}"
+
+    def _watch_end(self) -> None:
+        """Has the kernel say when it ends; asyncio's own wait would also wait for its children."""
+        loop = asyncio.get_running_loop()
+        descriptor = os.pidfd_open(self.pid)
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            # Whatever it left behind works for nobody any more, and keeps its output open.
+            self.kill()
+            self._ended.set_result(self._process.wait())
+
+        loop.add_reader(descriptor, ended)
+
+    async def _copy_output(self, log: BinaryIO, on_line: Callable[[str], None] | None) -> None:
+        """Consumes its standard output until that ends; produces its log and lines."""
+        with log:
+            if self._process.stdout is None:
+                return
+            lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(lines), self._process.stdout
+            )
+            async for line in lines:
+                log.write(line)
+                log.flush()
+                if on_line is not None:
+                    on_line(line.decode(errors="replace").rstrip("\n"))
+
+
+async def first_match(pattern: re.Pattern[str], lines: asyncio.Queue[str], process: Process) -> str:
+    """The first group of the first line that matches.
+
+    Raises ProcessFailed where the process ends before it prints such a line.
+    """
+    ended = asyncio.create_task(process.wait())
+    try:
+        while True:
+            line = asyncio.create_task(lines.get())
+            await asyncio.wait((line, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not line.done():
+                line.cancel()
+                raise ProcessFailed(process.explain(ended.result()))
+            if (match := pattern.search(line.result())) is not None:
+                return match.group(1)
+    finally:
+        ended.cancel()
+
+
+async def wait_for(wanted: Process, others: Sequence[Process]) -> None:
+    """Returns once `wanted` has ended well while the others ran on.
+
+    Raises ProcessFailed for the first of them that ends otherwise.
+    """
+    waits = {asyncio.create_task(process.wait()): process for process in (wanted, *others)}
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        # Where several ended at once, the one that failed is the one to hear of.
+        ended = sorted(done, key=lambda task: (task.result() == 0, waits[task] is wanted))
+        for task in ended:
+            if waits[task] is not wanted or task.result() != 0:
+                raise ProcessFailed(waits[task].explain(task.result()))
+    finally:
+        for task in waits:
+            task.cancel()
+
+
+async def stop_all(processes: Sequence[Process]) -> None:
+    """Stops them one after another, the last started first; a second interruption kills them."""
+    try:
+        for process in reversed(processes):
+            await process.stop()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _die_with(parent: int) -> None:
+    """Runs in the new process, before its program: has the kernel end it when the demo ends."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,223 @@
+"""What the demo runs: the sizes of its two scales, the threads of each side, the three commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import tomli_w
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+SUMS = "sums"
+"""The task's name on the command line: "What is a + b?", a and b from 1 to 20."""
+
+PRINTABLE = "printable"
+"""Reward for printable characters: the one thing a model of random weights can begin to learn."""
+
+# Few cores have to do for both sides. The server samples in small steps that gain little from a second
+# thread, and on a small model it is done long before the trainer, which may have all the cores.
+SERVER_THREADS = 1
+TRAINER_THREADS = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that go together."""
+
+    steps: int
+    """Optimizer steps unless the command line says otherwise."""
+    groups_per_step: int
+    """Prompts in one step."""
+    group_size: int
+    """Answers to each prompt."""
+    max_tokens: int
+    """Longest answer."""
+    max_model_len: int
+    """Longest prompt and answer."""
+    dtype: str
+    """Of the server's weights and the trainer's arithmetic."""
+    learning_rate: float
+    """After warm-up."""
+    warmup_steps: int
+    """Steps over which the learning rate rises."""
+    max_lag: int
+    """Versions a trained token may be behind."""
+
+    @property
+    def attempts_in_flight(self) -> int:
+        """What the rollout worker keeps going: the answers of one step."""
+        return self.groups_per_step * self.group_size
+
+
+SMALL_MODEL = Scale(
+    steps=40,
+    groups_per_step=8,
+    group_size=8,
+    max_tokens=24,
+    max_model_len=256,
+    dtype="bfloat16",
+    learning_rate=2e-5,
+    warmup_steps=2,
+    max_lag=4,
+)
+"""SmolLM2-135M-Instruct on sums, or a model of that size given with --model."""
+
+SMALL_MODEL_LONG_TASK = Scale(
+    steps=40,
+    groups_per_step=8,
+    group_size=8,
+    max_tokens=128,
+    max_model_len=1024,
+    dtype="bfloat16",
+    learning_rate=2e-5,
+    warmup_steps=2,
+    max_lag=4,
+)
+"""The same on a data set of reasoning-gym, whose prompts and answers are longer."""
+
+TINY_MODEL = Scale(
+    steps=8,
+    groups_per_step=4,
+    group_size=4,
+    max_tokens=16,
+    max_model_len=512,
+    dtype="float32",
+    learning_rate=1e-2,
+    warmup_steps=0,
+    max_lag=4,
+)
+"""Random weights, for tests."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run of the demo, every choice made."""
+
+    model: Path
+    """Folder of the model."""
+    model_name: str
+    """What a person calls it."""
+    out: Path
+    """Folder for everything the run writes."""
+    task: str
+    """SUMS, PRINTABLE, or a data set of reasoning-gym."""
+    steps: int
+    """Optimizer steps."""
+    seed: int
+    """Of the data and the trainer."""
+    listen: str
+    """Where the server listens; port 0 takes any that is free."""
+    scale: Scale
+    """Sizes."""
+
+    @property
+    def reward(self) -> str:
+        """The reward function's name."""
+        names = {SUMS: "last_integer_is_answer", PRINTABLE: "printable_share"}
+        return f"penstock.demo.rewards:{names.get(self.task, 'reasoning_gym_score')}"
+
+    @property
+    def tasks_file(self) -> Path:
+        """The prompts, where they are the demo's own."""
+        return self.out / "tasks.jsonl"
+
+    @property
+    def trainer_config_file(self) -> Path:
+        """The trainer's configuration."""
+        return self.out / "trainer.toml"
+
+
+def choose_scale(task: str, *, tiny: bool) -> Scale:
+    """Sizes for a task and a model."""
+    if tiny:
+        return TINY_MODEL
+    return SMALL_MODEL if task in {SUMS, PRINTABLE} else SMALL_MODEL_LONG_TASK
+
+
+def serve_command(plan: Plan) -> tuple[str, ...]:
+    """`penstock serve`."""
+    return penstock(
+        "serve",
+        *("--model", str(plan.model)),
+        *("--listen", plan.listen),
+        *("--dtype", plan.scale.dtype),
+        *("--max-model-len", str(plan.scale.max_model_len)),
+        *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
+    )
+
+
+def rollout_command(plan: Plan, address: str) -> tuple[str, ...]:
+    """`penstock rollout`."""
+    return penstock(
+        "rollout",
+        *("--server", address),
+        *("--reward", plan.reward),
+        *("--concurrency", str(plan.scale.attempts_in_flight)),
+        # Once the trainer has ended nobody wants what is still in flight.
+        *("--drain-timeout", "0"),
+    )
+
+
+def train_command(plan: Plan) -> tuple[str, ...]:
+    """`penstock train`."""
+    return penstock("train", str(plan.trainer_config_file))
+
+
+def penstock(*arguments: str) -> tuple[str, ...]:
+    """The command line of this very installation."""
+    return (sys.executable, "-m", "penstock.client", *arguments)
+
+
+def environment(threads: int) -> Mapping[str, str]:
+    """What each process is told beside its command line."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+        # The model is a folder by now; nothing else is to be looked up.
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def trainer_config(plan: Plan, address: str) -> str:
+    """The trainer's configuration as TOML."""
+    scale = plan.scale
+    source: dict[str, object] = (
+        {"jsonl": {"path": str(plan.tasks_file)}}
+        if plan.task in {SUMS, PRINTABLE}
+        else {"reasoning_gym": {"name": plan.task, "seed": plan.seed}}
+    )
+    return tomli_w.dumps(
+        {
+            "server": {"address": address},
+            "run": {
+                "id": plan.out.name,
+                "out": str(plan.out),
+                "steps": plan.steps,
+                "seed": plan.seed,
+                "save_model": False,
+            },
+            "model": {
+                "path": str(plan.model),
+                "dtype": scale.dtype,
+                "threads": TRAINER_THREADS,
+            },
+            "data": {
+                "group_size": scale.group_size,
+                "sampling": {"temperature": 1.0, "max_tokens": scale.max_tokens},
+                **source,
+            },
+            "train": {
+                "groups_per_step": scale.groups_per_step,
+                "learning_rate": scale.learning_rate,
+                "warmup_steps": scale.warmup_steps,
+            },
+            "staleness": {"max_lag": scale.max_lag},
+        }
+    )

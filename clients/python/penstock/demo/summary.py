@@ -1,0 +1,155 @@
+"""What came of a run: figures for a person and for a program, and one picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from penstock.demo.settings import Plan
+
+FIRST_STEPS = 2
+LAST_STEPS = 5
+"""The reward at the start and at the end are means over so many steps."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: the keys of the trainer's metrics.jsonl that are used here.
+
+    Times are in seconds since the epoch.
+    """
+
+    step: int
+    reward_mean: float
+    lag_mean: float
+    lag_max: int
+    tokens: int
+    """Policy tokens in the batch."""
+    tokens_masked: int
+    """Policy tokens left out for their age."""
+    seconds: float
+    """The whole step, waiting included."""
+    pause_seconds: float
+    """How long the weight switch stopped generation."""
+    time: float
+    """When it was over."""
+    time_gather_start: float
+    time_gather_end: float
+    time_train_start: float
+    time_train_end: float
+    time_upload_start: float
+    time_upload_end: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """One sample of the server's load."""
+
+    time: float
+    running: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left in its folder."""
+
+    steps: tuple[Step, ...]
+    load: tuple[Load, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run; `summary.json` is exactly this."""
+
+    model: str
+    task: str
+    steps: int
+    reward_first: float
+    reward_last: float
+    reward_by_step: tuple[float, ...]
+    lag_by_step: tuple[float, ...]
+    lag_max: int
+    tokens_masked: int
+    """Tokens too old to train, over all steps."""
+    pause_seconds_by_step: tuple[float, ...]
+    seconds: float
+    """From the server's start to the trainer's end."""
+    tokens_per_second: float
+    """Policy tokens that reached the trainer, per second from its first step on."""
+
+    def as_table(self) -> Table:
+        """The same for a person."""
+        from rich.table import Table
+
+        table = Table(title=f"{self.model} on {self.task}", show_header=False, title_justify="left")
+        table.add_column(style="dim")
+        table.add_column()
+        lag = fmean(self.lag_by_step)
+        pause = median(self.pause_seconds_by_step)
+        first, last = min(FIRST_STEPS, self.steps), min(LAST_STEPS, self.steps)
+        table.add_row("reward, first", f"{self.reward_first:.3f} (mean of {first} steps)")
+        table.add_row("reward, last", f"{self.reward_last:.3f} (mean of {last} steps)")
+        table.add_row("steps", f"{self.steps} in {self.seconds:.0f} s, start included")
+        table.add_row("tokens", f"{self.tokens_per_second:.0f} per second")
+        table.add_row(
+            "lag",
+            f"{lag:.2f} versions in the mean, at most {self.lag_max};"
+            f" {self.tokens_masked} tokens masked for age",
+        )
+        table.add_row("pause", f"{1000 * pause:.0f} ms in the median")
+        return table
+
+
+def read_run(folder: Path) -> Run:
+    """Reads what trainer and demo wrote while it ran."""
+    return Run(
+        steps=tuple(read_step(line) for line in read_lines(folder / "metrics.jsonl")),
+        load=tuple(
+            Load(line["time"], line["running"]) for line in read_lines(folder / "activity.jsonl")
+        ),
+    )
+
+
+def read_step(line: dict[str, Any]) -> Step:
+    """One line of the trainer's metrics. Raises KeyError where a key is missing."""
+    return Step(**{field.name: line[field.name] for field in fields(Step)})
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A file of one JSON object a line; empty where it does not exist."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
+    """The figures of a run of at least one step."""
+    rewards = tuple(step.reward_mean for step in run.steps)
+    return Summary(
+        model=plan.model_name,
+        task=plan.task,
+        steps=len(run.steps),
+        reward_first=fmean(rewards[:FIRST_STEPS]),
+        reward_last=fmean(rewards[-LAST_STEPS:]),
+        reward_by_step=rewards,
+        lag_by_step=tuple(step.lag_mean for step in run.steps),
+        lag_max=max(step.lag_max for step in run.steps),
+        tokens_masked=sum(step.tokens_masked for step in run.steps),
+        pause_seconds_by_step=tuple(step.pause_seconds for step in run.steps),
+        seconds=seconds,
+        tokens_per_second=(
+            sum(step.tokens for step in run.steps) / sum(step.seconds for step in run.steps)
+        ),
+    )
+
+
+def write_summary(folder: Path, summary: Summary) -> None:
+    """Writes summary.json."""
+    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")

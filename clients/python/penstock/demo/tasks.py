@@ -1,0 +1,36 @@
+"""The demo's own prompts, as lines of JSON that the trainer's data source reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LARGEST_SUMMAND = 20
+PRINTABLE_PROMPTS = 64
+
+
+def write_sums(path: Path) -> None:
+    """Every "What is a + b?" with a and b from 1 to 20, and its answer."""
+    numbers = range(1, LARGEST_SUMMAND + 1)
+    _write(
+        path,
+        [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a in numbers for b in numbers],
+    )
+
+
+def write_printable(path: Path) -> None:
+    """Prompts of random letters: what they say does not matter to a model of random weights."""
+    generator = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    _write(
+        path,
+        [{"prompt": "".join(generator.choices(letters, k=12))} for _ in range(PRINTABLE_PROMPTS)],
+    )
+
+
+def _write(path: Path, lines: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,151 @@
+"""`penstock serve`: reads the configuration, starts the engine, serves until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import cast
+
+import click
+
+from penstock.server import config as configuration
+from penstock.server.config import ConfigError, ServeConfig
+
+HELP = """Serve a model: rollouts, tasks and weight updates over penstock.v1.
+
+Every option of vLLM's engine may be given under its own name, such as --dtype or
+--max-model-len. Everything may also stand in a TOML file: the server's own settings at the
+top and in [leases], [weights], [streaming] and [limits], vLLM's in [engine].
+"""
+
+
+@click.command(
+    help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 100}
+)
+@click.option("--model", help="Model directory or hub name.")
+@click.option("--listen", help="HOST:PORT; port 0 takes a free one.  [default: 127.0.0.1:50051]")
+@click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--set", "settings", multiple=True, help="SECTION.KEY=VALUE over the file.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
+@click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM OPTIONS]...")
+@click.pass_context
+def serve(
+    context: click.Context,
+    model: str | None,
+    listen: str | None,
+    path: Path | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    engine_options: tuple[str, ...],
+) -> None:
+    """Serve a model."""
+    given = list(settings)
+    if listen is not None:
+        given.append(f"listen={listen}")
+    if model is not None:
+        given.append(f"engine.model={model}")
+    try:
+        config = configuration.load(path, given)
+        if not config.engine.get("model"):
+            raise ConfigError("no model: give --model, or model in [engine]")
+        context.exit(run(config, list(engine_options), dry_run=dry_run))
+    except ConfigError as error:
+        click.echo(f"penstock serve: {error}", err=True)
+        context.exit(2)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns its exit status."""
+    result = serve.main(arguments, prog_name="penstock serve", standalone_mode=False)
+    return result if isinstance(result, int) else 0
+
+
+def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int:
+    """Serves, or prints what it would serve."""
+    # Imports vllm, which takes seconds: only now that it is certain to be needed.
+    from penstock.server.vllm_options import describe_options, engine_arguments
+
+    logging.basicConfig(
+        level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        arguments = engine_arguments([*config.engine_options(), *engine_options])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if dry_run:
+        import tomli_w
+
+        resolved = config.model_dump(mode="json", exclude_none=True)
+        resolved["engine"] = describe_options(arguments)
+        click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
+        return 0
+
+    from penstock.server.conversation import TokenizerRenderer
+    from penstock.server.serving import AddressInUse, Serving, bind
+    from penstock.server.vllm_engine import VllmEngine
+    from penstock.wire import telemetry
+
+    async def serving() -> int:
+        # First the port: one in use must not cost the minutes a model takes to load.
+        server, port = bind(config.listen, config.limits.concurrent_calls)
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        starting = asyncio.ensure_future(VllmEngine.start(arguments))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        engine = starting.result()
+        renderer = TokenizerRenderer.load(
+            str(arguments.tokenizer or arguments.model), engine.description.eos_token_ids
+        )
+        rollouts = Serving(server, engine, renderer, config)
+        await rollouts.start()
+        host = config.listen.rpartition(":")[0]
+        click.echo(
+            f"penstock serving {arguments.model} on {host}:{port} "
+            f"(weight version {rollouts.switch.active_version})"
+        )
+        sys.stdout.flush()
+        failing = asyncio.ensure_future(rollouts.failed())
+        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            click.echo(f"penstock serve: {failing.result()}", err=True)
+            await rollouts.stop(0.0)
+            return 1
+        failing.cancel()
+        await rollouts.stop()
+        return 0
+
+    telemetry.configure("penstock-server")
+    try:
+        return asyncio.run(serving())
+    except AddressInUse as error:
+        click.echo(f"penstock serve: {error}", err=True)
+        return 1
+    finally:
+        telemetry.shutdown()
+
+
+def _without_none(value: object) -> object:
+    """TOML has no null: a setting that is none is not there."""
+    if isinstance(value, dict):
+        table = cast("dict[object, object]", value)
+        return {str(k): _without_none(v) for k, v in table.items() if v is not None}
+    if isinstance(value, list | tuple):
+        items = cast("list[object]", value)
+        return [_without_none(item) for item in items if item is not None]
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""Domain error -> status code, ErrorInfo and friends: the one table of errors.
+
+Every refusal in the server is a `DomainError` with a reason from `wire.reasons`. The boundary
+(`service.py`) turns it into a status; inside a stream it becomes a `Rejection`. Whatever the message
+says is in the metadata too, so that no client need parse text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from penstock.v1 import rejection_pb2
+from penstock.wire.codec import twin
+from penstock.wire.reasons import DOMAIN, Reason
+
+Rejection = twin(rejection_pb2.Rejection)
+
+_CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (
+        Reason.FIELD_INVALID,
+        Reason.PROMPT_TOO_LONG,
+        Reason.TOKEN_OUT_OF_RANGE,
+        Reason.MALFORMED_MESSAGE,
+        Reason.HELLO_EXPECTED,
+        Reason.SHAPE_MISMATCH,
+        Reason.DTYPE_MISMATCH,
+        Reason.TENSOR_MISSING,
+        Reason.TENSOR_UNKNOWN,
+        Reason.NOT_FINITE,
+    ),
+    grpc.StatusCode.NOT_FOUND: (Reason.TRAJECTORY_UNKNOWN, Reason.TASK_UNKNOWN),
+    grpc.StatusCode.ALREADY_EXISTS: (Reason.TRAJECTORY_EXISTS,),
+    grpc.StatusCode.FAILED_PRECONDITION: (
+        Reason.TURN_IN_FLIGHT,
+        Reason.TRAJECTORY_CLOSED,
+        Reason.NOTHING_TO_RESUME,
+        Reason.OUTCOME_DIFFERS,
+        Reason.WEIGHT_VERSION_STALE,
+        Reason.WEIGHT_VERSION_NOT_STAGED,
+        Reason.WEIGHT_VERSION_NOT_ACTIVE,
+        Reason.BASE_VERSION_MISMATCH,
+        Reason.STALE_EPOCH,
+        Reason.LEASE_EXPIRED,
+        Reason.SOURCE_UNAVAILABLE,
+    ),
+    grpc.StatusCode.ABORTED: (Reason.UPLOAD_IN_PROGRESS, Reason.SESSION_REPLACED),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        Reason.QUEUE_FULL,
+        Reason.MEMORY_BUDGET,
+        Reason.MESSAGE_TOO_LARGE,
+        Reason.DISK_FULL,
+    ),
+    grpc.StatusCode.UNAVAILABLE: (
+        Reason.ENGINE_LOST,
+        Reason.WEIGHTS_INCONSISTENT,
+        Reason.DRAINING,
+    ),
+    grpc.StatusCode.DATA_LOSS: (Reason.CHECKSUM_MISMATCH, Reason.JOURNAL_CORRUPT),
+    grpc.StatusCode.INTERNAL: (Reason.INTERNAL_ERROR,),
+}
+STATUS_CODES: dict[Reason, grpc.StatusCode] = {
+    reason: code for code, reasons in _CODE_OF.items() for reason in reasons
+}
+
+
+MAX_TEXT = 400
+MAX_VALUE = 200
+
+
+class DomainError(Exception):
+    """A refusal, with a reason from the table."""
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        metadata: Mapping[str, object] | None = None,
+        *,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        # Together they travel in the trailers, which both ends bound (`wire.channel`).
+        self.message = message if len(message) <= MAX_TEXT else f"{message[:MAX_TEXT]}..."
+        super().__init__(self.message)
+        self.reason = reason
+        self.metadata = {key: _short(value) for key, value in (metadata or {}).items()}
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The status code of the reason."""
+        return STATUS_CODES[self.reason]
+
+
+class FieldInvalid(DomainError):
+    """A field of a request is missing, malformed or out of range."""
+
+    def __init__(self, field: str, description: str, got: object = None) -> None:
+        metadata = {"field": field} if got is None else {"field": field, "got": got}
+        suffix = "" if got is None else f", got {_short(got)!r}"
+        super().__init__(Reason.FIELD_INVALID, f"{field} {description}{suffix}", metadata)
+        self.field = field
+        self.description = description
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
+
+
+class RpcStatus(grpc.Status):
+    """What `context.abort_with_status` takes."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, serialized: bytes) -> None:
+        self.code = code
+        self.details = details
+        self.trailing_metadata = (("grpc-status-details-bin", serialized),)
+
+
+def to_status(error: DomainError) -> RpcStatus:
+    """The status of an error, with ErrorInfo, and BadRequest or RetryInfo where they apply."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    ]
+    if isinstance(error, FieldInvalid):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.description
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return RpcStatus(error.code, error.message, status.SerializeToString())
+
+
+def to_rejection(error: DomainError) -> rejection_pb2.Rejection:
+    """The same refusal, as it travels inside a stream."""
+    return Rejection(reason=error.reason, message=error.message, metadata=error.metadata)

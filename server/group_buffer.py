@@ -1,0 +1,147 @@
+"""Finished groups: order, delivery, redelivery, receipts.
+
+States of a group:
+
+    waiting --take--> delivered --receipt(step)--> used --finalize(step)--> gone
+       ^                  |  \\--receipt(rejected)------------------------> gone
+       |                  |                         |
+       +------------------+-------------------------+   resume: a trainer went back before that step
+
+Delivery is at least once; a group is gone only when a durable checkpoint contains its step, or when the
+trainer refused it. The bound is the staleness gate's: a group is charged when it is admitted, and
+leaves the gate's count when it is taken.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.server.broadcast import Broadcast
+from penstock.v1 import task_service_pb2, trajectory_pb2
+
+
+@dataclass(slots=True, eq=False)
+class BufferedGroup:
+    """One finished group."""
+
+    group: trajectory_pb2.TrajectoryGroup
+    task: task_service_pb2.Task | None
+    admitted_version: int
+    oldest_version: int | None
+    """Smallest version over its policy tokens; None where it has none."""
+    delivery_id: int = 0
+    delivery_count: int = 0
+    step: int = 0
+    """Step that used it."""
+
+    @property
+    def group_id(self) -> str:
+        """Its id."""
+        return self.group.group_id
+
+    @property
+    def index(self) -> int:
+        """Order in the data."""
+        return self.task.index if self.task is not None else 0
+
+    @property
+    def training(self) -> bool:
+        """Whether it feeds the optimizer."""
+        return self.group.purpose != trajectory_pb2.PURPOSE_EVAL
+
+
+class GroupBuffer:
+    """Groups from the moment they are finished until nobody can ask for them again."""
+
+    def __init__(self, changed: Broadcast) -> None:
+        self._waiting: OrderedDict[str, BufferedGroup] = OrderedDict()
+        self._delivered: dict[int, BufferedGroup] = {}
+        self._used: dict[str, BufferedGroup] = {}
+        self._last_delivery_id = 0
+        self.redeliveries = 0
+        self._changed = changed
+
+    @property
+    def waiting_count(self) -> int:
+        """Groups finished and not delivered."""
+        return len(self._waiting)
+
+    @property
+    def held_count(self) -> int:
+        """Groups held in any state."""
+        return len(self._waiting) + len(self._delivered) + len(self._used)
+
+    def add(self, group: BufferedGroup) -> None:
+        """A group is finished."""
+        self._waiting[group.group_id] = group
+        self._changed.notify()
+
+    def waiting_evaluations(self, count: int) -> list[str]:
+        """Ids of the first `count` evaluation groups that wait."""
+        found = [g.group_id for g in self._waiting.values() if not g.training]
+        return found[:count]
+
+    def take(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
+        """Marks groups as delivered, each with a delivery id of its own, in the order of the data."""
+        groups = sorted(
+            (self._waiting.pop(group_id) for group_id in group_ids), key=lambda g: g.index
+        )
+        for group in groups:
+            self._last_delivery_id += 1
+            group.delivery_id = self._last_delivery_id
+            group.delivery_count += 1
+            self.redeliveries += group.delivery_count > 1
+            self._delivered[group.delivery_id] = group
+        return groups
+
+    def discard(self, group_id: str) -> BufferedGroup:
+        """Removes a group that waits: it was thrown away for its age."""
+        return self._waiting.pop(group_id)
+
+    def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
+        """Groups were used by a step, or refused where it is zero; unknown deliveries are ignored.
+
+        A delivery is unknown once its group was delivered again, or when it is final.
+        """
+        settled: list[BufferedGroup] = []
+        for delivery_id in delivery_ids:
+            group = self._delivered.pop(delivery_id, None)
+            if group is None:
+                continue
+            settled.append(group)
+            if step:
+                group.step = step
+                self._used[group.group_id] = group
+        return settled
+
+    def finalize(self, step: int) -> list[BufferedGroup]:
+        """Forgets groups used up to a step: a durable checkpoint contains them."""
+        final = [group for group in self._used.values() if group.step <= step]
+        for group in final:
+            del self._used[group.group_id]
+        return final
+
+    def resume(self, step: int) -> list[BufferedGroup]:
+        """Makes wait again what the trainer's state after `step` does not contain; returns it.
+
+        That is what was delivered without a receipt, and what was used by a later step.
+        """
+        again = list(self._delivered.values())
+        again += [group for group in self._used.values() if group.step > step]
+        for group in sorted(again, key=lambda g: g.delivery_id):
+            self._delivered.pop(group.delivery_id, None)
+            self._used.pop(group.group_id, None)
+            group.step = 0
+            self._waiting[group.group_id] = group
+        self._changed.notify()
+        return again
+
+    def drop_all(self) -> list[BufferedGroup]:
+        """Forgets every group, used ones included; returns those that were not used."""
+        lost = [*self._waiting.values(), *self._delivered.values()]
+        self._waiting.clear()
+        self._delivered.clear()
+        self._used.clear()
+        return lost

@@ -1,0 +1,215 @@
+"""Requests -> domain values: every field is checked here, before anything is touched.
+
+Raises FieldInvalid (INVALID_ARGUMENT with BadRequest), TOKEN_OUT_OF_RANGE or MALFORMED_MESSAGE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from google.protobuf import duration_pb2, json_format
+
+from penstock.server.conversation import Message, Tool, ToolCall
+from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.turns import TurnSampling
+from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
+from penstock.wire.codec import MalformedMessage, token_ids
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAX_ID_LENGTH = 256
+MAX_GROUP_SIZE = 4_096
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 256
+MAX_TEMPERATURE = 2.0
+# Below this, but above zero, the engine would silently sample at another temperature.
+MIN_TEMPERATURE = 0.01
+MAX_FLUSH_SECONDS = 60.0
+MAX_CONCURRENCY = 65_536
+MAX_SELECTED = 100_000
+
+ROLES = {
+    conversation_pb2.ROLE_SYSTEM: "system",
+    conversation_pb2.ROLE_USER: "user",
+    conversation_pb2.ROLE_ASSISTANT: "assistant",
+    conversation_pb2.ROLE_TOOL: "tool",
+}
+
+
+class HasSequence(Protocol):
+    """A request with a token sequence."""
+
+    @property
+    def tokens(self) -> trajectory_pb2.TokenSequence: ...
+
+
+def identifier(field: str, value: str) -> str:
+    """An id: 1 to 256 characters."""
+    if not value:
+        raise FieldInvalid(field, "must be set")
+    if len(value) > MAX_ID_LENGTH:
+        raise FieldInvalid(field, f"must have at most {MAX_ID_LENGTH} characters", value)
+    return value
+
+
+def identifiers(field: str, values: Iterable[str]) -> list[str]:
+    """Ids, a bounded number of them."""
+    found = [identifier(f"{field}[{index}]", value) for index, value in enumerate(values)]
+    if len(found) > MAX_SELECTED:
+        raise FieldInvalid(field, f"must name at most {MAX_SELECTED}", len(found))
+    return found
+
+
+def tokens(field: str, holder: HasSequence, vocab_size: int) -> NDArray[np.int32]:
+    """A token sequence within the vocabulary, shape [n]."""
+    try:
+        found = token_ids(holder.tokens)
+    except MalformedMessage as error:
+        raise DomainError(
+            Reason.MALFORMED_MESSAGE, f"{field}: {error}", {"field": field}
+        ) from error
+    if len(found) and (int(found.min()) < 0 or int(found.max()) >= vocab_size):
+        outside = (found < 0) | (found >= vocab_size)
+        position = int(outside.argmax())
+        raise DomainError(
+            Reason.TOKEN_OUT_OF_RANGE,
+            f"{field}[{position}] is {found[position]}, the vocabulary has {vocab_size} tokens",
+            {"field": field, "position": position, "got": found[position], "vocab": vocab_size},
+        )
+    return found
+
+
+def sampling(
+    field: str, params: rollout_service_pb2.SamplingParams, vocab_size: int
+) -> TurnSampling:
+    """Sampling parameters with every default applied."""
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+        raise FieldInvalid(
+            f"{field}.temperature",
+            f"must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+            temperature,
+        )
+    if not 0 < top_p <= 1:
+        raise FieldInvalid(f"{field}.top_p", "must be above 0 and at most 1", top_p)
+    if not 0 <= params.top_k <= vocab_size:
+        raise FieldInvalid(
+            f"{field}.top_k", "must be from 0 to the vocabulary's size", params.top_k
+        )
+    if params.max_tokens < 0:
+        raise FieldInvalid(f"{field}.max_tokens", "must not be negative", params.max_tokens)
+    if len(params.stop_token_ids) > MAX_STOPS or len(params.stop) > MAX_STOPS:
+        raise FieldInvalid(f"{field}.stop", f"must name at most {MAX_STOPS} each")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise DomainError(
+                Reason.TOKEN_OUT_OF_RANGE,
+                f"{field}.stop_token_ids holds {token}, the vocabulary has {vocab_size} tokens",
+                {"field": f"{field}.stop_token_ids", "got": token, "vocab": vocab_size},
+            )
+    for text in params.stop:
+        if not 0 < len(text) <= MAX_STOP_LENGTH:
+            raise FieldInvalid(
+                f"{field}.stop", f"must have 1 to {MAX_STOP_LENGTH} characters each", text
+            )
+    return TurnSampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        seed=params.seed % 2**63 if params.HasField("seed") else None,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
+    """A duration of at most a minute, in seconds."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    if not 0 <= seconds <= MAX_FLUSH_SECONDS or math.isnan(seconds):
+        raise FieldInvalid(field, f"must be from 0 to {MAX_FLUSH_SECONDS:.0f} s", seconds)
+    return seconds
+
+
+def messages(
+    field: str, conversation: conversation_pb2.Conversation, *, first: bool
+) -> tuple[list[Message], list[Tool]]:
+    """Messages and tools of a conversation."""
+    if not conversation.messages:
+        raise FieldInvalid(f"{field}.messages", "must hold at least one message")
+    if conversation.tools and not first:
+        raise FieldInvalid(f"{field}.tools", "may only be given on the first turn")
+    found: list[Message] = []
+    for index, message in enumerate(conversation.messages):
+        where = f"{field}.messages[{index}]"
+        role = ROLES.get(message.role)
+        if role is None:
+            raise FieldInvalid(f"{where}.role", "is unspecified or unknown", message.role)
+        if message.tool_calls and role != "assistant":
+            raise FieldInvalid(f"{where}.tool_calls", "may only be given by the assistant")
+        if message.tool_call_id and role != "tool":
+            raise FieldInvalid(f"{where}.tool_call_id", "may only be given by a tool")
+        calls = tuple(
+            ToolCall(call.tool_call_id, call.name, call.arguments_json)
+            for call in message.tool_calls
+        )
+        found.append(Message(role, message.content, calls, message.tool_call_id, message.reasoning))
+    if not first and found[0].role == "assistant":
+        raise FieldInvalid(f"{field}.messages[0].role", "must not be the assistant again")
+    tools = [
+        Tool(
+            identifier(f"{field}.tools[{index}].name", tool.name),
+            tool.description,
+            json_format.MessageToDict(tool.parameters),
+        )
+        for index, tool in enumerate(conversation.tools)
+    ]
+    return found, tools
+
+
+def group(request: rollout_service_pb2.GenerateRequest) -> None:
+    """Group fields of a trajectory that was not leased."""
+    if not request.group_id:
+        if request.group_size or request.sample_index:
+            raise FieldInvalid("group_id", "must be set where group_size or sample_index is")
+        return
+    identifier("group_id", request.group_id)
+    if not 1 <= request.group_size <= MAX_GROUP_SIZE:
+        raise FieldInvalid("group_size", f"must be from 1 to {MAX_GROUP_SIZE}", request.group_size)
+    if not 0 <= request.sample_index < request.group_size:
+        raise FieldInvalid("sample_index", "must be within the group", request.sample_index)
+
+
+def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
+    """A known purpose; unspecified is kept."""
+    for known in (
+        trajectory_pb2.PURPOSE_UNSPECIFIED,
+        trajectory_pb2.PURPOSE_TRAIN,
+        trajectory_pb2.PURPOSE_EVAL,
+    ):
+        if value == known:
+            return known
+    raise FieldInvalid(field, "is unknown", value)
+
+
+def task(field: str, value: task_service_pb2.Task, vocab_size: int) -> None:
+    """Checks a task; its prompt is rendered when a trajectory is opened for it."""
+    identifier(f"{field}.task_id", value.task_id)
+    purpose(f"{field}.purpose", value.purpose)
+    if not 1 <= value.group_size <= MAX_GROUP_SIZE:
+        raise FieldInvalid(
+            f"{field}.group_size", f"must be from 1 to {MAX_GROUP_SIZE}", value.group_size
+        )
+    kind = value.WhichOneof("prompt")
+    if kind == "tokens":
+        tokens(f"{field}.tokens", value, vocab_size)
+    elif kind == "conversation":
+        messages(f"{field}.conversation", value.conversation, first=True)
+    sampling(f"{field}.sampling_params", value.sampling_params, vocab_size)

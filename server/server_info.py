@@ -1,0 +1,83 @@
+"""What a server says of itself: model, versions, limits, load."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from penstock.server.engine import Engine
+from penstock.server.group_buffer import GroupBuffer
+from penstock.server.trajectory_store import TrajectoryStore
+from penstock.server.weight_switch import WeightSwitch
+from penstock.server.weight_versions import WeightVersions
+from penstock.v1 import rollout_service_pb2, weights_pb2
+from penstock.wire.codec import twin
+
+GetServerInfoResponse = twin(rollout_service_pb2.GetServerInfoResponse)
+ServerLoad = twin(rollout_service_pb2.ServerLoad)
+ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
+
+
+class ServerInfo:
+    """Serves GetServerInfo."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        switch: WeightSwitch,
+        weights: WeightVersions,
+        store: TrajectoryStore,
+        buffer: GroupBuffer,
+    ) -> None:
+        self._engine = engine
+        self._switch = switch
+        self._weights = weights
+        self._store = store
+        self._buffer = buffer
+        self.draining = False
+
+    async def get_server_info(
+        self, request: rollout_service_pb2.GetServerInfoRequest
+    ) -> rollout_service_pb2.GetServerInfoResponse:
+        """Describes the server."""
+        description = self._engine.description
+        load = self._load()
+        return GetServerInfoResponse(
+            server_version=metadata.version("penstock"),
+            model=description.model,
+            active_weight_version=self._switch.active_version,
+            staged_weight_versions=self._weights.staged_versions,
+            max_context_length=description.max_context_length,
+            vocab_size=description.vocab_size,
+            weight_sources=[
+                weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
+                weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
+            ],
+            load=load,
+            replicas=[
+                ReplicaInfo(
+                    state=self._state(),
+                    active_weight_version=self._switch.active_version,
+                    load=load,
+                )
+            ],
+            weight_dtype=description.weight_dtype,
+        )
+
+    def _load(self) -> rollout_service_pb2.ServerLoad:
+        stats = self._engine.stats()
+        return ServerLoad(
+            running_turn_count=stats.running,
+            waiting_turn_count=stats.waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            open_trajectory_count=self._store.open_count,
+            buffered_group_count=self._buffer.waiting_count,
+        )
+
+    def _state(self) -> rollout_service_pb2.ReplicaState.ValueType:
+        if not self._switch.trusted:
+            return rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
+        if self.draining:
+            return rollout_service_pb2.REPLICA_STATE_DRAINING
+        if self._switch.switching:
+            return rollout_service_pb2.REPLICA_STATE_PAUSED
+        return rollout_service_pb2.REPLICA_STATE_SERVING

@@ -1,0 +1,196 @@
+"""The boundary between gRPC and the domain: handlers from the descriptors, statuses from one table.
+
+Every rpc of a service is registered by walking its descriptor, so that none can be forgotten. Here,
+and only here, messages are decoded under guard and errors become statuses: bad bytes are
+MALFORMED_MESSAGE, a `DomainError` is its status, and anything else is INTERNAL without its text, which
+goes to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from opentelemetry.context import Context
+
+from penstock.server.errors import DomainError, to_status
+from penstock.v1 import rollout_service_pb2, task_service_pb2, trainer_service_pb2
+from penstock.wire import telemetry
+from penstock.wire.codec import MalformedMessage, decode, encode
+from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
+
+SERVICES: tuple[ServiceDescriptor, ...] = tuple(
+    cast("ServiceDescriptor", module.DESCRIPTOR.services_by_name[name])
+    for module, name in (
+        (rollout_service_pb2, "RolloutService"),
+        (task_service_pb2, "TaskService"),
+        (trainer_service_pb2, "TrainerService"),
+    )
+)
+
+LINGER_SECONDS = 10.0
+LINGER_PAUSE_SECONDS = 0.05
+
+ServicerContext = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a message that could not be decoded; gRPC would answer UNKNOWN if decoding raised."""
+
+    error: DomainError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a handler may know of the call besides its messages."""
+
+    trace: Context
+    write: Callable[[Message], Awaitable[None]]
+    """Sends one message of a streamed answer."""
+
+
+# One of four shapes, by the descriptor: (request | requests, call) -> answer | answers | None.
+Handler = Callable[[Any, Call], Any]
+
+
+def _deserializer(typed: type[Message]) -> Callable[[bytes], object]:
+    def deserialize(data: bytes) -> object:
+        try:
+            return decode(typed, data)
+        except MalformedMessage as error:
+            return _Malformed(DomainError(Reason.MALFORMED_MESSAGE, str(error)))
+
+    return deserialize
+
+
+def _checked(message: object) -> Message:
+    if isinstance(message, _Malformed):
+        raise message.error
+    return cast("Message", message)
+
+
+@contextlib.contextmanager
+def _boundary(method: str) -> Generator[None]:
+    """Turns what no handler foresaw into INTERNAL; lets refusals and cancellation pass."""
+    try:
+        yield
+    except DomainError:
+        raise
+    except MalformedMessage as error:
+        raise DomainError(Reason.MALFORMED_MESSAGE, str(error)) from error
+    except Exception as error:
+        logger.exception("%s failed", method)
+        raise DomainError(Reason.INTERNAL_ERROR, "internal error") from error
+
+
+def _call(context: ServicerContext) -> Call:
+    metadata = cast("tuple[tuple[str, str | bytes], ...] | None", context.invocation_metadata())
+    return Call(telemetry.incoming(metadata), context.write)
+
+
+async def _requests(stream: AsyncIterator[object]) -> AsyncIterator[Message]:
+    async for message in stream:
+        yield _checked(message)
+
+
+def _unary_unary(name: str, handler: Handler) -> Callable[..., Awaitable[Message]]:
+    async def handle(request: object, context: ServicerContext) -> Message:
+        try:
+            with _boundary(name):
+                return await handler(_checked(request), _call(context))
+        except DomainError as error:
+            await context.abort_with_status(to_status(error))
+            raise
+
+    return handle
+
+
+def _unary_stream(name: str, handler: Handler) -> Callable[..., Awaitable[None]]:
+    async def handle(request: object, context: ServicerContext) -> None:
+        try:
+            with _boundary(name):
+                answers = handler(_checked(request), _call(context))
+                async with contextlib.aclosing(answers):
+                    async for answer in answers:
+                        await context.write(answer)
+        except DomainError as error:
+            await context.abort_with_status(to_status(error))
+
+    return handle
+
+
+def _stream_stream(name: str, handler: Handler) -> Callable[..., Awaitable[None]]:
+    async def handle(stream: AsyncIterator[object], context: ServicerContext) -> None:
+        try:
+            with _boundary(name):
+                await handler(_requests(stream), _call(context))
+                await _linger(stream)
+        except DomainError as error:
+            await _linger(stream)
+            await context.abort_with_status(to_status(error))
+
+    return handle
+
+
+async def _linger(stream: AsyncIterator[object]) -> None:
+    """Reads what a caller is still sending after its answer is known.
+
+    A client that is in the middle of a write when the status arrives reports the failed write, INTERNAL,
+    instead of the status (grpcio does). So the status waits until the caller pauses or is done.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while True:
+                async with asyncio.timeout(LINGER_PAUSE_SECONDS):
+                    if await anext(stream, None) is None:
+                        return
+
+
+def _method_handler(
+    service: ServiceDescriptor, method: MethodDescriptor, handler: Handler
+) -> grpc.RpcMethodHandler[Any, Any]:
+    name = f"{service.full_name}/{method.name}"
+    typed = GetMessageClass(method.input_type)
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(
+            cast("Any", _stream_stream(name, handler)), cast("Any", _deserializer(typed)), encode
+        )
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(
+            cast("Any", _unary_stream(name, handler)), cast("Any", _deserializer(typed)), encode
+        )
+    return grpc.unary_unary_rpc_method_handler(
+        cast("Any", _unary_unary(name, handler)), cast("Any", _deserializer(typed)), encode
+    )
+
+
+def service_handlers(
+    handlers: Mapping[str, Handler],
+) -> tuple[grpc.GenericRpcHandler, ...]:
+    """Handlers of every rpc; `handlers` maps "Service/Method" to what serves it.
+
+    Raises KeyError for an rpc without a handler: a server that lacks one must not start.
+    """
+    return tuple(
+        grpc.method_handlers_generic_handler(
+            service.full_name,
+            {
+                method.name: _method_handler(
+                    service, method, handlers[f"{service.name}/{method.name}"]
+                )
+                for method in service.methods
+            },
+        )
+        for service in SERVICES
+    )

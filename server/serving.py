@@ -1,0 +1,293 @@
+"""The server put together, and its life from the first bind to the last answer.
+
+Order of start: port bound (a port in use fails before a model is loaded) -> engine -> handlers ->
+serving, said in one line. Order of a stop (SIGTERM, SIGINT): health NOT_SERVING -> no new turns,
+no new leases -> turns in flight finish within `drain_seconds`, the rest end ABORTED -> the trainer's
+session ends with DRAINING -> open calls end -> engine closed -> journal closed.
+
+An engine that dies takes the server with it: health NOT_SERVING, turns end with ENGINE_LOST, the
+process says so and exits with 1, so that whoever supervises it starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from penstock.server.admission import Admission
+from penstock.server.broadcast import Broadcast
+from penstock.server.closing import Closing
+from penstock.server.config import ServeConfig
+from penstock.server.conversation import Renderer
+from penstock.server.engine import Engine
+from penstock.server.errors import DomainError
+from penstock.server.group_buffer import BufferedGroup, GroupBuffer
+from penstock.server.journal import Journal, MemoryJournal
+from penstock.server.reflection import add_reflection
+from penstock.server.rollout_servicer import RolloutServicer, StreamRules
+from penstock.server.server_info import ServerInfo
+from penstock.server.service import SERVICES, Call, Handler, service_handlers
+from penstock.server.task_queue import LeaseRules, TaskQueue
+from penstock.server.task_servicer import TaskServicer
+from penstock.server.telemetry import ServerMetrics
+from penstock.server.trainer_servicer import TrainerServicer
+from penstock.server.trajectory_store import TrajectoryStore
+from penstock.server.turns import TurnRunner
+from penstock.server.weight_stage import WeightStage
+from penstock.server.weight_switch import InFlight, WeightSwitch
+from penstock.server.weight_versions import WeightVersions
+from penstock.wire import staleness
+from penstock.wire.channel import server_options
+from penstock.wire.reasons import Reason
+
+
+class AddressInUse(Exception):
+    """The address cannot be listened on."""
+
+
+def bind(listen: str, concurrent_calls: int) -> tuple[grpc.aio.Server, int]:
+    """A gRPC server bound to HOST:PORT, not yet serving, and the port it got.
+
+    Raises AddressInUse where another process has the port or the host is not this machine's.
+    """
+    server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=concurrent_calls)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise AddressInUse(f"cannot listen on {listen}: {error}") from error
+    return server, port
+
+
+class Serving:
+    """One rollout server: an engine, and the three services around it."""
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        engine: Engine,
+        renderer: Renderer,
+        config: ServeConfig,
+        journal: Journal | None = None,
+    ) -> None:
+        clock = time.monotonic
+        self._server = server
+        self._engine = engine
+        self._drain_seconds = config.drain_seconds
+        self._journal = journal or MemoryJournal()
+        description = engine.description
+        changed = Broadcast()
+        limits = config.limits
+        self.store = TrajectoryStore(limits.open_trajectories)
+        self.admission = Admission(
+            changed, clock, limits.groups_without_trainer, freshness=config.freshness
+        )
+        rules = LeaseRules(
+            config.leases.seconds, config.leases.grace_seconds, config.leases.max_attempts
+        )
+        self.queue = TaskQueue(
+            changed, self.admission, rules, clock, max_pending=limits.pending_tasks
+        )
+        self.buffer = GroupBuffer(changed)
+        self.switch = WeightSwitch(engine)
+        self.turns = TurnRunner(engine, self.switch, renderer.decode)
+        self.metrics = ServerMetrics()
+        stage = WeightStage(
+            config.weights.stage_folder,
+            description.tensors,
+            description.weight_dtype,
+        )
+        self.weights = WeightVersions(
+            stage,
+            self.switch,
+            self.turns,
+            InFlight(config.weights.in_flight),
+            max_staged=config.weights.max_staged,
+        )
+        self.closing = Closing(
+            self.store, self.queue, self.buffer, self.admission, self.turns, self._journal, clock
+        )
+        streaming = StreamRules(config.streaming.flush_seconds, config.streaming.interval)
+        self.rollouts = RolloutServicer(
+            engine, renderer, self.store, self.queue, self.turns, self.switch, clock, streaming
+        )
+        self.tasks = TaskServicer(
+            changed,
+            self.queue,
+            self.closing,
+            self._journal,
+            lambda: self.switch.active_version,
+            description.vocab_size,
+        )
+        self.trainer = TrainerServicer(
+            changed,
+            self.admission,
+            self.queue,
+            self.buffer,
+            self.store,
+            self.weights,
+            self._journal,
+        )
+        self.info = ServerInfo(engine, self.switch, self.weights, self.store, self.buffer)
+        # grpcio-health-checking carries no types.
+        self._health: Any = cast("Any", health).aio.HealthServicer()
+        self._background: list[asyncio.Task[None]] = []
+        self._wire_callbacks()
+
+    def _wire_callbacks(self) -> None:
+        self.switch.on_health = self._publish_health
+        self.turns.on_tokens = self.metrics.tokens_sampled
+        self.weights.on_staged = self.metrics.weights_staged
+        self.weights.on_switched = self.metrics.weights_switched
+        self.weights.on_trainer_version = self.admission.advance
+
+        def group_taken(group: BufferedGroup) -> None:
+            if group.training and group.oldest_version is not None:
+                self.metrics.group_taken(
+                    staleness.lag(self.admission.trainer_version, group.oldest_version)
+                )
+
+        self.trainer.on_delivery = group_taken
+        observe, counts = self.metrics.observe, self.metrics.observe_counts
+        observe(
+            "penstock.groups.buffered",
+            "{group}",
+            "Groups finished and not delivered",
+            lambda: self.buffer.waiting_count,
+        )
+        observe(
+            "penstock.groups.outstanding",
+            "{group}",
+            "Groups admitted and not taken",
+            lambda: self.admission.outstanding,
+        )
+        observe(
+            "penstock.groups.target",
+            "{group}",
+            "Most groups that may be outstanding",
+            lambda: self.admission.target,
+        )
+        observe(
+            "penstock.trajectories.open",
+            "{trajectory}",
+            "Trajectories open",
+            lambda: self.store.open_count,
+        )
+        observe(
+            "penstock.engine.running",
+            "{turn}",
+            "Turns being sampled",
+            lambda: self._engine.stats().running,
+        )
+        observe(
+            "penstock.engine.kv_cache_usage",
+            "1",
+            "Part of the key-value cache in use",
+            lambda: self._engine.stats().kv_cache_usage,
+        )
+        observe(
+            "penstock.groups.redelivered",
+            "{group}",
+            "Groups delivered again",
+            lambda: self.buffer.redeliveries,
+        )
+        counts(
+            "penstock.groups.dropped",
+            "{group}",
+            "Groups that left without being trained",
+            "reason",
+            lambda: self.trainer.drops,
+        )
+        counts(
+            "penstock.attempts.failed",
+            "{attempt}",
+            "Attempts that failed or ran out of time",
+            "reason",
+            lambda: self.closing.failures,
+        )
+
+    def _handlers(self) -> Mapping[str, Handler]:
+        rollouts, tasks = self.rollouts, self.tasks
+
+        def update_weights(requests: Any, call: Call) -> object:
+            return self.weights.update_weights(requests, call.write)
+
+        def exchange(requests: Any, call: Call) -> object:
+            return self.trainer.exchange(requests, call.write)
+
+        return {
+            "RolloutService/Generate": lambda request, call: rollouts.generate(request, call.trace),
+            "RolloutService/Continue": lambda request, call: rollouts.continue_(
+                request, call.trace
+            ),
+            "RolloutService/Abort": lambda request, _: rollouts.abort(request),
+            "RolloutService/UpdateWeights": update_weights,
+            "RolloutService/GetServerInfo": lambda request, _: self.info.get_server_info(request),
+            "RolloutService/GetTrajectory": lambda request, _: rollouts.get_trajectory(request),
+            "TaskService/SubmitTasks": lambda request, _: tasks.submit_tasks(request),
+            "TaskService/LeaseTasks": lambda request, _: tasks.lease_tasks(request),
+            "TaskService/RenewLease": lambda request, _: tasks.renew_lease(request),
+            "TaskService/CompleteTrajectory": lambda request, _: tasks.complete_trajectory(request),
+            "TrainerService/Exchange": exchange,
+        }
+
+    async def start(self) -> None:
+        """Serves from here on."""
+        self._server.add_generic_rpc_handlers(service_handlers(self._handlers()))
+        cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._health, self._server)
+        add_reflection(self._server)
+        await self._publish_health()
+        await self._server.start()
+        self._background.append(
+            asyncio.create_task(self.closing.give_back_expired(), name="lease clock")
+        )
+
+    async def failed(self) -> str:
+        """Returns, with the reason, only when the server can no longer serve."""
+        lost = asyncio.create_task(self._engine.lost())
+        await asyncio.wait([lost, *self._background], return_when=asyncio.FIRST_COMPLETED)
+        for task in self._background:
+            if task.done():
+                lost.cancel()
+                task.result()
+        reason = await lost
+        await self.switch.refuse(DomainError(Reason.ENGINE_LOST, f"the engine is lost: {reason}"))
+        return f"the engine is lost: {reason}"
+
+    async def stop(self, drain_seconds: float | None = None) -> None:
+        """Drains and ends; see the module's docstring for the order."""
+        refusal = DomainError(
+            Reason.DRAINING, "the server is shutting down", retry_after_seconds=5.0
+        )
+        self.info.draining = True
+        await self._publish_health()
+        self.rollouts.drain(refusal)
+        self.tasks.drain(refusal)
+        limit = self._drain_seconds if drain_seconds is None else drain_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await self.turns.wait_idle()
+        except TimeoutError:
+            await self.turns.abort(self.turns.in_flight)
+        self.trainer.end(refusal)
+        await self._server.stop(grace=2.0)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._engine.close()
+        self.weights.close()
+        await self._journal.close()
+
+    async def _publish_health(self) -> None:
+        serving = self.switch.trusted and not self.info.draining
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in (health.OVERALL_HEALTH, *(service.full_name for service in SERVICES)):
+            await self._health.set(name, status)

@@ -1,0 +1,447 @@
+"""The staleness gate: which groups may start, and which the trainer is given. No I/O, no clock.
+
+Contract: **no token is trained with a lag above `max_lag` (L)**. Let the trainer hold version `v`
+while it gathers the batch that makes `v+1`. The lag of a token is `v` at the moment its group is
+taken, minus the version that sampled it (`penstock.wire.staleness.lag`). `B` groups make a step.
+
+States of a group, and the calls that move it:
+
+                     admit              finish               select
+    (unknown) -----------------> running ------> finished ------------> taken
+        ^                           |               |  ^                  |
+        |          vacate           |     vacate    |  |     restore      |
+        +---------------------------+---------------+  +------------------+
+
+Running and finished groups are *outstanding*. A taken group is remembered only while the trainer
+holds the version it was taken at, because until then it fills one of that version's B places: under
+every policy, outstanding groups and taken ones together number at most `target`, which the
+freshness controller moves between `fewest_outstanding` and (L+1)*B.
+
+Order of events, per step: `advance(v)` when the trainer holds `v`; `select(credit)` whenever the
+demand, the finished groups or the trainer's version changed; then `admit` while `may_admit`.
+Weights are switched a little after the trainer steps, so the active version may lag `v`; after a
+restart of the trainer from an older checkpoint it may also be ahead of it.
+
+Late policies
+-------------
+MASK: finished groups are taken oldest first and never discarded. Tokens older than L carry no
+  gradient: the trainer masks them, by the same `lag`.
+REQUEUE, DROP: as MASK, but `select` discards finished groups with a token older than L and names
+  them in `Selection.late`.
+WAIT: a schedule. A group admitted while version `s` is active gets the deadline `s+L`; once it is
+  finished its oldest token is known, and the deadline is that token's version + L: the same, or
+  later where its first token had to wait. Let `t` be the groups already taken at `v`, and `due(k)`
+  the outstanding groups with a deadline `<= v+k`. The invariant, for every k in 0..L:
+
+      due(k) + t <= B*(k+1)
+
+  *Admission* keeps it; before the batch (t = 0) and after it (t = B) it reads B*(k+1) and B*k.
+  *Selection* takes the earliest deadlines first, and all of the credit that fits in the batch or
+  nothing. A group is taken only if every group with an earlier deadline keeps a place: for each k
+  with v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are taken per version;
+  further credit is kept for the next one, because those groups would be trained there.
+
+Proof that WAIT keeps the contract. Taking a group leaves `due(k) + t` unchanged for each k at or
+past its deadline, and is checked for each k before it, so selection keeps the invariant. After B
+groups, `due(k) <= B*k`; `v` becomes `v+1`, and with t = 0 that is the invariant there for k-1; for
+k = L no deadline lies beyond `(v+1)+L-1` yet. At k = 0 it says that once the batch is full nothing
+is due: no group outlives its deadline, which is no later than its oldest token's version + L.
+
+Nothing deadlocks. When all outstanding groups are finished, the earliest passes its check, as
+nothing is due before it; and apart from the moment of a switch, admission is refused only while at
+least as many groups are outstanding as the batch still needs. The limits on what may be taken (at
+most so many groups with a deadline after `v+k`) are nested, so the greedy choice is a largest one,
+and a batch that is delivered in pieces is complete no later than a whole one.
+
+`max_lag = 0` is the synchronous loop under any policy: `target` is then B, so B groups are admitted
+per version, and none before the weights are switched.
+
+What a failure does
+-------------------
+- A group fails or expires: `vacate`; it frees its place at once.
+- The trainer refuses a taken group: `vacate` gives its place in the batch back, so that another one
+  can be demanded at the same version. Under WAIT and at `max_lag = 0` a trainer that filters its
+  batch must refuse what it filtered, or it waits for a place that nobody freed.
+- The trainer restarts from an older checkpoint: `advance` to the lower version, then `restore` for
+  each group that must be delivered again. Running groups may go on under the older weights, so
+  their deadlines move forward, and more may then be due than fits, as also where a trainer steps
+  on less than a batch. WAIT still discards nothing: overdue groups are delivered first, and what is
+  too old in them is for the trainer to mask.
+- The server restarts, or a trainer comes with another contract: a new gate, `restore` for each
+  finished group that was not trained, `adopt` for each that still runs. Those may break the
+  invariant as well, with the same consequence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.server.freshness_controller import FreshnessController, StepObservation
+from penstock.wire.staleness import lag
+
+
+class LatePolicy(Enum):
+    """What happens to a group with tokens older than `max_lag`."""
+
+    MASK = "mask"
+    """Deliver it; tokens that are too old carry no gradient."""
+    WAIT = "wait"
+    """Schedule so that there is none."""
+    REQUEUE = "requeue"
+    """Discard it and sample its task again."""
+    DROP = "drop"
+    """Discard it."""
+
+    @property
+    def discards(self) -> bool:
+        """Whether late groups are thrown away."""
+        return self in (LatePolicy.REQUEUE, LatePolicy.DROP)
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessContract:
+    """Bounds how far behind the trainer a trained token may be."""
+
+    max_lag: int
+    """Largest lag of a trained token, in versions; 0 is the synchronous loop."""
+    groups_per_step: int
+    """Groups in one optimizer step."""
+    late_policy: LatePolicy = LatePolicy.MASK
+    """What happens to a group that breaks the bound."""
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 0:
+            raise ValueError(f"max_lag must be at least 0, got {self.max_lag}")
+        if self.groups_per_step < 1:
+            raise ValueError(f"groups_per_step must be at least 1, got {self.groups_per_step}")
+
+    @property
+    def max_outstanding(self) -> int:
+        """Most groups ever admitted and not yet taken."""
+        return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def fewest_outstanding(self) -> int:
+        """Where the freshness controller stops lowering the bound."""
+        if self.late_policy is LatePolicy.WAIT:
+            # While one batch waits for an old group and one is in training, one must be running: with
+            # less, each wait is followed by the next.
+            return min(3 * self.groups_per_step, self.max_outstanding)
+        # One batch alone is the synchronous loop, which nothing but max_lag = 0 asks for.
+        return min(self.groups_per_step + 1, self.max_outstanding)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What `StalenessGate.select` decided; group ids, oldest first."""
+
+    taken: tuple[str, ...] = ()
+    """To deliver now."""
+    late: tuple[str, ...] = ()
+    """Discarded for age, under REQUEUE and DROP; the gate has forgotten them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A finished group; `oldest` and `order` sort it."""
+
+    oldest: int
+    order: int
+
+
+class StalenessGate:
+    """Admission and selection under one contract; see the module's docstring.
+
+    `now` is seconds on any monotonic clock; it only feeds the freshness controller. With
+    `freshness=False` the bound on outstanding groups stays at its largest, `(L+1)*B`.
+    """
+
+    def __init__(
+        self, contract: StalenessContract, trainer_version: int = 0, *, freshness: bool = True
+    ) -> None:
+        if trainer_version < 0:
+            raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
+        self.contract = contract
+        self._trainer_version = trainer_version
+        self._controller = (
+            FreshnessController(
+                contract.groups_per_step, contract.fewest_outstanding, contract.max_outstanding
+            )
+            if freshness
+            else None
+        )
+        self._running: dict[str, int] = {}
+        """Oldest version that may sample each running group."""
+        self._finished: dict[str, _Finished] = {}
+        self._due: Counter[int] = Counter()
+        """Outstanding groups by deadline."""
+        self._batch: set[str] = set()
+        """Groups taken at the version the trainer holds."""
+        self._order = 0
+        self._step_began: float | None = None
+        self._unmet = 0
+        """Groups the batch lacks and the trainer has demanded."""
+        self._starving_since: float | None = None
+        self._starved_seconds = 0.0
+        self._surplus = 0
+        self._filled = False
+
+    @property
+    def trainer_version(self) -> int:
+        """Version the trainer holds."""
+        return self._trainer_version
+
+    @property
+    def target(self) -> int:
+        """Groups that may be outstanding now, those taken at this version included."""
+        return self._controller.target if self._controller else self.contract.max_outstanding
+
+    @property
+    def outstanding(self) -> int:
+        """Groups admitted and not yet taken or vacated; `restore` and `adopt` may exceed `target`."""
+        return len(self._running) + len(self._finished)
+
+    @property
+    def running(self) -> int:
+        """Groups admitted and not yet finished."""
+        return len(self._running)
+
+    @property
+    def finished(self) -> int:
+        """Groups finished and not yet taken."""
+        return len(self._finished)
+
+    @property
+    def taken(self) -> int:
+        """Groups taken at the version the trainer holds."""
+        return len(self._batch)
+
+    def buffered_lags(self) -> list[int]:
+        """Lag of the oldest token of each finished group, were it taken now; for metrics."""
+        return [lag(self._trainer_version, group.oldest) for group in self._finished.values()]
+
+    def advance(self, trainer_version: int, now: float) -> None:
+        """The trainer now holds `trainer_version`; the same version again changes nothing.
+
+        A lower version means that it restarted from an older checkpoint.
+        """
+        if trainer_version < 0:
+            raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
+        if trainer_version == self._trainer_version:
+            return
+        restarted = trainer_version < self._trainer_version
+        self._trainer_version = trainer_version
+        self._batch.clear()
+        self._close_step(now, learn=not restarted)
+        if restarted:
+            # The engine may go on with this version's successors, inside the running groups too.
+            for group_id, oldest in self._running.items():
+                self._move_deadline(oldest, min(oldest, trainer_version))
+                self._running[group_id] = min(oldest, trainer_version)
+
+    def may_admit(self, active_version: int) -> bool:
+        """Whether one more group may start while `active_version` samples."""
+        if lag(self._trainer_version, active_version) > self.contract.max_lag:
+            return False  # Its first tokens would be too old already; the switch is on its way.
+        if not self._has_place():
+            return False
+        if self.contract.late_policy is not LatePolicy.WAIT:
+            return True
+        deadline = self._first_version(active_version) + self.contract.max_lag
+        return all(
+            load + 1 <= self._capacity(k)
+            for k, load in enumerate(self._loads())
+            if self._trainer_version + k >= deadline
+        )
+
+    def admit(self, group_id: str, active_version: int) -> None:
+        """A group starts; raises ValueError for a known id, or where `may_admit` forbids it.
+
+        An id may come back after it was vacated, discarded or taken at an earlier version.
+        """
+        self._refuse_known(group_id)
+        if not self.may_admit(active_version):
+            raise ValueError(
+                f"group {group_id!r} may not start at version {active_version}: "
+                f"trainer at {self._trainer_version}, {self.outstanding} outstanding"
+            )
+        self.adopt(group_id, active_version)
+        self._filled = self._filled or not self._has_place()
+
+    def adopt(self, group_id: str, admission_version: int) -> None:
+        """A group that runs already when the gate is made: it takes its place past admission.
+
+        `admission_version` was active when it began. It may bring `outstanding` above `target`, as
+        `restore` may. Raises ValueError for a known id.
+        """
+        self._refuse_known(group_id)
+        first = self._first_version(admission_version)
+        self._running[group_id] = first
+        self._due[first + self.contract.max_lag] += 1
+
+    def finish(self, group_id: str, oldest_version: int | None, now: float) -> None:
+        """All siblings are complete; `oldest_version` is that of the oldest policy token.
+
+        None says that there is no policy token, as in a group of failures: nothing can be late, and
+        the group keeps the deadline of its admission. Raises ValueError unless the group runs.
+        """
+        first = self._running.pop(group_id, None)
+        if first is None:
+            raise ValueError(f"group {group_id!r} is not running")
+        oldest = first if oldest_version is None else oldest_version
+        self._move_deadline(first, oldest)
+        self._buffer(group_id, oldest)
+        self._watch_starvation(self._unmet, now)
+
+    def vacate(self, group_id: str) -> None:
+        """A group failed, expired or was refused: its place is free, in whichever state it was.
+
+        An unknown id changes nothing, because a failure and a discard may both report a group.
+        """
+        if (first := self._running.pop(group_id, None)) is not None:
+            self._forget_deadline(first)
+        elif (group := self._finished.pop(group_id, None)) is not None:
+            self._forget_deadline(group.oldest)
+        else:
+            self._batch.discard(group_id)
+
+    def restore(self, group_id: str, oldest_version: int | None) -> None:
+        """A delivered group must be delivered again: it is finished once more, past admission.
+
+        Call it after `advance`. It may bring `outstanding` above `target`; admission then waits
+        until the groups are taken. Raises ValueError for an outstanding group.
+        """
+        if group_id in self._running or group_id in self._finished:
+            raise ValueError(f"group {group_id!r} is outstanding already")
+        self._batch.discard(group_id)
+        oldest = self._trainer_version if oldest_version is None else oldest_version
+        self._due[oldest + self.contract.max_lag] += 1
+        self._buffer(group_id, oldest)
+
+    def select(self, credit: int, now: float) -> Selection:
+        """Takes the groups to deliver now, for an unmet demand of `credit` groups.
+
+        To be called after every change of credit, finished groups or trainer version, also with a
+        credit of zero, because it is also how the time that the trainer starves is measured.
+        """
+        if credit < 0:
+            raise ValueError(f"credit must be at least 0, got {credit}")
+        late = self._discard_late() if credit > 0 else ()
+        queue = sorted(self._finished, key=self._age) if credit > 0 else []
+        if self.contract.late_policy is LatePolicy.WAIT:
+            taken = self._whole_batch(queue, credit)
+        else:
+            taken = tuple(queue[:credit])
+        for group_id in taken:
+            self._forget_deadline(self._finished.pop(group_id).oldest)
+            self._batch.add(group_id)
+        unmet = min(credit - len(taken), self.contract.groups_per_step - len(self._batch))
+        self._watch_starvation(unmet, now)
+        if taken and unmet <= 0:
+            self._surplus = len(self._finished)
+        return Selection(taken, late)
+
+    def _whole_batch(self, queue: Iterable[str], credit: int) -> tuple[str, ...]:
+        """Earliest deadlines first, as many as credit and batch allow, or none."""
+        wanted = min(credit, self.contract.groups_per_step - len(self._batch))
+        if wanted <= 0 or len(self._finished) < wanted:
+            return ()
+        loads = self._loads()
+        chosen: list[str] = []
+        for group_id in queue:
+            slack = self._finished[group_id].oldest + self.contract.max_lag - self._trainer_version
+            before = range(min(max(slack, 0), len(loads)))
+            if any(loads[k] + 1 > self._capacity(k) for k in before):
+                break  # A later deadline has more to leave room for.
+            for k in before:
+                loads[k] += 1
+            chosen.append(group_id)
+            if len(chosen) == wanted:
+                return tuple(chosen)
+        return ()
+
+    def _loads(self) -> list[int]:
+        """`due(k) + t` for k in 0..L.
+
+        After a restart there may be later deadlines. Those always fit: what else is running and due
+        before them is bounded by `max_outstanding`, which is the capacity up to k = L.
+        """
+        horizon = range(self._trainer_version, self._trainer_version + self.contract.max_lag + 1)
+        overdue = sum(n for deadline, n in self._due.items() if deadline < horizon.start)
+        loads: list[int] = []
+        load = overdue + len(self._batch)
+        for deadline in horizon:
+            load += self._due[deadline]
+            loads.append(load)
+        return loads
+
+    def _has_place(self) -> bool:
+        # A taken group keeps its place until the trainer has the next version: freed at once, the
+        # place would let groups fall L+1 versions behind.
+        taken = min(len(self._batch), self.contract.groups_per_step)
+        return self.outstanding + taken < self.target
+
+    def _capacity(self, k: int) -> int:
+        return self.contract.groups_per_step * (k + 1)
+
+    def _first_version(self, active_version: int) -> int:
+        # Ahead of a restarted trainer the engine may still change to the trainer's next version.
+        return min(active_version, self._trainer_version)
+
+    def _discard_late(self) -> tuple[str, ...]:
+        if not self.contract.late_policy.discards:
+            return ()
+        late = [
+            group_id
+            for group_id, group in self._finished.items()
+            if lag(self._trainer_version, group.oldest) > self.contract.max_lag
+        ]
+        late.sort(key=self._age)
+        for group_id in late:
+            self.vacate(group_id)
+        return tuple(late)
+
+    def _age(self, group_id: str) -> tuple[int, int]:
+        group = self._finished[group_id]
+        return group.oldest, group.order
+
+    def _buffer(self, group_id: str, oldest: int) -> None:
+        self._finished[group_id] = _Finished(oldest, self._order)
+        self._order += 1
+
+    def _refuse_known(self, group_id: str) -> None:
+        if group_id in self._running or group_id in self._finished or group_id in self._batch:
+            raise ValueError(f"group {group_id!r} is admitted already")
+
+    def _move_deadline(self, oldest: int, to: int) -> None:
+        self._forget_deadline(oldest)
+        self._due[to + self.contract.max_lag] += 1
+
+    def _forget_deadline(self, oldest: int) -> None:
+        deadline = oldest + self.contract.max_lag
+        self._due[deadline] -= 1
+        if not self._due[deadline]:
+            del self._due[deadline]
+
+    def _watch_starvation(self, unmet: int, now: float) -> None:
+        if self._starving_since is not None:
+            self._starved_seconds += max(0.0, now - self._starving_since)
+        self._unmet = unmet
+        # Under WAIT a trainer may wait for an old group while enough others are finished. It does
+        # not starve then: more groups would not help it.
+        self._starving_since = now if unmet > len(self._finished) else None
+
+    def _close_step(self, now: float, *, learn: bool) -> None:
+        self._watch_starvation(0, now)
+        if learn and self._controller and self._step_began is not None:
+            seconds = max(0.0, now - self._step_began)
+            self._controller.observe(
+                StepObservation(seconds, self._starved_seconds, self._surplus, filled=self._filled)
+            )
+        self._step_began = now
+        self._starved_seconds = 0.0
+        self._surplus = 0
+        self._filled = False

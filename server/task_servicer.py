@@ -1,0 +1,121 @@
+"""TaskService: tasks in, leases out, outcomes in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+from google.protobuf import duration_pb2
+
+from penstock.server import requests
+from penstock.server.broadcast import Broadcast
+from penstock.server.closing import Closing
+from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.journal import Journal, TaskSubmitted
+from penstock.server.task_queue import Holder, TaskQueue
+from penstock.v1 import task_service_pb2
+from penstock.wire.codec import twin
+
+SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
+LeaseTasksResponse = twin(task_service_pb2.LeaseTasksResponse)
+RenewLeaseResponse = twin(task_service_pb2.RenewLeaseResponse)
+CompleteTrajectoryResponse = twin(task_service_pb2.CompleteTrajectoryResponse)
+
+
+class TaskServicer:
+    """Serves the task rpcs."""
+
+    def __init__(
+        self,
+        changed: Broadcast,
+        queue: TaskQueue,
+        closing: Closing,
+        journal: Journal,
+        active_version: Callable[[], int],
+        vocab_size: int,
+    ) -> None:
+        self._changed = changed
+        self._queue = queue
+        self._closing = closing
+        self._journal = journal
+        self._active_version = active_version
+        self._vocab_size = vocab_size
+        self._draining: DomainError | None = None
+
+    def drain(self, refusal: DomainError) -> None:
+        """Leases nothing any more; open lease streams end with this refusal."""
+        self._draining = refusal
+        self._changed.notify()
+
+    async def submit_tasks(
+        self, request: task_service_pb2.SubmitTasksRequest
+    ) -> task_service_pb2.SubmitTasksResponse:
+        """Adds tasks, all or none."""
+        for index, task in enumerate(request.tasks):
+            requests.task(f"tasks[{index}]", task, self._vocab_size)
+        accepted, duplicates = self._queue.submit(request.tasks)
+        await self._journal.append(
+            [TaskSubmitted(task.task_id, task.SerializeToString()) for task in request.tasks]
+        )
+        return SubmitTasksResponse(
+            accepted_count=accepted,
+            duplicate_count=duplicates,
+            pending_count=self._queue.pending_count,
+        )
+
+    async def lease_tasks(
+        self, request: task_service_pb2.LeaseTasksRequest
+    ) -> AsyncIterator[task_service_pb2.LeaseTasksResponse]:
+        """Consumes waiting attempts; waits for one, for a free place of the agent's and for the
+        staleness gate; produces leases for as long as the stream lives.
+        """
+        holder = Holder(
+            requests.identifier("agent_id", request.agent_id),
+            request.concurrency,
+            requests.purpose("purpose", request.purpose),
+            request.whole_groups,
+        )
+        if not 1 <= request.concurrency <= requests.MAX_CONCURRENCY:
+            raise FieldInvalid(
+                "concurrency",
+                f"must be from 1 to {requests.MAX_CONCURRENCY}",
+                request.concurrency,
+            )
+        length = duration_pb2.Duration()
+        length.FromNanoseconds(int(self._queue.rules.seconds * 1e9))
+        try:
+            while True:
+                if self._draining is not None:
+                    raise self._draining
+                lease = self._queue.lease(holder, self._active_version())
+                if lease is None:
+                    await self._changed.wait()
+                    continue
+                yield LeaseTasksResponse(
+                    task=lease.task,
+                    trajectory_id=lease.trajectory_id,
+                    group_id=lease.group_id,
+                    sample_index=lease.sample_index,
+                    retry_count=lease.retry_count,
+                    lease=length,
+                )
+        finally:
+            self._queue.holder_lost(holder)
+
+    async def renew_lease(
+        self, request: task_service_pb2.RenewLeaseRequest
+    ) -> task_service_pb2.RenewLeaseResponse:
+        """Extends leases; names those that have run out."""
+        ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
+        return RenewLeaseResponse(
+            expired_trajectory_ids=[found for found in ids if not self._queue.renew(found)]
+        )
+
+    async def complete_trajectory(
+        self, request: task_service_pb2.CompleteTrajectoryRequest
+    ) -> task_service_pb2.CompleteTrajectoryResponse:
+        """Closes a trajectory; answered once it is durable."""
+        trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
+        if not request.HasField("outcome"):
+            raise FieldInvalid("outcome", "must be set")
+        completed = await self._closing.complete(trajectory_id, request.outcome)
+        return CompleteTrajectoryResponse(group_completed=completed)

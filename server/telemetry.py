@@ -1,0 +1,78 @@
+"""Metrics of the server, through the OpenTelemetry API; no-ops unless an endpoint is configured.
+
+Counters and histograms are recorded where things happen, by the callbacks given here; gauges are
+observed when they are exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from penstock.server.weight_switch import Switched
+
+Gauge = Callable[[], float]
+Breakdown = Callable[[], Mapping[str, float]]
+
+
+class ServerMetrics:
+    """The server's instruments."""
+
+    def __init__(self) -> None:
+        self._meter = metrics.get_meter("penstock.server")
+        self._tokens = self._meter.create_counter(
+            "penstock.tokens", unit="{token}", description="Tokens the policy sampled"
+        )
+        self._lag = self._meter.create_histogram(
+            "penstock.group.lag",
+            unit="{version}",
+            description="Lag of the oldest token of a group when it was taken",
+        )
+        self._pause = self._meter.create_histogram(
+            "penstock.weights.pause", unit="s", description="How long a switch stopped generation"
+        )
+        self._update_bytes = self._meter.create_histogram(
+            "penstock.weights.bytes", unit="By", description="Bytes of an upload"
+        )
+        self._changed_tensors = self._meter.create_histogram(
+            "penstock.weights.changed_tensors",
+            unit="{tensor}",
+            description="Tensors of an upload that differ from the version before",
+        )
+
+    def tokens_sampled(self, count: int, weight_version: int) -> None:
+        """Tokens came from the engine."""
+        self._tokens.add(count)
+
+    def group_taken(self, lag: int) -> None:
+        """A group was delivered with this lag."""
+        self._lag.record(lag)
+
+    def weights_staged(self, length_bytes: int, changed_tensors: int) -> None:
+        """An upload is complete."""
+        self._update_bytes.record(length_bytes)
+        self._changed_tensors.record(changed_tensors)
+
+    def weights_switched(self, switched: Switched) -> None:
+        """A version became active."""
+        self._pause.record(switched.pause_seconds)
+
+    def observe(self, name: str, unit: str, description: str, read: Gauge) -> None:
+        """Exports a number as it is at the time."""
+
+        def callback(_: CallbackOptions) -> Iterable[Observation]:
+            return (Observation(read()),)
+
+        self._meter.create_observable_gauge(name, [callback], unit, description)
+
+    def observe_counts(
+        self, name: str, unit: str, description: str, label: str, read: Breakdown
+    ) -> None:
+        """Exports running totals, one for each value of a label."""
+
+        def callback(_: CallbackOptions) -> Iterable[Observation]:
+            return tuple(Observation(value, {label: key}) for key, value in read().items())
+
+        self._meter.create_observable_counter(name, [callback], unit, description)

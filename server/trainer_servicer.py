@@ -1,0 +1,373 @@
+"""TrainerService: the trainer's one long-lived stream.
+
+A session begins with Hello and ends with the stream. One session is live at a time: a Hello with a greater
+epoch ends the one before with SESSION_REPLACED, any other is refused with STALE_EPOCH.
+
+What a lost stream does: nothing is dropped. Groups delivered without a receipt wait for the next
+Hello, which says after which step the trainer resumes; what its state does not contain is delivered
+again, and what it contains is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.server.admission import Admission
+from penstock.server.broadcast import Broadcast
+from penstock.server.errors import DomainError, FieldInvalid, to_rejection
+from penstock.server.group_buffer import BufferedGroup, GroupBuffer
+from penstock.server.journal import GroupDropped, GroupsReceipted, Journal, StepFinal
+from penstock.server.staleness_gate import LatePolicy, StalenessContract
+from penstock.server.task_queue import TaskQueue
+from penstock.server.trajectory_store import TrajectoryStore
+from penstock.server.weight_switch import InFlight, Switched
+from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire.codec import twin
+from penstock.wire.reasons import Reason
+
+ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
+Welcome = twin(trainer_service_pb2.Welcome)
+GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
+Notice = twin(trainer_service_pb2.Notice)
+WeightReceipt = twin(weights_pb2.WeightReceipt)
+
+LATE_POLICIES = {
+    trainer_service_pb2.LATE_POLICY_UNSPECIFIED: LatePolicy.MASK,
+    trainer_service_pb2.LATE_POLICY_MASK: LatePolicy.MASK,
+    trainer_service_pb2.LATE_POLICY_WAIT: LatePolicy.WAIT,
+    trainer_service_pb2.LATE_POLICY_REQUEUE: LatePolicy.REQUEUE,
+    trainer_service_pb2.LATE_POLICY_DROP: LatePolicy.DROP,
+}
+IN_FLIGHT_POLICIES = {
+    weights_pb2.IN_FLIGHT_POLICY_KEEP: InFlight.KEEP,
+    weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE: InFlight.RECOMPUTE,
+    weights_pb2.IN_FLIGHT_POLICY_DRAIN: InFlight.DRAIN,
+    weights_pb2.IN_FLIGHT_POLICY_ABORT: InFlight.ABORT,
+}
+MAX_CREDIT = 1 << 20
+MAX_NOTICES = 1_000
+MAX_WAITING_SWITCHES = 4
+
+Write = Callable[[trainer_service_pb2.ExchangeResponse], Awaitable[None]]
+
+
+class Weights(Protocol):
+    """What a session needs of the weight versions."""
+
+    @property
+    def active_version(self) -> int: ...
+
+    async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched: ...
+
+    def fence(self, trainer_epoch: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Session:
+    """One live stream."""
+
+    trainer_epoch: int
+    write: Write
+    ended: asyncio.Future[None]
+    """Fails with what ends the session from outside."""
+    credit: int = 0
+    evaluation_credit: int = 0
+    half_closed: bool = False
+    notices: deque[trainer_service_pb2.Notice] = field(
+        default_factory=lambda: deque[trainer_service_pb2.Notice](maxlen=MAX_NOTICES)
+    )
+    switches: asyncio.Queue[trainer_service_pb2.SwitchWeights | None] = field(
+        default_factory=lambda: asyncio.Queue[trainer_service_pb2.SwitchWeights | None](
+            MAX_WAITING_SWITCHES
+        )
+    )
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def send(self, response: trainer_service_pb2.ExchangeResponse) -> None:
+        """Writes one message; a stream takes one write at a time."""
+        async with self._lock:
+            await self.write(response)
+
+
+class TrainerServicer:
+    """Serves Exchange."""
+
+    def __init__(
+        self,
+        changed: Broadcast,
+        admission: Admission,
+        queue: TaskQueue,
+        buffer: GroupBuffer,
+        store: TrajectoryStore,
+        weights: Weights,
+        journal: Journal,
+    ) -> None:
+        self._changed = changed
+        self._admission = admission
+        self._queue = queue
+        self._buffer = buffer
+        self._store = store
+        self._weights = weights
+        self._journal = journal
+        self._session: Session | None = None
+        self._run_id = ""
+        self._epoch = 0
+        self.drops: Counter[str] = Counter()
+        """Groups that left without being trained, by reason."""
+        self.on_delivery: Callable[[BufferedGroup], None] | None = None
+        """Called with each group that is delivered, for metrics."""
+
+    async def exchange(
+        self, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest], write: Write
+    ) -> None:
+        """Runs one session to its end; see the module's docstring."""
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise DomainError(Reason.HELLO_EXPECTED, "the first message must be a Hello")
+        session = await self._begin(first.hello, write)
+        reader = asyncio.create_task(self._read(session, requests), name="exchange reader")
+        tasks = [
+            reader,
+            asyncio.create_task(self._deliver(session), name="exchange deliveries"),
+            asyncio.create_task(self._switch(session), name="exchange switches"),
+        ]
+        waiting: set[asyncio.Future[None]] = {session.ended, *tasks}
+        try:
+            while not all(task.done() for task in tasks):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for finished in done:
+                    finished.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            session.ended.cancel()
+            if self._session is session:
+                self._session = None
+                # A trainer that is away does not starve.
+                self._admission.select(0)
+
+    def end(self, reason: DomainError) -> None:
+        """Ends the live session, if there is one, with a reason."""
+        if self._session is not None and not self._session.ended.done():
+            self._session.ended.set_exception(reason)
+
+    async def _begin(self, hello: trainer_service_pb2.Hello, write: Write) -> Session:
+        contract = read_contract(hello)
+        if hello.trainer_epoch <= self._epoch:
+            raise DomainError(
+                Reason.STALE_EPOCH,
+                f"trainer epoch {hello.trainer_epoch} is not greater than {self._epoch}",
+                {"trainer_epoch": hello.trainer_epoch, "current": self._epoch},
+            )
+        self.end(
+            DomainError(
+                Reason.SESSION_REPLACED,
+                f"a trainer of epoch {hello.trainer_epoch} took over",
+                {"trainer_epoch": hello.trainer_epoch},
+            )
+        )
+        self._epoch = hello.trainer_epoch
+        self._weights.fence(hello.trainer_epoch)
+        session = Session(hello.trainer_epoch, write, asyncio.get_running_loop().create_future())
+        self._session = session
+        if self._run_id and self._run_id != hello.run_id:
+            await self._drop_run(session)
+        self._run_id = hello.run_id
+        self._admission.agree(contract, hello.weight_version)
+        again = self._buffer.resume(hello.resume_step)
+        self._admission.restore(
+            (g.group_id, g.admitted_version, g.oldest_version) for g in again if g.training
+        )
+        welcome = Welcome(
+            active_weight_version=self._weights.active_version,
+            buffered_group_count=self._buffer.waiting_count,
+        )
+        await session.send(ExchangeResponse(welcome=welcome))
+        return session
+
+    async def _drop_run(self, session: Session) -> None:
+        """Another run begins: what the one before left is of no use to it, and is counted."""
+        reason = "RUN_REPLACED"
+        tasks, groups = self._queue.drop_all()
+        buffered = self._buffer.drop_all()
+        dropped = [group.group_id for group in (*groups, *buffered)]
+        for group_id in dropped:
+            self._admission.vacate(group_id)
+            self.drops[reason] += 1
+        # Open trajectories of those groups answer LEASE_EXPIRED from now on.
+        for record in self._store.records():
+            if record.group_id in set(dropped):
+                self._store.forget(record.trajectory_id)
+        message = f"run {self._run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
+        session.notices.append(Notice(reason=reason, message=message))
+        await self._journal.append([GroupDropped(group_id, reason) for group_id in dropped])
+
+    async def _read(
+        self, session: Session, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest]
+    ) -> None:
+        """Consumes the trainer's messages; waits for the next; produces credit, receipts, switches."""
+        async for request in requests:
+            if session is not self._session:
+                return  # Replaced: what an older trainer still says no longer counts.
+            kind = request.WhichOneof("message")
+            if kind == "demand":
+                self._demand(session, request.demand)
+            elif kind == "receipt":
+                await self._receipt(request.receipt)
+            elif kind == "switch_weights":
+                # The trainer holds this version from now on, whatever becomes of the switch.
+                self._admission.advance(request.switch_weights.weight_version)
+                await session.switches.put(request.switch_weights)
+            elif kind == "checkpoint":
+                await self._finalize(request.checkpoint.step)
+            elif kind == "hello":
+                raise FieldInvalid("hello", "must be the first message, and only that")
+            else:
+                raise FieldInvalid("message", "must be set")
+        session.half_closed = True
+        await session.switches.put(None)
+        self._changed.notify()
+
+    def _demand(self, session: Session, demand: trainer_service_pb2.Demand) -> None:
+        if not 0 < demand.group_count <= MAX_CREDIT:
+            raise FieldInvalid(
+                "demand.group_count", f"must be from 1 to {MAX_CREDIT}", demand.group_count
+            )
+        if demand.purpose == trajectory_pb2.PURPOSE_EVAL:
+            session.evaluation_credit = min(
+                MAX_CREDIT, session.evaluation_credit + demand.group_count
+            )
+        elif demand.purpose in (
+            trajectory_pb2.PURPOSE_TRAIN,
+            trajectory_pb2.PURPOSE_UNSPECIFIED,
+        ):
+            session.credit = min(MAX_CREDIT, session.credit + demand.group_count)
+        else:
+            raise FieldInvalid("demand.purpose", "is unknown", demand.purpose)
+        self._changed.notify()
+
+    async def _receipt(self, receipt: trainer_service_pb2.GroupReceipt) -> None:
+        if receipt.step < 0:
+            raise FieldInvalid("receipt.step", "must not be negative", receipt.step)
+        refused = receipt.HasField("rejection")
+        if refused == bool(receipt.step):
+            raise FieldInvalid(
+                "receipt.step", "must be positive, or zero with a rejection", receipt.step
+            )
+        groups = self._buffer.receipt(receipt.delivery_ids, receipt.step)
+        if refused:
+            for group in groups:
+                self.drops[receipt.rejection.reason or "REFUSED"] += 1
+                self._admission.vacate(group.group_id)
+        group_ids = tuple(group.group_id for group in groups)
+        await self._journal.append([GroupsReceipted(group_ids, receipt.step)])
+
+    async def _finalize(self, step: int) -> None:
+        if step < 0:
+            raise FieldInvalid("checkpoint.step", "must not be negative", step)
+        self._buffer.finalize(step)
+        await self._journal.append([StepFinal(step)])
+
+    async def _deliver(self, session: Session) -> None:
+        """Consumes credit and finished groups; waits for more of either; produces deliveries."""
+        while session is self._session:
+            selection = self._admission.select(session.credit)
+            for group_id in selection.late:
+                await self._discard_late(session, group_id)
+            chosen = [
+                *selection.taken,
+                *self._buffer.waiting_evaluations(session.evaluation_credit),
+            ]
+            groups = self._buffer.take(chosen)
+            session.credit -= len(selection.taken)
+            session.evaluation_credit -= len(chosen) - len(selection.taken)
+            for group in groups:
+                if self.on_delivery is not None:
+                    self.on_delivery(group)
+                delivery = GroupDelivery(
+                    delivery_id=group.delivery_id,
+                    group=group.group,
+                    redelivery_count=group.delivery_count - 1,
+                )
+                await session.send(ExchangeResponse(delivery=delivery))
+            notices = list(session.notices)
+            session.notices.clear()
+            for notice in notices:
+                await session.send(ExchangeResponse(notice=notice))
+            if groups or selection.late or notices:
+                continue  # Something was awaited: look again before waiting for a change.
+            if session.half_closed:
+                return
+            await self._changed.wait()
+
+    async def _discard_late(self, session: Session, group_id: str) -> None:
+        group = self._buffer.discard(group_id)
+        contract = self._admission.contract
+        assert contract is not None
+        requeued = contract.late_policy is LatePolicy.REQUEUE and group.task is not None
+        reason = "GROUP_REQUEUED" if requeued else "GROUP_DROPPED"
+        self.drops[reason] += 1
+        await self._journal.append([GroupDropped(group_id, reason)])
+        if requeued and group.task is not None:
+            self._queue.resubmit(group.task)
+        message = (
+            f"group {group_id} holds tokens of version {group.oldest_version}, "
+            f"the trainer is at {self._admission.trainer_version}"
+        )
+        session.notices.append(Notice(reason=reason, message=message, group_id=group_id))
+
+    async def _switch(self, session: Session) -> None:
+        """Consumes switch requests, one at a time; waits for the engine; produces weight receipts."""
+        while (request := await session.switches.get()) is not None:
+            receipt = WeightReceipt(weight_version=request.weight_version)
+            try:
+                switched = await self._weights.activate(
+                    request.weight_version, read_in_flight(request.in_flight)
+                )
+                receipt.pause.FromNanoseconds(int(switched.pause_seconds * 1e9))
+            except DomainError as error:
+                receipt.rejection.CopyFrom(to_rejection(error))
+            receipt.active_weight_version = self._weights.active_version
+            # A new version may make admission possible again.
+            self._changed.notify()
+            await session.send(ExchangeResponse(weight_receipt=receipt))
+
+
+def read_in_flight(policy: int) -> InFlight | None:
+    """The policy of a message; None is the server's default. Raises FIELD_INVALID."""
+    if policy == weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED:
+        return None
+    known = {int(number): value for number, value in IN_FLIGHT_POLICIES.items()}
+    if policy not in known:
+        raise FieldInvalid("in_flight", "is unknown", policy)
+    return known[policy]
+
+
+def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
+    """The contract of a Hello. Raises FIELD_INVALID for anything missing or out of range."""
+    if not hello.run_id or len(hello.run_id) > 256:
+        raise FieldInvalid("hello.run_id", "must have 1 to 256 characters", hello.run_id)
+    if hello.trainer_epoch < 1:
+        raise FieldInvalid("hello.trainer_epoch", "must be positive", hello.trainer_epoch)
+    if hello.weight_version < 0:
+        raise FieldInvalid("hello.weight_version", "must not be negative", hello.weight_version)
+    if hello.resume_step < 0:
+        raise FieldInvalid("hello.resume_step", "must not be negative", hello.resume_step)
+    staleness = hello.staleness
+    if not 0 <= staleness.max_lag <= 1_000_000:
+        raise FieldInvalid("hello.staleness.max_lag", "must be from 0 on", staleness.max_lag)
+    if not 1 <= staleness.groups_per_step <= 1_000_000:
+        raise FieldInvalid(
+            "hello.staleness.groups_per_step", "must be positive", staleness.groups_per_step
+        )
+    known = {int(number): value for number, value in LATE_POLICIES.items()}
+    if staleness.late_policy not in known:
+        raise FieldInvalid("hello.staleness.late_policy", "is unknown", staleness.late_policy)
+    return StalenessContract(
+        staleness.max_lag, staleness.groups_per_step, known[staleness.late_policy]
+    )

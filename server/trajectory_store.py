@@ -1,0 +1,271 @@
+"""Open and closed trajectories: what was said, by whom, and under which weights.
+
+States of a trajectory:
+
+    open, idle --start_turn--> open, turn in flight --turn ends--> open, idle --close--> closed
+
+The record is appended to before anything is sent, so a lost caller loses nothing. Tokens live in byte
+buffers (little-endian int32 and float32, as on the wire): appending is amortised, and no Python object
+is made per token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.server.errors import DomainError
+from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.wire.codec import LOGPROB, TOKEN, twin
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.server.engine import Delta
+    from penstock.server.turns import Turn, TurnSampling
+
+Segment = twin(trajectory_pb2.Segment)
+Trajectory = twin(trajectory_pb2.Trajectory)
+Outcome = twin(trajectory_pb2.Outcome)
+Task = twin(task_service_pb2.Task)
+
+
+class PromptKind(Enum):
+    """How the trajectory was opened, and so in what form its turns are given back."""
+
+    TOKENS = "tokens"
+    TEXT = "text"
+    CONVERSATION = "conversation"
+
+
+@dataclass(slots=True)
+class SegmentRecord:
+    """A run of tokens with one author, turn and weight version."""
+
+    author: trajectory_pb2.Author.ValueType
+    turn_index: int
+    weight_version: int = 0
+    temperature: float = 0.0
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in the run."""
+        return len(self.tokens) // TOKEN.itemsize
+
+    def message(self, start: int = 0, stop: int | None = None) -> trajectory_pb2.Segment:
+        """Tokens `start` to `stop` as a twin Segment."""
+        width = TOKEN.itemsize
+        end = len(self.tokens) if stop is None else stop * width
+        return Segment(
+            author=self.author,
+            token_ids=bytes(self.tokens[start * width : end]),
+            logprobs=bytes(self.logprobs[start * width : end]),
+            weight_version=self.weight_version,
+            turn_index=self.turn_index,
+            temperature=self.temperature,
+        )
+
+
+@dataclass(slots=True)
+class TrajectoryRecord:
+    """One trajectory as the server holds it."""
+
+    trajectory_id: str
+    kind: PromptKind
+    sampling: TurnSampling
+    group_id: str = ""
+    sample_index: int = 0
+    parent_trajectory_id: str = ""
+    priority: int = 0
+    required_weight_version: int = 0
+    traceparent: str = ""
+    segments: list[SegmentRecord] = field(default_factory=list["SegmentRecord"])
+    token_count: int = 0
+    turn_count: int = 0
+    turn: Turn | None = None
+    """The turn in flight, or the last one."""
+    outcome: trajectory_pb2.Outcome | None = None
+    """Set when closed."""
+    last_call: float = 0.0
+    """When it was last called, on the loop's clock."""
+    children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
+    """Trajectories that branch from it."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can no longer be extended."""
+        return self.outcome is not None
+
+    def token_array(self) -> NDArray[np.int32]:
+        """Every token so far, shape [token_count]."""
+        return np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
+
+    def append_context(self, token_ids: NDArray[np.int32], turn_index: int) -> None:
+        """Appends tokens the policy did not write."""
+        if not len(token_ids):
+            return
+        segment = SegmentRecord(trajectory_pb2.AUTHOR_CONTEXT, turn_index)
+        segment.tokens += np.ascontiguousarray(token_ids, TOKEN).tobytes()
+        self.segments.append(segment)
+        self.token_count += segment.token_count
+
+    def append_policy(self, delta: Delta, turn_index: int, temperature: float) -> None:
+        """Appends what the policy sampled; a new weight version begins a new segment."""
+        if not len(delta.token_ids):
+            return
+        last = self.segments[-1] if self.segments else None
+        if (
+            last is None
+            or last.author != trajectory_pb2.AUTHOR_POLICY
+            or last.weight_version != delta.weight_version
+            or last.turn_index != turn_index
+        ):
+            last = SegmentRecord(
+                trajectory_pb2.AUTHOR_POLICY, turn_index, delta.weight_version, temperature
+            )
+            self.segments.append(last)
+        last.tokens += np.ascontiguousarray(delta.token_ids, TOKEN).tobytes()
+        last.logprobs += np.ascontiguousarray(delta.logprobs, LOGPROB).tobytes()
+        self.token_count += len(delta.token_ids)
+
+    def open_branches(self) -> list[TrajectoryRecord]:
+        """Open trajectories that branch from this one, directly or not."""
+        found: list[TrajectoryRecord] = []
+        for child in self.children:
+            found += child.open_branches()
+            if not child.closed:
+                found.append(child)
+        return found
+
+    def policy_versions(self) -> list[int]:
+        """Weight versions of its policy segments."""
+        return [
+            segment.weight_version
+            for segment in self.segments
+            if segment.author == trajectory_pb2.AUTHOR_POLICY
+        ]
+
+    def message(self) -> trajectory_pb2.Trajectory:
+        """The trajectory as a twin message."""
+        return Trajectory(
+            trajectory_id=self.trajectory_id,
+            sample_index=self.sample_index,
+            segments=[segment.message() for segment in self.segments],
+            outcome=self.outcome,
+            finish_reason=(
+                trajectory_pb2.FINISH_REASON_UNSPECIFIED
+                if self.turn is None
+                else self.turn.finish_reason
+            ),
+            turn_count=self.turn_count,
+            parent_trajectory_id=self.parent_trajectory_id,
+            traceparent=self.traceparent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedMark:
+    """What is remembered of a trajectory whose record is gone."""
+
+    outcome: bytes
+    """The outcome, serialized deterministically, to recognise a repeated close."""
+    group_completed: bool
+
+
+def outcome_bytes(outcome: trajectory_pb2.Outcome) -> bytes:
+    """An outcome in a form that is equal exactly when the outcome is."""
+    return outcome.SerializeToString(deterministic=True)
+
+
+class TrajectoryStore:
+    """Records by id; bounded in open trajectories, and in what is remembered of closed ones."""
+
+    def __init__(self, max_open: int, max_remembered: int = 100_000) -> None:
+        self._max_open = max_open
+        self._max_remembered = max_remembered
+        self._records: dict[str, TrajectoryRecord] = {}
+        self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
+        self.open_count = 0
+
+    def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
+        """Raises TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
+        if trajectory_id in self._records or trajectory_id in self._closed:
+            raise DomainError(
+                Reason.TRAJECTORY_EXISTS,
+                f"trajectory {trajectory_id} exists; extend it with Continue",
+                {"trajectory_id": trajectory_id},
+            )
+        if bounded and self.open_count >= self._max_open:
+            raise DomainError(
+                Reason.QUEUE_FULL,
+                f"{self.open_count} trajectories are open, the most this server holds",
+                {"open_trajectory_count": self.open_count, "limit": self._max_open},
+                retry_after_seconds=1.0,
+            )
+
+    def add(self, record: TrajectoryRecord, *, bounded: bool = True) -> None:
+        """Adds an open trajectory; raises as `check_new` does.
+
+        One that is added only to be closed at once need not fit the bound.
+        """
+        self.check_new(record.trajectory_id, bounded=bounded)
+        self._records[record.trajectory_id] = record
+        self.open_count += 1
+
+    def get(self, trajectory_id: str) -> TrajectoryRecord:
+        """The record; raises TRAJECTORY_UNKNOWN, or TRAJECTORY_CLOSED where it is delivered and gone."""
+        record = self.find(trajectory_id)
+        if record is not None:
+            return record
+        if trajectory_id in self._closed:
+            raise DomainError(
+                Reason.TRAJECTORY_CLOSED,
+                f"trajectory {trajectory_id} is closed and no longer held",
+                {"trajectory_id": trajectory_id},
+            )
+        raise DomainError(
+            Reason.TRAJECTORY_UNKNOWN,
+            f"no trajectory {trajectory_id!r}",
+            {"trajectory_id": trajectory_id},
+        )
+
+    def find(self, trajectory_id: str) -> TrajectoryRecord | None:
+        """The record, or None."""
+        return self._records.get(trajectory_id)
+
+    def closed_mark(self, trajectory_id: str) -> ClosedMark | None:
+        """What is remembered of a closed trajectory."""
+        return self._closed.get(trajectory_id)
+
+    def close(
+        self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome, group_completed: bool
+    ) -> None:
+        """Closes an open trajectory; its record stays until `forget`."""
+        record.outcome = outcome
+        self.open_count -= 1
+        self.remember(record.trajectory_id, outcome, group_completed)
+
+    def remember(
+        self, trajectory_id: str, outcome: trajectory_pb2.Outcome, group_completed: bool
+    ) -> None:
+        """Notes how an id was closed, so that a repeated close is recognised."""
+        self._closed[trajectory_id] = ClosedMark(outcome_bytes(outcome), group_completed)
+        while len(self._closed) > self._max_remembered:
+            self._closed.popitem(last=False)
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drops a record; unknown ids are ignored. An open one is as if it had never been."""
+        record = self._records.pop(trajectory_id, None)
+        if record is not None and not record.closed:
+            self.open_count -= 1
+
+    def records(self) -> list[TrajectoryRecord]:
+        """Every record held."""
+        return list(self._records.values())

@@ -1,0 +1,420 @@
+"""Turns: one server-owned task each; a call only subscribes to it.
+
+States of a turn:
+
+    waiting -> sampling -> finished (STOP | LENGTH | ABORTED, or failed with a reason)
+
+- *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here
+  ends the turn with the tokens it has.
+- *sampling*: each delta is appended to the trajectory's record first and offered to subscribers second.
+- *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
+  what is left of the turn's budget. A budget that is spent finishes with LENGTH; the engine is never
+  asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps what it
+  has and can be resumed too.
+
+A subscriber holds a cursor into the record and no queue: one that reads slowly costs nothing, and one
+that is lost loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.server.broadcast import Broadcast
+from penstock.server.engine import (
+    Delta,
+    Engine,
+    EngineLost,
+    EngineRequest,
+    Finish,
+    Sampling,
+)
+from penstock.server.errors import DomainError
+from penstock.v1 import trajectory_pb2
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from opentelemetry.trace import Span
+
+    from penstock.server.trajectory_store import TrajectoryRecord
+
+logger = logging.getLogger(__name__)
+
+FINISH_REASONS = {
+    Finish.STOP: trajectory_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: trajectory_pb2.FINISH_REASON_LENGTH,
+    Finish.ABORTED: trajectory_pb2.FINISH_REASON_ABORTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSampling:
+    """How a turn samples over all its attempts; `max_tokens` zero means as the context allows."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def attempt(self, number: int, max_tokens: int) -> Sampling:
+        """The sampling of one attempt.
+
+        A seeded attempt draws from a seed of its own: the engine's generator starts anew with each.
+        """
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+            stop=self.stop,
+            seed=None if self.seed is None else (self.seed + number) % 2**63,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One turn of the policy, over all its attempts."""
+
+    record: TrajectoryRecord
+    index: int
+    sampling: TurnSampling
+    budget: int
+    """Most policy tokens of the turn, bounded by the context."""
+    context_token_count: int
+    """Tokens the policy sees before it writes."""
+    span: Span
+    trace_headers: dict[str, str]
+    stream_interval: int
+    policy_token_count: int = 0
+    attempts: int = 0
+    started_version: int | None = None
+    finish: Finish | None = None
+    error: DomainError | None = None
+    cached_token_count: int = 0
+    request_id: str | None = None
+    """The engine's request while it has one."""
+    begun: bool = False
+    """Whether the attempt's task has run at all: one that has not cannot be cancelled cleanly."""
+    abort_requested: bool = False
+    task: asyncio.Task[None] | None = None
+    changed: Broadcast | None = None
+    done: asyncio.Event | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an attempt is under way."""
+        return self.task is not None
+
+    @property
+    def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
+        """Why it stopped; ABORTED where an attempt failed, since it can be continued."""
+        if self.in_flight:
+            return trajectory_pb2.FINISH_REASON_UNSPECIFIED
+        return FINISH_REASONS[self.finish or Finish.ABORTED]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether Continue without an observation goes on with it."""
+        return not self.in_flight and (self.error is not None or self.finish is Finish.ABORTED)
+
+    def policy_tokens(self) -> NDArray[np.int32]:
+        """Tokens the policy wrote in this turn, shape [policy_token_count]."""
+        return self.record.token_array()[self.context_token_count :]
+
+
+class Admission(Protocol):
+    """What a turn needs of the weight switch."""
+
+    def admission(self) -> AbstractAsyncContextManager[int]:
+        """Waits while weights switch; inside, the version it yields stays the active one."""
+        ...
+
+
+Decode = Callable[[Iterable[int]], str]
+
+
+class TurnRunner:
+    """Runs turns on the engine and keeps track of those in flight."""
+
+    def __init__(self, engine: Engine, switch: Admission, decode: Decode) -> None:
+        self._engine = engine
+        self._switch = switch
+        self._decode = decode
+        self._in_flight: dict[str, Turn] = {}
+        self._background: set[asyncio.Future[None]] = set()
+        self._ended = Broadcast()
+        self.on_tokens: Callable[[int, int], None] | None = None
+        """Called with the count and the weight version of tokens sampled, for metrics."""
+
+    @property
+    def in_flight(self) -> list[Turn]:
+        """Turns not yet finished."""
+        return list(self._in_flight.values())
+
+    @property
+    def sampling(self) -> list[Turn]:
+        """Turns the engine has, or is just being given."""
+        return [turn for turn in self._in_flight.values() if turn.request_id is not None]
+
+    def start(self, turn: Turn) -> None:
+        """Begins an attempt at a turn; the turn must not be in flight."""
+        turn.finish, turn.error = None, None
+        turn.abort_requested = turn.begun = False
+        turn.done, turn.changed = asyncio.Event(), Broadcast()
+        turn.attempts += 1
+        self._in_flight[turn.record.trajectory_id] = turn
+        turn.task = asyncio.create_task(self._run(turn), name=f"turn {turn.record.trajectory_id}")
+
+    async def _run(self, turn: Turn) -> None:
+        turn.begun = True
+        try:
+            turn.finish = await self._attempt(turn)
+        except asyncio.CancelledError:
+            if not turn.abort_requested:
+                raise
+            turn.finish = Finish.ABORTED
+        except EngineLost as error:
+            turn.error = DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}")
+        except DomainError as error:
+            turn.error = error
+        except Exception:
+            # The turn's own boundary: its callers get a status, the operator the traceback.
+            logger.exception("turn %s of %s failed", turn.index, turn.record.trajectory_id)
+            turn.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
+        finally:
+            turn.task = None
+            turn.request_id = None
+            del self._in_flight[turn.record.trajectory_id]
+            _end_span(turn)
+            assert turn.done is not None and turn.changed is not None
+            turn.done.set()
+            turn.changed.notify()
+            self._ended.notify()
+
+    async def _attempt(self, turn: Turn) -> Finish:
+        if turn.abort_requested:
+            return Finish.ABORTED
+        remaining = turn.budget - turn.policy_token_count
+        if remaining <= 0:
+            if turn.started_version is None:
+                async with self._switch.admission() as version:
+                    turn.started_version = version
+            return Finish.LENGTH
+        deltas = await self._admit(turn, remaining)
+        stop_check = _StopAcrossResume(turn, self._decode)
+        async with contextlib.aclosing(deltas):
+            if turn.abort_requested:
+                # The abort came while the engine was taking the request.
+                assert turn.request_id is not None
+                await self._engine.abort([turn.request_id])
+            async for delta in deltas:
+                kept, stopped = stop_check.cut(delta)
+                self._append(turn, kept)
+                if stopped:
+                    return Finish.STOP
+                if delta.finish is not None:
+                    turn.cached_token_count = delta.cached_token_count
+                    return delta.finish
+        raise EngineLost("it ended a request without a reason")
+
+    async def _admit(self, turn: Turn, remaining: int) -> AsyncGenerator[Delta]:
+        """Hands the attempt to the engine, under the version that is active when it is taken."""
+        record = turn.record
+        async with self._switch.admission() as version:
+            required = record.required_weight_version
+            if required and required != version:
+                raise DomainError(
+                    Reason.WEIGHT_VERSION_NOT_ACTIVE,
+                    f"weight version {required} is required, {version} is active",
+                    {"required": required, "active": version},
+                )
+            # From here on an abort goes through the engine, which may already have the request.
+            turn.request_id = f"{record.trajectory_id}/{turn.index}/{turn.attempts}"
+            deltas = await self._engine.generate(
+                EngineRequest(
+                    request_id=turn.request_id,
+                    token_ids=record.token_array(),
+                    sampling=turn.sampling.attempt(turn.attempts - 1, remaining),
+                    # Cache of other weights is never reused: the salt is the version.
+                    cache_salt=str(version),
+                    priority=record.priority,
+                    stream_interval=turn.stream_interval,
+                    trace_headers=turn.trace_headers,
+                )
+            )
+            if turn.started_version is None:
+                turn.started_version = version
+            assert turn.changed is not None
+            turn.changed.notify()
+            return deltas
+
+    def _append(self, turn: Turn, delta: Delta) -> None:
+        count = len(delta.token_ids)
+        if not count:
+            return
+        turn.record.append_policy(delta, turn.index, turn.sampling.temperature)
+        turn.policy_token_count += count
+        if self.on_tokens is not None:
+            self.on_tokens(count, delta.weight_version)
+        assert turn.changed is not None
+        turn.changed.notify()
+
+    async def abort(self, turns: Iterable[Turn]) -> None:
+        """Stops turns and returns once the engine no longer works on them."""
+        stopping = [turn for turn in turns if turn.in_flight]
+        request_ids: list[str] = []
+        for turn in stopping:
+            turn.abort_requested = True
+            if turn.request_id is not None:
+                request_ids.append(turn.request_id)
+            elif turn.task is not None and turn.begun:
+                turn.task.cancel()
+        if request_ids:
+            await self._engine.abort(request_ids)
+        for turn in stopping:
+            if turn.done is not None:
+                await turn.done.wait()
+
+    def abort_soon(self, turn: Turn) -> None:
+        """Stops a turn whose caller is lost; nobody waits for it."""
+        task = asyncio.ensure_future(self.abort([turn]))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def wait_idle(self) -> None:
+        """Returns when the engine works on no turn; those that still wait for admission may wait on."""
+        while self.sampling:
+            await self._ended.wait()
+
+
+class _StopAcrossResume:
+    """Finds a stop string that began before an abort and ends after the resume.
+
+    The engine sees what a resumed attempt begins with as prompt and looks for stop strings only in what
+    it writes itself.
+    """
+
+    def __init__(self, turn: Turn, decode: Decode) -> None:
+        self._decode = decode
+        self._stop = turn.sampling.stop if turn.policy_token_count else ()
+        self._longest = max((len(text) for text in self._stop), default=0)
+        self._written: list[int] = []
+        self._before: list[int] = []
+        if self._stop:
+            # A token is at least one byte and a character at most four.
+            reach = 4 * self._longest
+            written = turn.record.token_array()[-turn.policy_token_count :]
+            self._before = [int(token) for token in written[-reach:]]
+
+    def cut(self, delta: Delta) -> tuple[Delta, bool]:
+        """The delta up to the token that completes such a stop string, and whether one does."""
+        if not self._stop:
+            return delta, False
+        start = len(self._decode(self._before))
+        for position, token in enumerate(delta.token_ids):
+            self._written.append(int(token))
+            text = self._decode([*self._before, *self._written])
+            if any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop):
+                return _prefix(delta, position + 1), True
+            if len(text) - start >= self._longest:
+                # From here on the engine sees every stop string whole.
+                self._stop = ()
+                return delta, False
+        return delta, False
+
+
+def _prefix(delta: Delta, count: int) -> Delta:
+    return Delta(delta.token_ids[:count], delta.logprobs[:count], delta.weight_version)
+
+
+def _end_span(turn: Turn) -> None:
+    span = turn.span
+    span.set_attribute("gen_ai.usage.input_tokens", turn.context_token_count)
+    span.set_attribute("gen_ai.usage.output_tokens", turn.policy_token_count)
+    if turn.error is not None:
+        span.set_attribute("error.type", turn.error.reason.value)
+    elif turn.finish is not None:
+        span.set_attribute("gen_ai.response.finish_reasons", [turn.finish.value])
+    span.end()
+
+
+class Subscription:
+    """New tokens of a turn, for one call.
+
+    Made before the turn's task first runs, so that it misses nothing. It holds a cursor into the record:
+    the segment and the token within it up to which it has given out.
+    """
+
+    def __init__(self, turn: Turn, *, flush_seconds: float, final_only: bool) -> None:
+        assert turn.done is not None and turn.changed is not None
+        self._record = turn.record
+        self._turn, self._done, self._changed = turn, turn.done, turn.changed
+        self._flush_seconds, self._final_only = flush_seconds, final_only
+        self._segment = max(0, len(self._record.segments) - 1)
+        self._token = self._record.segments[-1].token_count if self._record.segments else 0
+
+    async def admitted(self) -> None:
+        """Returns when the turn was admitted; raises its error where it failed before."""
+        while self._turn.started_version is None:
+            if self._done.is_set():
+                if self._turn.error is not None:
+                    raise self._turn.error
+                return
+            await self._changed.wait()
+
+    async def segments(self) -> AsyncGenerator[trajectory_pb2.Segment]:
+        """Yields twin Segments, one per weight version and flush; ends when the turn has ended.
+
+        Raises the turn's error once everything it sampled was given out.
+        """
+        while True:
+            if self._final_only:
+                await self._done.wait()
+            else:
+                while not self._done.is_set() and self._at_end():
+                    await self._changed.wait()
+                if self._flush_seconds and not self._done.is_set():
+                    # The end of the turn is not held back by the flush.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._flush_seconds):
+                            await self._done.wait()
+            finished = self._done.is_set()
+            for segment in self._take():
+                yield segment
+            if finished:
+                if self._turn.error is not None:
+                    raise self._turn.error
+                return
+
+    def _at_end(self) -> bool:
+        last = len(self._record.segments) - 1
+        return last < 0 or (
+            self._segment == last and self._token >= self._record.segments[last].token_count
+        )
+
+    def _take(self) -> list[trajectory_pb2.Segment]:
+        taken: list[trajectory_pb2.Segment] = []
+        segments = self._record.segments
+        while self._segment < len(segments):
+            segment = segments[self._segment]
+            if self._token < segment.token_count:
+                taken.append(segment.message(self._token))
+                self._token = segment.token_count
+            if self._segment == len(segments) - 1:
+                break
+            self._segment, self._token = self._segment + 1, 0
+        return taken

@@ -1,0 +1,362 @@
+"""The engine of `penstock serve`: vLLM's AsyncLLM behind the seam.
+
+vLLM runs its scheduler and the model in a process of its own, the engine process; here is its
+front end. Three facts carry the contract:
+
+- The engine process attaches a label to the output of each step. The label is the weight version: "0" for
+  the base model, then what `load` set, and it can only change while paused. vLLM's front end keeps,
+  for each request, the token index at which each label began; deltas are cut at these, whatever vLLM
+  gathers into one output.
+- The engine process handles its commands in the order they were sent. So a command that is answered
+  proves that those sent before it have taken effect: `abort` ends with such a round trip.
+- The engine process dies with this one, however it dies: see `vllm_process`.
+"""
+
+from __future__ import annotations
+
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from penstock.server import checkpoint_tensors
+from penstock.server.engine import (
+    Delta,
+    EngineDescription,
+    EngineLoadFailed,
+    EngineLost,
+    EngineRequest,
+    EngineStats,
+    Finish,
+    Sampling,
+    StagedWeights,
+)
+from penstock.server.vllm_options import describe_options, engine_arguments
+from penstock.server.vllm_process import SHUTDOWN_SECONDS, EngineOwner, LoadReport
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+__all__ = ["VllmEngine", "describe_options", "engine_arguments"]
+
+T = TypeVar("T")
+
+BASE_VERSION = 0
+# vLLM silently raises a temperature between zero and this to it.
+LOWEST_TEMPERATURE = 0.01
+
+FINISHES = {
+    "stop": Finish.STOP,
+    "repetition": Finish.STOP,
+    "length": Finish.LENGTH,
+    "abort": Finish.ABORTED,
+}
+
+
+class VllmEngine:
+    """vLLM behind the seam; see `penstock.server.engine.Engine` for what each method promises."""
+
+    def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: LoadReport) -> None:
+        self._owner = owner
+        self._llm = llm
+        self._load = load
+        self._weight_version = BASE_VERSION
+        self._closing = False
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._description = _describe(llm)
+
+    @classmethod
+    async def start(cls, arguments: AsyncEngineArgs) -> VllmEngine:
+        """Starts the engine process, loads the model and samples a first token.
+
+        The event loop stays free meanwhile. Raises what vLLM raises on arguments it cannot serve.
+        """
+        load = LoadReport()
+        owner = EngineOwner(arguments, load)
+        llm = await owner.build()
+        engine = cls(owner, llm, load)
+        try:
+            await engine._begin()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def _begin(self) -> None:
+        # vLLM would start this task with the first request; until then nobody would notice a death.
+        self._llm._run_output_handler()  # pyright: ignore[reportPrivateUsage]
+        if handler := self._output_handler:
+            handler.add_done_callback(self._note_death)
+        await self._ask(self._llm.update_weight_version(str(BASE_VERSION)))
+        # The first step of a process costs seconds on the CPU; nobody's turn should pay for it.
+        prompt = np.zeros(1, np.int32)
+        sampling = Sampling(max_tokens=2)
+        async for _ in self.generate(EngineRequest("warm-up", prompt, sampling, "warm-up")):
+            pass
+
+    @property
+    def description(self) -> EngineDescription:
+        return self._description
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        collector = await self._submit(request)
+        # vLLM appends to this list as labels change, before it hands over their tokens.
+        state = self._llm.output_processor.request_states.get(collector.request_id)
+        starts = state.weight_version_starts if state else None
+        finished = False
+        position = 0
+        try:
+            while not finished:
+                output = cast(RequestOutput, collector.get_nowait() or await collector.get())
+                finished = output.finished
+                completion = output.outputs[0]
+                if starts is None:  # It finished before it could be looked up.
+                    spans = completion.weight_versions or []
+                    starts = [(span.version, span.start) for span in spans]
+                for delta in self._cut(output, completion, position, starts):
+                    yield delta
+                position += len(completion.token_ids)
+        except EngineDeadError as error:
+            finished = True
+            raise EngineLost(self._reason()) from error
+        finally:
+            if not finished:
+                await self._llm.abort(collector.request_id, internal=True)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        # vLLM's front end ends the iterators at once and drops what comes later; only then does it
+        # tell the engine process, whose answer to the next command shows that it has obeyed.
+        await self._llm.abort(list(request_ids))
+        await self._ask(self._llm.engine_core.is_scheduler_paused_async())
+
+    async def pause(self, *, drop_cache: bool) -> None:
+        # Not AsyncLLM.pause_generation, which adds a sleep so that outputs arrive before it returns:
+        # here they carry their version, and may come when they come.
+        core = self._llm.engine_core
+        await self._ask(core.pause_scheduler_async(mode="keep", clear_cache=drop_cache))
+
+    async def load(self, weights: StagedWeights) -> None:
+        update = WeightTransferUpdateRequest(update_info=_update_info(weights))
+        try:
+            await self._ask(self._update(update, weights.weight_version))
+        except EngineLost:
+            raise
+        except Exception as error:  # vLLM reports every failure of the worker as a bare Exception.
+            raise EngineLoadFailed(
+                f"loading weight version {weights.weight_version} failed: {error}"
+            ) from error
+
+    async def resume(self) -> None:
+        await self._ask(self._llm.resume_generation())
+
+    def stats(self) -> EngineStats:
+        # vLLM reports with each step, so the last report of an idle engine is of a busy one.
+        if self._llm.get_num_unfinished_requests() == 0:
+            return EngineStats(kv_cache_usage=self._load.kv_cache_usage)
+        return EngineStats(self._load.running, self._load.waiting, self._load.kv_cache_usage)
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self._death)
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        # vLLM's shutdown would leave open iterators waiting for ever, and call a stop a failure.
+        self._llm.output_processor.propagate_error(EngineDeadError())
+        if handler := self._output_handler:
+            handler.cancel()
+            await asyncio.wait([handler])
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
+        self._llm.engine_core.resources.ctx.destroy(linger=0)
+        self._owner.release()
+
+    async def _submit(self, request: EngineRequest) -> RequestOutputCollector:
+        params = self._sampling_params(request)
+        prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.cache_salt)
+        try:
+            return await self._llm.add_request(
+                request.request_id,
+                prompt,
+                params,
+                trace_headers=request.trace_headers or None,
+                priority=request.priority,
+            )
+        except EngineDeadError as error:
+            raise EngineLost(self._reason()) from error
+
+    def _cut(
+        self,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        position: int,
+        starts: Sequence[tuple[str, int]],
+    ) -> Iterator[Delta]:
+        token_ids = np.asarray(completion.token_ids, np.int32)
+        flat = cast(FlatLogprobs, completion.logprobs)
+        logprobs = np.asarray(flat.logprobs, np.float32)
+        if len(logprobs) != len(token_ids):
+            raise RuntimeError(
+                f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities"
+            )
+        finish = _finish(completion.finish_reason) if output.finished else None
+        cached = output.num_cached_tokens or 0
+        pieces = list(version_pieces(starts, position, position + len(token_ids)))
+        if not pieces and finish:
+            version = int(starts[-1][0]) if starts else self._weight_version
+            pieces = [(position, position, version)]
+        for index, (begin, end, version) in enumerate(pieces):
+            part = slice(begin - position, end - position)
+            last = index == len(pieces) - 1
+            yield Delta(token_ids[part], logprobs[part], version, finish if last else None, cached)
+
+    def _sampling_params(self, request: EngineRequest) -> SamplingParams:
+        sampling = request.sampling
+        if 0.0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"vLLM samples at temperature 0 or from {LOWEST_TEMPERATURE} on, "
+                f"got {sampling.temperature}"
+            )
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            max_tokens=sampling.max_tokens,
+            logprobs=0,  # That of the sampled token, and no others.
+            flat_logprobs=True,
+            # Only stop strings need text; they may be special tokens.
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=request.stream_interval,
+            skip_clone=True,
+        )
+
+    async def _update(self, update: WeightTransferUpdateRequest, version: int) -> None:
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(update)
+        await self._llm.finish_weight_update(weight_version=str(version))
+        self._weight_version = version
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        """The engine process's answer, or EngineLost once there can be none.
+
+        A caller that is cancelled leaves the command to its end: half an update is none.
+        """
+        asked = asyncio.ensure_future(answer)
+        await asyncio.wait({asked, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            raise EngineLost(self._reason())
+        try:
+            return asked.result()
+        except EngineDeadError as error:
+            raise EngineLost(self._reason()) from error
+
+    @property
+    def _output_handler(self) -> asyncio.Task[None] | None:
+        """The task that hands outputs on; it ends only with the engine process."""
+        return cast("asyncio.Task[None] | None", self._llm.output_handler)  # pyright: ignore[reportUnknownMemberType]
+
+    def _note_death(self, _: asyncio.Task[None]) -> None:
+        if not self._closing and not self._death.done():
+            self._death.set_result(self._reason())
+
+    def _reason(self) -> str:
+        if self._closing:
+            return "the engine was closed"
+        manager = cast(
+            "CoreEngineProcManager | None", self._llm.engine_core.resources.engine_manager
+        )
+        ended = manager.finished_procs() if manager else {}
+        exits = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
+        return f"the vLLM engine process ended: {exits or 'no exit code yet'}"
+
+
+def version_pieces(
+    starts: Sequence[tuple[str, int]], begin: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Cuts the tokens [begin, end) where the weight version changes: (begin, end, version) each.
+
+    `starts` names, in order, the label and first token of each version of the request.
+    """
+    for index, (label, start) in enumerate(starts):
+        stop = starts[index + 1][1] if index + 1 < len(starts) else end
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            yield first, last, int(label)
+
+
+def _describe(llm: AsyncLLM) -> EngineDescription:
+    model = llm.model_config
+    config = cast(object, model.hf_text_config)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return EngineDescription(
+        model=model.model,
+        vocab_size=model.get_vocab_size(),
+        max_context_length=model.max_model_len,
+        eos_token_ids=_eos_token_ids(llm),
+        weight_dtype=str(model.dtype).removeprefix("torch."),
+        tensors=checkpoint_tensors.upload_tensors(_snapshot(model), config, tied=tied),
+    )
+
+
+def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
+    """The tokens at which vLLM ends a turn by itself: the tokenizer's and the generation config's."""
+    own = llm.renderer.get_eos_token_id()
+    further = cast(
+        "int | list[int] | None", llm.model_config.try_get_generation_config().get("eos_token_id")
+    )
+    tokens = [] if own is None else [own]
+    tokens += [further] if isinstance(further, int) else further or []
+    return tuple(dict.fromkeys(tokens))
+
+
+def _snapshot(model: ModelConfig) -> Path | None:
+    """The folder that vLLM loaded the model from."""
+    if (folder := Path(model.model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _update_info(weights: StagedWeights) -> dict[str, object]:
+    """What `vllm_weight_engine.StagedFile` is made of, in the worker."""
+    return {
+        "path": str(weights.path),
+        "names": [tensor.name for tensor in weights.tensors],
+        "dtypes": [tensor.dtype for tensor in weights.tensors],
+        "shapes": [list(tensor.shape) for tensor in weights.tensors],
+        "offsets_bytes": [tensor.offset_bytes for tensor in weights.tensors],
+    }
+
+
+def _finish(reason: str | None) -> Finish:
+    if reason not in FINISHES:
+        raise RuntimeError(f"vLLM ended a request with {reason!r}")
+    return FINISHES[reason]

@@ -1,0 +1,99 @@
+"""vLLM's engine options under vLLM's own names, read by vLLM's own parser, over Penstock's defaults."""
+
+from __future__ import annotations
+
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, cast
+
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+WORKER_EXTENSION = "penstock.server.vllm_weight_engine.WorkerExtension"
+WEIGHT_TRANSFER_BACKEND = "penstock"
+KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+GIB = 1 << 30
+
+DEFAULTS = (
+    # Log-probabilities of the distribution that was sampled from, temperature and truncation included.
+    *("--logprobs-mode", "processed_logprobs"),
+    # Sampling is what the request says, never what generation_config.json adds.
+    *("--generation-config", "vllm"),
+    *("--scheduling-policy", "priority"),
+    "--enable-prefix-caching",
+    "--no-use-tqdm-on-load",
+)
+CPU_DEFAULTS = (
+    # A compiler pass at each start costs more than it gains here.
+    "--enforce-eager",
+    # vLLM's default on the CPU, 128, shares next to nothing between short prompts.
+    *("--block-size", "32"),
+)
+
+
+class _Parser(FlexibleArgumentParser):
+    """Raises where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
+    """vLLM's engine arguments from its own command line options; a later option wins.
+
+    Raises ValueError with the parser's message.
+    """
+    on_cpu = bool(current_platform.is_cpu())
+    parser = AsyncEngineArgs.add_cli_args(_Parser(prog="penstock serve", add_help=False))
+    defaults = [*DEFAULTS, *(CPU_DEFAULTS if on_cpu else ())]
+    namespace = cast(argparse.Namespace, parser.parse_args([*defaults, *options]))
+    arguments = AsyncEngineArgs.from_cli_args(namespace)
+    if arguments.worker_extension_cls not in ("", WORKER_EXTENSION):
+        raise ValueError(
+            "--worker-extension-cls is Penstock's own: it loads the weights, "
+            f"got {arguments.worker_extension_cls!r}"
+        )
+    arguments.worker_extension_cls = WORKER_EXTENSION
+    if on_cpu and arguments.kv_cache_memory_bytes is None and not os.environ.get(KV_CACHE_SPACE):
+        # vLLM would reserve nearly all of the machine's memory.
+        arguments.kv_cache_memory_bytes = max(1, min(4, _memory_bytes() // (8 * GIB))) * GIB
+    arguments.weight_transfer_config = WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND)
+    return arguments
+
+
+def describe_options(arguments: AsyncEngineArgs) -> dict[str, object]:
+    """The options that differ from vLLM's own defaults, by field name, as JSON can hold them."""
+    described: dict[str, object] = {}
+    for option in dataclasses.fields(arguments):
+        value: object = getattr(arguments, option.name)
+        default: object = option.default
+        if option.default_factory is not dataclasses.MISSING:
+            default = option.default_factory()
+        if value != default:
+            described[option.name] = _plain(value)
+    return described
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the container where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(total, int(text))
+    return total
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,137 @@
+"""Starting vLLM, and tying its process to ours.
+
+The kernel binds the engine process to the *thread* that spawned it (see `parent_death`). So a thread
+of its own builds the engine, while the event loop goes on, and then only waits to be released.
+"""
+
+from __future__ import annotations
+
+# First, because vLLM reads the environment when it is imported.
+from penstock.server import vllm_environment
+
+# isort: split
+import asyncio
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from penstock.server.parent_death import binding_children
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+SHUTDOWN_SECONDS = 5.0
+
+
+class EngineOwner:
+    """The thread that builds the engine, and whose life the engine process is bound to."""
+
+    def __init__(self, arguments: AsyncEngineArgs, load: LoadReport) -> None:
+        self._arguments = arguments
+        self._load = load
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[AsyncLLM] = self._loop.create_future()
+        self._released = threading.Event()
+        # A daemon: a server that exits without `close` takes the engine process with it.
+        self._thread = threading.Thread(target=self._own, name="engine-owner", daemon=True)
+
+    async def build(self) -> AsyncLLM:
+        self._thread.start()
+        try:
+            return await asyncio.shield(self._built)
+        except asyncio.CancelledError:
+            self._built.add_done_callback(self._discard)
+            raise
+
+    def release(self) -> None:
+        self._released.set()
+
+    def _own(self) -> None:
+        try:
+            llm = _build(self._arguments, self._load)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._built.set_exception, error)
+        else:
+            self._loop.call_soon_threadsafe(self._built.set_result, llm)
+            self._released.wait()
+
+    def _discard(self, built: asyncio.Future[AsyncLLM]) -> None:
+        if not built.cancelled() and built.exception() is None:
+            built.result().shutdown(SHUTDOWN_SECONDS)
+        self.release()
+
+
+class LoadReport(StatLoggerBase):
+    """The engine's last report of its own load, summed over data parallel ranks."""
+
+    def __init__(self, vllm_config: VllmConfig | None = None, engine_index: int = 0) -> None:
+        self._reports: dict[int, SchedulerStats] = {}
+
+    def __call__(self, vllm_config: VllmConfig, engine_index: int) -> LoadReport:
+        """This object serves as the factory that vLLM asks for."""
+        return self
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self._reports[engine_idx] = scheduler_stats
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+    @property
+    def running(self) -> int:
+        return sum(report.num_running_reqs for report in self._reports.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(report.num_waiting_reqs for report in self._reports.values())
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return max((report.kv_cache_usage for report in self._reports.values()), default=0.0)
+
+
+class _Engine(AsyncLLM):
+    def __del__(self) -> None:
+        """Nothing, where AsyncLLM shuts down: the interpreter may be half gone by then.
+
+        `VllmEngine.close` shuts down; without it the engine process dies with this one.
+        """
+
+
+def _build(arguments: AsyncEngineArgs, load: LoadReport) -> AsyncLLM:
+    if current_platform.is_cpu():
+        vllm_environment.set_cpu_defaults()
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    with binding_children(vllm_environment.quieten):
+        llm = _Engine(
+            config,
+            Executor.get_class(config),
+            # A stat logger of our own turns vLLM's statistics on, without its log lines.
+            log_stats=False,
+            log_requests=False,
+            stat_loggers=[load],
+        )
+    # vLLM adds Prometheus to any other; nothing here serves it, and it costs every step.
+    if llm.logger_manager is not None:
+        llm.logger_manager.stat_loggers[:] = llm.logger_manager.stat_loggers[:1]
+    if endpoint := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        # Given before, vLLM would set up a second exporter, here and in the engine process. Its spans
+        # go through this process's own provider.
+        llm.observability_config.otlp_traces_endpoint = endpoint
+        llm.output_processor.tracing_enabled = True
+    return llm

@@ -1,0 +1,24 @@
+"""Fixtures of the wire tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Harness, serve
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncGenerator[Harness]:
+    """A server around a fast fake engine."""
+    async with serve(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncGenerator[Harness]:
+    """A server whose engine takes five milliseconds a token."""
+    async with serve(tmp_path, step_seconds=0.005) as running:
+        yield running

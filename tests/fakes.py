@@ -1,0 +1,241 @@
+"""Fakes for the heavy seams: an engine whose every token can be recomputed, and a byte tokenizer.
+
+`FakeEngine` samples a pure function of (prefix, weight version): a test that knows the context and the
+versions can recompute every token and log-probability, and so sees a wrong version, a lost token or a
+doubled one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.server.conversation import Message, Tool
+from penstock.server.engine import (
+    Delta,
+    EngineDescription,
+    EngineLoadFailed,
+    EngineLost,
+    EngineRequest,
+    EngineStats,
+    Finish,
+    StagedWeights,
+    TensorMeta,
+)
+
+VOCAB_SIZE = 300
+EOS = 256
+END_OF_TURN = EOS
+START_OF_TURN = 257
+MAX_CONTEXT = 512
+TENSORS = {
+    "model.embed_tokens.weight": TensorMeta((VOCAB_SIZE, 4)),
+    "model.layers.0.mlp.weight": TensorMeta((8, 4)),
+    "lm_head.weight": TensorMeta((VOCAB_SIZE, 4), optional=True),
+}
+
+
+def sampled(prefix: bytes, version: int) -> tuple[int, float]:
+    """The token that follows a prefix (int32 bytes) under a version, and its log-probability."""
+    digest = xxhash.xxh3_64_intdigest(prefix, seed=version)
+    # One token in sixty-four ends the turn; others are printable characters.
+    token = EOS if digest % 64 == 0 else 97 + (digest >> 8) % 26
+    return token, -float((digest >> 16) % 1000) / 1000.0
+
+
+def expected_tokens(
+    context: Sequence[int], versions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """What the fake engine writes after `context` when token i is sampled by `versions[i]`."""
+    prefix = np.asarray(context, np.int32).tobytes()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for version in versions:
+        token, logprob = sampled(prefix, version)
+        tokens.append(token)
+        logprobs.append(logprob)
+        prefix += np.int32(token).tobytes()
+    return tokens, logprobs
+
+
+@dataclass(eq=False)
+class _Running:
+    request: EngineRequest
+    prefix: bytes
+    deltas: asyncio.Queue[Delta] = field(default_factory=lambda: asyncio.Queue[Delta]())
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    count: int = 0
+    finish: Finish | None = None
+
+
+class FakeEngine:
+    """Implements the Engine seam; `step_seconds` is how long one token of every request takes."""
+
+    def __init__(self, step_seconds: float = 0.0, max_context: int = MAX_CONTEXT) -> None:
+        self.step_seconds = step_seconds
+        self.version = 0
+        self.loaded: list[StagedWeights] = []
+        self.fail_next_load = False
+        self.salts: list[tuple[str, str, int]] = []
+        """(request id, cache salt, version active when the engine took it)"""
+        self.max_running = 0
+        self._description = EngineDescription(
+            "fake", VOCAB_SIZE, max_context, (EOS,), "float32", TENSORS
+        )
+        self._running: dict[str, _Running] = {}
+        self._paused = False
+        self._wake = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._stepping = asyncio.Lock()
+        self._loop_task = asyncio.create_task(self._loop())
+
+    @property
+    def description(self) -> EngineDescription:
+        return self._description
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
+        if self._lost.done():
+            raise EngineLost(self._lost.result())
+        assert request.request_id not in self._running, "request ids must be unique"
+        assert request.sampling.max_tokens >= 1
+        running = _Running(request, request.token_ids.tobytes())
+        self._running[request.request_id] = running
+        self.salts.append((request.request_id, request.cache_salt, self.version))
+        self.max_running = max(self.max_running, len(self._running))
+        self._wake.set()
+        return self._deltas(running)
+
+    async def _deltas(self, running: _Running) -> AsyncGenerator[Delta]:
+        try:
+            while True:
+                getting = asyncio.ensure_future(running.deltas.get())
+                await asyncio.wait([getting, self._lost], return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    getting.cancel()
+                    raise EngineLost(self._lost.result())
+                delta = getting.result()
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            self._running.pop(running.request.request_id, None)
+
+    async def _loop(self) -> None:
+        while True:
+            while self._paused or not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+            async with self._stepping:
+                for running in list(self._running.values()):
+                    if running.finish is None:
+                        self._sample(running)
+            await asyncio.sleep(self.step_seconds)
+
+    def _sample(self, running: _Running) -> None:
+        token, logprob = sampled(running.prefix, self.version)
+        sampling = running.request.sampling
+        running.prefix += np.int32(token).tobytes()
+        running.tokens.append(token)
+        running.logprobs.append(logprob)
+        running.count += 1
+        if (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            running.finish = Finish.STOP
+        elif any(stop in self._written(running) for stop in sampling.stop):
+            running.finish = Finish.STOP
+        elif running.count >= sampling.max_tokens:
+            running.finish = Finish.LENGTH
+        if running.finish or len(running.tokens) >= running.request.stream_interval:
+            self._hand_over(running)
+
+    def _written(self, running: _Running) -> str:
+        tokens = np.frombuffer(running.prefix, np.int32)[-running.count :]
+        return decode_bytes(int(token) for token in tokens)
+
+    def _hand_over(self, running: _Running) -> None:
+        running.deltas.put_nowait(
+            Delta(
+                np.asarray(running.tokens, np.int32),
+                np.asarray(running.logprobs, np.float32),
+                self.version,
+                running.finish,
+                len(running.request.token_ids) // 2,
+            )
+        )
+        running.tokens, running.logprobs = [], []
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            running = self._running.get(request_id)
+            if running is not None and running.finish is None:
+                running.finish = Finish.ABORTED
+                self._hand_over(running)
+
+    async def pause(self, *, drop_cache: bool) -> None:
+        self._paused = True
+        async with self._stepping:
+            # What was sampled before the boundary carries the version before it.
+            for running in self._running.values():
+                if running.tokens and running.finish is None:
+                    self._hand_over(running)
+
+    async def load(self, weights: StagedWeights) -> None:
+        assert self._paused, "load only while paused"
+        await asyncio.sleep(0)
+        if self.fail_next_load:
+            self.fail_next_load = False
+            raise EngineLoadFailed("told to fail")
+        data = weights.path.read_bytes()
+        assert all(t.offset_bytes + t.length_bytes <= len(data) for t in weights.tensors)
+        self.loaded.append(weights)
+        self.version = weights.weight_version
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self._running), 0, 0.0)
+
+    def die(self, reason: str = "told to die") -> None:
+        """What kill -9 of an engine process looks like from the server."""
+        self._lost.set_result(reason)
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self._lost)
+
+    async def close(self) -> None:
+        self._loop_task.cancel()
+        await asyncio.gather(self._loop_task, return_exceptions=True)
+
+
+def decode_bytes(token_ids: Iterable[int]) -> str:
+    return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+class ByteRenderer:
+    """A tokenizer of bytes with a chat template of two control tokens."""
+
+    def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
+        tokens: list[int] = []
+        for message in messages:
+            tokens += [START_OF_TURN, *message.role.encode(), 10, *message.content.encode()]
+            tokens.append(END_OF_TURN)
+        return np.asarray([*tokens, START_OF_TURN, *b"assistant", 10], np.int32)
+
+    def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
+        rendered = self.render(messages, ())
+        if last_token == END_OF_TURN:
+            return rendered
+        return np.concatenate([np.asarray([END_OF_TURN], np.int32), rendered])
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return decode_bytes(int(token) for token in token_ids)

@@ -1,0 +1,322 @@
+"""A real server on a real port around the fake engine, and raw calls to every rpc of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import xxhash
+from google.protobuf.message_factory import GetMessageClass
+
+from penstock.server import config
+from penstock.server.serving import Serving, bind
+from penstock.server.service import SERVICES
+from penstock.v1 import (
+    conversation_pb2,
+    rollout_service_pb2,
+    task_service_pb2,
+    trainer_service_pb2,
+    trajectory_pb2,
+    weights_pb2,
+)
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+from tests.fakes import TENSORS, ByteRenderer, FakeEngine
+
+T = codec.twin
+GenerateRequest = T(rollout_service_pb2.GenerateRequest)
+ContinueRequest = T(rollout_service_pb2.ContinueRequest)
+AbortRequest = T(rollout_service_pb2.AbortRequest)
+GetTrajectoryRequest = T(rollout_service_pb2.GetTrajectoryRequest)
+GetServerInfoRequest = T(rollout_service_pb2.GetServerInfoRequest)
+SamplingParams = T(rollout_service_pb2.SamplingParams)
+StreamOptions = T(rollout_service_pb2.StreamOptions)
+TokenSequence = T(trajectory_pb2.TokenSequence)
+Outcome = T(trajectory_pb2.Outcome)
+Failure = T(trajectory_pb2.Failure)
+Conversation = T(conversation_pb2.Conversation)
+ChatMessage = T(conversation_pb2.ChatMessage)
+Task = T(task_service_pb2.Task)
+SubmitTasksRequest = T(task_service_pb2.SubmitTasksRequest)
+LeaseTasksRequest = T(task_service_pb2.LeaseTasksRequest)
+RenewLeaseRequest = T(task_service_pb2.RenewLeaseRequest)
+CompleteTrajectoryRequest = T(task_service_pb2.CompleteTrajectoryRequest)
+ExchangeRequest = T(trainer_service_pb2.ExchangeRequest)
+Hello = T(trainer_service_pb2.Hello)
+Demand = T(trainer_service_pb2.Demand)
+GroupReceipt = T(trainer_service_pb2.GroupReceipt)
+SwitchWeights = T(trainer_service_pb2.SwitchWeights)
+CheckpointNotice = T(trainer_service_pb2.CheckpointNotice)
+StalenessContract = T(trainer_service_pb2.StalenessContract)
+UpdateWeightsRequest = T(weights_pb2.UpdateWeightsRequest)
+WeightHeader = T(weights_pb2.WeightHeader)
+WeightChunk = T(weights_pb2.WeightChunk)
+WeightCommit = T(weights_pb2.WeightCommit)
+TensorSpec = T(weights_pb2.TensorSpec)
+InlineSource = T(weights_pb2.InlineSource)
+
+
+class Wire:
+    """Every rpc as an attribute named after it, speaking twins."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        for service in SERVICES:
+            for method in service.methods:
+                kind = {
+                    (False, False): channel.unary_unary,
+                    (False, True): channel.unary_stream,
+                    (True, True): channel.stream_stream,
+                }[method.client_streaming, method.server_streaming]
+                call = kind(
+                    f"/{service.full_name}/{method.name}",
+                    request_serializer=codec.encode,
+                    response_deserializer=codec.decoder(GetMessageClass(method.output_type)),
+                )
+                setattr(self, method.name, call)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+@dataclass
+class Turn:
+    """A turn as its caller saw it."""
+
+    started: Any = None
+    segments: list[Any] = field(default_factory=list)
+    finished: Any = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [int(t) for segment in self.segments for t in codec.token_ids(segment)]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [float(p) for segment in self.segments for p in codec.logprobs(segment)]
+
+    @property
+    def versions(self) -> list[int]:
+        return [
+            segment.weight_version
+            for segment in self.segments
+            for _ in range(len(codec.token_ids(segment)))
+        ]
+
+
+async def collect(call: AsyncIterator[Any], turn: Turn | None = None) -> Turn:
+    """Reads a Generate or Continue stream to its end."""
+    turn = turn or Turn()
+    async for event in call:
+        kind = event.WhichOneof("event")
+        if kind == "segment":
+            turn.segments.append(event.segment)
+        else:
+            setattr(turn, kind, getattr(event, kind))
+    return turn
+
+
+def sequence(tokens: Sequence[int]) -> Any:
+    return TokenSequence(token_ids=codec.array_bytes(np.asarray(tokens, np.int32)))
+
+
+def sampling(max_tokens: int = 16, **fields: Any) -> Any:
+    return SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **fields})
+
+
+@dataclass
+class Harness:
+    """A running server with what is inside it."""
+
+    serving: Serving
+    engine: FakeEngine
+    port: int
+    wire: Any
+    channel: grpc.aio.Channel
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def generate(
+        self, trajectory_id: str, prompt: Sequence[int] = (1, 2, 3), **fields: Any
+    ) -> Turn:
+        """One Generate with a token prompt, to its end."""
+        fields.setdefault("sampling_params", sampling())
+        if not {"text", "conversation"} & set(fields):
+            fields["tokens"] = sequence(prompt)
+        return await collect(
+            self.wire.Generate(GenerateRequest(trajectory_id=trajectory_id, **fields))
+        )
+
+    async def resume(self, trajectory_id: str, **fields: Any) -> Turn:
+        return await collect(
+            self.wire.Continue(ContinueRequest(trajectory_id=trajectory_id, **fields))
+        )
+
+    async def complete(self, trajectory_id: str, reward: float = 1.0) -> bool:
+        answer = await self.wire.CompleteTrajectory(
+            CompleteTrajectoryRequest(trajectory_id=trajectory_id, outcome=Outcome(reward=reward))
+        )
+        return bool(answer.group_completed)
+
+    async def fail(self, trajectory_id: str, reason: str = "BROKEN") -> bool:
+        answer = await self.wire.CompleteTrajectory(
+            CompleteTrajectoryRequest(
+                trajectory_id=trajectory_id, outcome=Outcome(failure=Failure(reason=reason))
+            )
+        )
+        return bool(answer.group_completed)
+
+    async def upload(self, version: int, *, staged: bool = False, **fields: Any) -> list[Any]:
+        """Uploads a version of the fake model inline; returns the responses."""
+        return await upload(self.wire, version, staged=staged, **fields)
+
+
+def payload(version: int) -> tuple[bytes, list[Any]]:
+    """Bytes and specs of a version of the fake model."""
+    data = b""
+    specs: list[Any] = []
+    for name, meta in TENSORS.items():
+        if meta.optional:
+            continue
+        values = np.full(meta.shape, version, np.float32).tobytes()
+        specs.append(
+            TensorSpec(
+                name=name,
+                shape=meta.shape,
+                dtype="float32",
+                offset_bytes=len(data),
+                length_bytes=len(values),
+                xxh3=xxhash.xxh3_64_intdigest(values),
+            )
+        )
+        data += values
+    return data, specs
+
+
+def header(version: int, *, staged: bool = False, **fields: Any) -> tuple[Any, bytes]:
+    data, specs = payload(version)
+    message = WeightHeader(
+        **{
+            "weight_version": version,
+            "tensors": specs,
+            "inline": InlineSource(length_bytes=len(data)),
+            "activation": weights_pb2.ACTIVATION_STAGED
+            if staged
+            else weights_pb2.ACTIVATION_IMMEDIATE,
+            "trainer_epoch": 1 << 62,
+            **fields,
+        }
+    )
+    return message, data
+
+
+def messages(head: Any, data: bytes, chunk_bytes: int = 4096) -> list[Any]:
+    """The requests of an upload."""
+    chunks = [
+        WeightChunk(offset_bytes=at, data=piece, xxh3=xxhash.xxh3_64_intdigest(piece))
+        for at in range(0, len(data), chunk_bytes)
+        for piece in [data[at : at + chunk_bytes]]
+    ]
+    digest = hashlib.sha256(head.SerializeToString(deterministic=True)).digest()
+    return [
+        UpdateWeightsRequest(header=head),
+        *(UpdateWeightsRequest(chunk=chunk) for chunk in chunks),
+        UpdateWeightsRequest(commit=WeightCommit(header_sha256=digest)),
+    ]
+
+
+async def upload(wire: Any, version: int, *, staged: bool = False, **fields: Any) -> list[Any]:
+    head, data = header(version, staged=staged, **fields)
+    return [response async for response in wire.UpdateWeights(iter(messages(head, data)))]
+
+
+class Exchange:
+    """The trainer's end of a stream, by hand."""
+
+    def __init__(self, wire: Any) -> None:
+        self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self.call = wire.Exchange(self._requests())
+
+    async def _requests(self) -> AsyncIterator[Any]:
+        while (message := await self.outgoing.get()) is not None:
+            yield message
+
+    def send(self, **fields: Any) -> None:
+        self.outgoing.put_nowait(ExchangeRequest(**fields))
+
+    def half_close(self) -> None:
+        self.outgoing.put_nowait(None)
+
+    async def receive(self, kind: str, seconds: float = 10.0) -> Any:
+        """The next message, which must be of this kind."""
+        async with asyncio.timeout(seconds):
+            response = await self.call.read()
+        if response is grpc.aio.EOF:
+            raise AssertionError(f"the stream ended: {await self.call.code()}")
+        assert response.WhichOneof("message") == kind, response
+        return getattr(response, kind)
+
+    async def nothing(self, seconds: float = 0.2) -> None:
+        """Nothing arrives for a while."""
+        reading = asyncio.ensure_future(self.call.read())
+        done, _ = await asyncio.wait([reading], timeout=seconds)
+        assert not done, reading.result()
+        # A read cannot be taken back: the next receive gets what this one was waiting for.
+        self._pending = reading
+        original = self.call.read
+
+        async def read_pending() -> Any:
+            self.call.read = original
+            return await reading
+
+        self.call.read = read_pending
+
+
+async def hello(wire: Any, epoch: int = 1, **fields: Any) -> Exchange:
+    """Opens a session and reads the Welcome."""
+    exchange = Exchange(wire)
+    contract = {"max_lag": 4, "groups_per_step": 2}
+    for name in ("max_lag", "groups_per_step", "late_policy"):
+        if name in fields:
+            contract[name] = fields.pop(name)
+    exchange.send(
+        hello=Hello(
+            **{
+                "run_id": "run",
+                "trainer_epoch": epoch,
+                "staleness": StalenessContract(**contract),
+                **fields,
+            }
+        )
+    )
+    await exchange.receive("welcome")
+    return exchange
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    folder: Path, *settings: str, step_seconds: float = 0.0, max_context: int = 512
+) -> AsyncGenerator[Harness]:
+    """A server around a fake engine, on a free port."""
+    engine = FakeEngine(step_seconds, max_context)
+    stage = folder / "stage"
+    stage.mkdir(exist_ok=True)
+    loaded = config.load(None, ["listen=127.0.0.1:0", f"weights.stage_folder={stage}", *settings])
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
+    serving = Serving(server, engine, ByteRenderer(), loaded)
+    await serving.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
+    try:
+        yield Harness(serving, engine, port, Wire(channel), channel)
+    finally:
+        await channel.close()
+        await serving.stop(0.0)

@@ -1,0 +1,147 @@
+"""The trainer's side of a server, scripted: a test says what each call answers, on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from penstock.v1 import (
+    rollout_service_pb2,
+    task_service_pb2,
+    trainer_service_pb2,
+    weights_pb2,
+)
+from penstock.wire import codec
+from penstock.wire.channel import server_options
+from penstock.wire.reasons import DOMAIN
+
+Response = codec.twin(trainer_service_pb2.ExchangeResponse)
+ServerInfo = codec.twin(rollout_service_pb2.GetServerInfoResponse)
+Submitted = codec.twin(task_service_pb2.SubmitTasksResponse)
+Progress = codec.twin(weights_pb2.UpdateWeightsResponse)
+
+Upload = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
+
+
+async def refuse(context: Any, code: grpc.StatusCode, reason: str, message: str = "no") -> None:
+    """Ends a call as the error table has it."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    packed = any_pb2.Any()
+    packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    status.details.append(packed)
+    await context.abort(
+        code, message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),)
+    )
+
+
+class Session:
+    """One Exchange stream, from the server's end."""
+
+    def __init__(self, requests: AsyncIterator[Any], context: Any) -> None:
+        self.requests = requests
+        self.context = context
+
+    async def receive(self, kind: str) -> Any:
+        """The next message, which must be of this kind."""
+        async with asyncio.timeout(10):
+            request = await anext(self.requests)
+        assert request.WhichOneof("message") == kind, request
+        return getattr(request, kind)
+
+    async def send(self, **fields: Any) -> None:
+        await self.context.write(Response(**fields))
+
+
+class ScriptedServer:
+    """Serves on a port of its own until it is left; `sessions` are handled in their order."""
+
+    def __init__(self, *sessions: Callable[[Session], Awaitable[None]], port: int = 0) -> None:
+        self._sessions = list(sessions)
+        self._wanted_port = port
+        self.failures: list[BaseException] = []
+        self.uploads: list[Upload] = []
+        self.tasks: list[Any] = []
+        self.info = ServerInfo(weight_dtype="float32")
+        self.pending: Callable[[int], int] = lambda submitted: submitted
+
+    async def __aenter__(self) -> ScriptedServer:
+        self.server = grpc.aio.server(options=server_options())
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self._wanted_port}")
+        self.server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "penstock.v1.TrainerService",
+                    {
+                        "Exchange": grpc.stream_stream_rpc_method_handler(
+                            self._exchange,
+                            codec.decoder(trainer_service_pb2.ExchangeRequest),
+                            codec.encode,
+                        )
+                    },
+                ),
+                grpc.method_handlers_generic_handler(
+                    "penstock.v1.RolloutService",
+                    {
+                        "UpdateWeights": grpc.stream_stream_rpc_method_handler(
+                            self._update,
+                            codec.decoder(weights_pb2.UpdateWeightsRequest),
+                            codec.encode,
+                        ),
+                        "GetServerInfo": grpc.unary_unary_rpc_method_handler(
+                            self._info,
+                            codec.decoder(rollout_service_pb2.GetServerInfoRequest),
+                            codec.encode,
+                        ),
+                    },
+                ),
+                grpc.method_handlers_generic_handler(
+                    "penstock.v1.TaskService",
+                    {
+                        "SubmitTasks": grpc.unary_unary_rpc_method_handler(
+                            self._submit,
+                            codec.decoder(task_service_pb2.SubmitTasksRequest),
+                            codec.encode,
+                        )
+                    },
+                ),
+            )
+        )
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(0)
+        if self.failures:
+            raise self.failures[0]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def _exchange(self, requests: AsyncIterator[Any], context: Any) -> None:
+        try:
+            await self._sessions.pop(0)(Session(requests, context))
+        except AssertionError as error:
+            self.failures.append(error)
+            raise
+
+    async def _update(self, requests: AsyncIterator[Any], context: Any) -> None:
+        try:
+            await self.uploads.pop(0)(requests, context)
+        except AssertionError as error:
+            self.failures.append(error)
+            raise
+
+    async def _info(self, request: Any, context: Any) -> Any:
+        return self.info
+
+    async def _submit(self, request: Any, context: Any) -> Any:
+        self.tasks += request.tasks
+        return Submitted(
+            accepted_count=len(request.tasks), pending_count=self.pending(len(self.tasks))
+        )

@@ -1,0 +1,324 @@
+"""From delivered groups to micro-batches: masks, sharing, and that cutting changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.trainer.batching import (
+    MicroBatch,
+    TrainingGroup,
+    build_micro_batches,
+    read_group,
+)
+from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.v1 import trajectory_pb2
+from penstock.wire import codec
+from tests.tiny_model import make_tiny_model
+
+TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
+Trajectory = codec.twin(trajectory_pb2.Trajectory)
+Segment = codec.twin(trajectory_pb2.Segment)
+Outcome = codec.twin(trajectory_pb2.Outcome)
+Failure = codec.twin(trajectory_pb2.Failure)
+
+
+def context(ids: Sequence[int]) -> Any:
+    return Segment(
+        author=trajectory_pb2.AUTHOR_CONTEXT, token_ids=codec.array_bytes(np.array(ids, np.int32))
+    )
+
+
+def written(
+    ids: Sequence[int],
+    version: int = 0,
+    logprobs: Sequence[float] | None = None,
+    temperature: float = 1.0,
+) -> Any:
+    values = np.array(logprobs if logprobs is not None else [-1.0] * len(ids), np.float32)
+    return Segment(
+        author=trajectory_pb2.AUTHOR_POLICY,
+        token_ids=codec.array_bytes(np.array(ids, np.int32)),
+        logprobs=codec.array_bytes(values, codec.LOGPROB),
+        weight_version=version,
+        temperature=temperature,
+    )
+
+
+def trajectory(segments: Sequence[Any], reward: float | None, name: str = "t") -> Any:
+    outcome = (
+        Outcome(failure=Failure(reason="BROKEN")) if reward is None else Outcome(reward=reward)
+    )
+    return Trajectory(trajectory_id=name, segments=segments, outcome=outcome)
+
+
+def group(*trajectories: Any) -> Any:
+    return TrajectoryGroup(group_id="g", task_id="t", trajectories=trajectories)
+
+
+def read(
+    message: Any, trainer_version: int = 0, max_lag: int = 4, normalize_std: bool = True
+) -> TrainingGroup:
+    return read_group(
+        message,
+        trainer_version=trainer_version,
+        max_lag=max_lag,
+        normalize_std=normalize_std,
+    )
+
+
+def random_group(rng: np.random.Generator, siblings: int = 4) -> Any:
+    """Siblings with a common prompt, some common words, several turns and temperatures."""
+    prompt = rng.integers(0, 256, int(rng.integers(2, 12)))
+    trajectories = []
+    for index in range(siblings):
+        first = rng.integers(0, 2, int(rng.integers(1, 5)))
+        segments = [context(prompt), written(first, 3, rng.normal(-2, 1, len(first)))]
+        if rng.random() < 0.5:
+            tool, second = rng.integers(0, 256, 3), rng.integers(0, 256, int(rng.integers(1, 6)))
+            segments += [
+                context(tool),
+                written(second, 4, rng.normal(-3, 1, len(second)), temperature=0.7),
+            ]
+        trajectories.append(trajectory(segments, float(rng.normal()), f"t{index}"))
+    return group(*trajectories)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=2, tied=True)
+
+
+def policy_of(model: Path, **train: Any) -> FsdpPolicy:
+    return FsdpPolicy(
+        ModelConfig(path=str(model), dtype="float32"),
+        TrainConfig(max_grad_norm=1e9, **train),
+        total_steps=10,
+        seed=0,
+    )
+
+
+def gradients(policy: FsdpPolicy, batches: Sequence[MicroBatch], count: int) -> dict[str, Any]:
+    """Gradients of a step, seen by an optimizer that does not move."""
+    seen: dict[str, Any] = {}
+    module = policy._module
+
+    def keep(*_: Any, **__: Any) -> None:
+        for name, parameter in module.named_parameters():
+            seen[name] = parameter.grad.clone() if parameter.grad is not None else None
+
+    policy._optimizer.step = keep  # type: ignore[method-assign]
+    policy.step(batches, count)
+    return seen
+
+
+def test_only_policy_tokens_that_are_young_enough_are_trained() -> None:
+    old, young = written([5, 6], version=1), written([7, 8, 9], version=3)
+    message = group(
+        trajectory([context([1, 2]), old, context([3]), young], 1.0),
+        trajectory([context([1, 2]), young], 0.0),
+    )
+    result = read(message, trainer_version=5, max_lag=2)
+    assert result.samples[0].trained.tolist() == [False] * 5 + [True] * 3
+    assert (result.masked_tokens, result.policy_tokens) == (2, 8)
+    assert result.lags.tolist() == [2] * 6
+    # Late tokens stay as context.
+    assert result.samples[0].token_ids.tolist() == [1, 2, 5, 6, 3, 7, 8, 9]
+    assert result.trained_tokens == 6
+
+
+def test_a_token_ahead_of_a_restarted_trainer_is_not_late() -> None:
+    message = group(
+        trajectory([context([1]), written([2], version=9)], 1.0),
+        trajectory([context([1]), written([3], version=9)], 0.0),
+    )
+    assert read(message, trainer_version=4, max_lag=0).lags.tolist() == [0, 0]
+
+
+def test_failed_trajectories_are_counted_and_left_out() -> None:
+    message = group(
+        trajectory([context([1]), written([2])], 1.0),
+        trajectory([], None),
+        trajectory([context([1]), written([3])], 0.0),
+    )
+    result = read(message)
+    assert (result.failures, len(result.samples), result.rewards) == (1, 2, (1.0, 0.0))
+    assert not read(group(trajectory([], None), trajectory([], None))).samples
+
+
+def test_disagreeing_arrays_are_refused() -> None:
+    segment = written([1, 2, 3])
+    segment.logprobs = codec.array_bytes(np.zeros(2, np.float32), codec.LOGPROB)
+    with pytest.raises(codec.MalformedMessage, match="3 tokens with 2 logprobs"):
+        read(group(trajectory([context([1]), segment], 1.0)))
+
+
+def test_a_policy_token_that_nothing_precedes_is_not_trained() -> None:
+    message = group(trajectory([written([4, 5])], 1.0), trajectory([written([4, 6])], 0.0))
+    assert read(message).samples[0].trained.tolist() == [False, True]
+
+
+def test_no_gradient_no_micro_batch() -> None:
+    flat = read(group(*(trajectory([context([1]), written([index])], 1.0) for index in range(3))))
+    late = read(
+        group(*(trajectory([context([1]), written([index])], index) for index in range(3))),
+        trainer_version=9,
+        max_lag=1,
+    )
+    empty = read(group(trajectory([context([1])], 1.0), trajectory([context([1])], 0.0)))
+    for each in (flat, late, empty):
+        assert not each.has_gradient and each.trained_tokens == 0
+    assert build_micro_batches([flat, late, empty], token_budget=100) == []
+
+
+def test_a_sample_without_advantage_counts_but_costs_nothing() -> None:
+    message = group(
+        trajectory([context([1]), written([10, 11])], 0.0),
+        trajectory([context([1]), written([20, 21])], 1.0),
+        trajectory([context([1]), written([30, 31])], 2.0),
+    )
+    result = read(message)
+    assert result.samples[1].advantage == 0.0
+    assert result.trained_tokens == 6
+    (batch,) = build_micro_batches([result], token_budget=100)
+    assert len(batch.predictions_N) == 4
+    assert 20 not in batch.token_ids_BT
+
+
+def test_siblings_share_what_they_have_in_common() -> None:
+    message = group(
+        trajectory([context([1, 2, 3]), written([7, 8, 9], logprobs=[-1, -2, -3])], 1.0),
+        trajectory([context([1, 2, 3]), written([7, 8, 5], logprobs=[-4, -5, -6])], 0.0),
+    )
+    (batch,) = build_micro_batches([read(message)], token_budget=100)
+    assert batch.token_ids_BT.tolist() == [[1, 2, 3, 7, 8, 9, 5]]
+    assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5, 5]]
+    assert batch.attention_mask_B1TT is not None
+    # The last token sees its own ancestors, and not its cousin.
+    assert batch.attention_mask_B1TT[0, 0, 6].tolist() == [True] * 5 + [False, True]
+    # Four distinct predictions for six trained tokens.
+    assert batch.targets_M.tolist() == [7, 8, 9, 5]
+    assert batch.sources_M.tolist() == [2, 3, 4, 4]
+    assert batch.predictions_N.tolist() == [0, 1, 2, 0, 1, 3]
+    assert batch.behaviour_logprobs_N.tolist() == [-1, -2, -3, -4, -5, -6]
+
+
+def test_micro_batches_respect_the_budget() -> None:
+    rng = np.random.default_rng(3)
+    groups = [read(random_group(rng)) for _ in range(12)]
+    longest = max(len(sample.token_ids) for each in groups for sample in each.samples)
+    for budget in (longest, 40, 97, 1000):
+        for share in (True, False):
+            for batch in build_micro_batches(groups, token_budget=budget, share_prefixes=share):
+                assert batch.token_ids_BT.numel() <= budget
+    # A sequence that alone is over the budget still goes through.
+    assert build_micro_batches(groups, token_budget=1)
+
+
+def test_every_trained_token_keeps_its_own_figures() -> None:
+    rng = np.random.default_rng(4)
+    groups = [read(random_group(rng)) for _ in range(6)]
+    expected = sorted(
+        (int(token), round(float(logprob), 5), round(float(temperature), 5), sample.advantage)
+        for each in groups
+        for sample in each.samples
+        for token, logprob, temperature, trained in zip(
+            sample.token_ids,
+            sample.behaviour_logprobs,
+            sample.temperatures,
+            sample.trained,
+            strict=True,
+        )
+        if trained
+    )
+    for share in (True, False):
+        found = []
+        for batch in build_micro_batches(groups, token_budget=64, share_prefixes=share):
+            targets = batch.targets_M[batch.predictions_N].tolist()
+            temperatures = batch.temperatures_M[batch.predictions_N].tolist()
+            rows = zip(
+                targets,
+                batch.behaviour_logprobs_N.tolist(),
+                temperatures,
+                batch.advantages_N.tolist(),
+                strict=True,
+            )
+            found += [(t, round(b, 5), round(c, 5), a) for t, b, c, a in rows]
+        assert [row[:3] for row in sorted(found)] == [row[:3] for row in expected]
+        assert np.allclose([row[3] for row in sorted(found)], [row[3] for row in expected])
+
+
+def test_logprobs_are_those_of_the_model_run_one_sequence_at_a_time(model: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = policy_of(model)
+    assert policy.supports_trees()
+    rng = np.random.default_rng(5)
+    each = read(random_group(rng))
+    expected: list[float] = []
+    for sample in each.samples:
+        with torch.no_grad():
+            logits = plain(torch.tensor(sample.token_ids[None].astype(np.int64))).logits[0]
+        for place in np.flatnonzero(sample.trained):
+            scaled = logits[place - 1] / float(sample.temperatures[place])
+            logprob = torch.log_softmax(scaled, -1)[int(sample.token_ids[place])]
+            expected.append(float(logprob))
+    for share in (True, False):
+        batches = build_micro_batches([each], token_budget=10_000, share_prefixes=share)
+        with torch.no_grad():
+            found = torch.cat([policy.logprobs(batch) for batch in batches]).tolist()
+        assert sorted(found) == pytest.approx(sorted(expected), abs=2e-5)
+
+
+def test_gradients_do_not_depend_on_how_the_step_is_cut(model: Path) -> None:
+    policy = policy_of(model)
+    rng = np.random.default_rng(6)
+    groups = [read(random_group(rng)) for _ in range(5)]
+    count = sum(each.trained_tokens for each in groups)
+    whole = build_micro_batches(groups, token_budget=100_000, share_prefixes=False)
+    assert len(whole) == 1
+    expected = gradients(policy, whole, count)
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-3
+    for budget, share in ((30, False), (100_000, True), (60, True), (1, True)):
+        batches = build_micro_batches(groups, token_budget=budget, share_prefixes=share)
+        found = gradients(policy, batches, count)
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, atol=2e-6, rtol=1e-4), (budget, share, name)
+
+
+def test_masked_tokens_leave_no_trace_in_the_gradient(model: Path) -> None:
+    policy = policy_of(model)
+    prompts = [1, 2, 3]
+    with_late = group(
+        trajectory([context(prompts), written([4, 5], version=0), written([6], version=5)], 1.0),
+        trajectory([context(prompts), written([4, 5], version=0), written([7], version=5)], 0.0),
+    )
+    as_context = group(
+        trajectory([context([*prompts, 4, 5]), written([6], version=5)], 1.0),
+        trajectory([context([*prompts, 4, 5]), written([7], version=5)], 0.0),
+    )
+    found = []
+    for message in (with_late, as_context):
+        each = read(message, trainer_version=5, max_lag=2)
+        batches = build_micro_batches([each], token_budget=100)
+        found.append(gradients(policy, batches, each.trained_tokens))
+    for name, value in found[1].items():
+        assert torch.equal(found[0][name], value), name
+
+
+def test_a_model_whose_attention_ignores_masks_is_found_out(model: Path) -> None:
+    policy = policy_of(model)
+    inner = policy._model
+
+    class Deaf:
+        def __call__(self, *, attention_mask: Any, **rest: Any) -> Any:
+            return inner(attention_mask=None, **rest)
+
+    policy._model = Deaf()  # type: ignore[assignment]
+    assert not policy.supports_trees()

@@ -1,0 +1,442 @@
+"""The client against the real services around the fake engine, whose every token can be recomputed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from penstock.client import (
+    Client,
+    FinishReason,
+    InvalidRequest,
+    Message,
+    NotAllowedNow,
+    NotFound,
+    SamplingParams,
+    Task,
+    Trajectory,
+    TrajectoryRecord,
+    WorkerSettings,
+    connect,
+    group_reward,
+)
+from penstock.client.scoring import single_turn
+from tests.fakes import ByteRenderer, expected_tokens
+from tests.harness import Harness, hello, serve
+
+CHAT = (Message("user", "What is 2 + 3?"),)
+
+
+@pytest.fixture
+async def penstock(harness: Harness):
+    async with connect(harness.address) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def client_of(harness: Harness):
+    async with connect(harness.address) as client:
+        yield client
+
+
+def assert_recomputes(record: TrajectoryRecord) -> None:
+    """That every policy token follows from what is before it and from its weight version."""
+    context: list[int] = []
+    for segment in record.segments:
+        tokens = segment.token_ids.tolist()
+        if segment.from_policy:
+            wanted, logprobs = expected_tokens(context, [segment.weight_version] * len(tokens))
+            assert tokens == wanted
+            np.testing.assert_allclose(segment.logprobs, logprobs, rtol=1e-6)
+        context += tokens
+
+
+async def assert_turns_are_recorded(trajectory: Trajectory) -> TrajectoryRecord:
+    """That the turns as the caller saw them are those of the record, which recomputes."""
+    record = await trajectory.get()
+    assert_recomputes(record)
+    for turn in trajectory.turns:
+        written = [s.token_ids for s in record.policy_segments(turn.index)]
+        np.testing.assert_array_equal(turn.token_ids, np.concatenate(written))
+        assert turn.weight_versions == tuple(
+            s.weight_version for s in record.policy_segments(turn.index)
+        )
+    return record
+
+
+async def test_text_messages_and_tokens_each_open_a_trajectory(penstock: Client):
+    options = {"max_tokens": 12, "ignore_eos": True}
+    for prompt in ("What is 2 + 3?", CHAT, {"role": "user", "content": "hi"}, [1, 2, 3]):
+        trajectory = penstock.trajectory()
+        turn = await trajectory.turn(prompt, **options)
+        assert len(turn.token_ids) == 12 and turn.finish_reason is FinishReason.LENGTH
+        await trajectory.turn([7, 8] if prompt == [1, 2, 3] else "and then?")
+        record = await assert_turns_are_recorded(trajectory)
+        assert record.turn_count == 2 and record.open
+        if prompt is CHAT:
+            assert turn.message == Message("assistant", turn.text)
+            shown = bytes(t for t in record.segments[2].token_ids.tolist() if t < 256)
+            assert shown.startswith(b"user\nand then?")
+        if prompt != [1, 2, 3]:
+            assert turn.text == ByteRenderer().decode(turn.token_ids)
+
+
+async def test_a_turn_survives_weight_switches_with_a_segment_per_version(
+    slow: Harness,
+):
+    async with client_of(slow) as penstock:
+        trajectory = penstock.trajectory()
+        taking = asyncio.create_task(trajectory.turn("go", max_tokens=120, ignore_eos=True))
+        for version in (1, 2):
+            await asyncio.sleep(0.1)
+            await slow.upload(version)
+        turn = await taking
+        assert turn.weight_versions == (0, 1, 2) and len(turn.token_ids) == 120
+        await assert_turns_are_recorded(trajectory)
+
+
+async def test_aborts_and_resumes_give_the_tokens_of_an_uninterrupted_turn(slow: Harness):
+    async with client_of(slow) as penstock:
+        options = {"max_tokens": 60, "ignore_eos": True}
+        whole = await penstock.trajectory().turn("go", **options)
+        trajectory = penstock.trajectory()
+        taking = asyncio.create_task(trajectory.turn("go", **options))
+        pieces = 0
+        while True:
+            await asyncio.sleep(0.06)
+            await penstock.abort(everything=True)
+            if not (await taking).aborted:
+                break
+            pieces += 1
+            taking = asyncio.create_task(trajectory.resume())
+        assert pieces >= 2
+        np.testing.assert_array_equal(trajectory.last_turn.token_ids, whole.token_ids)
+        np.testing.assert_array_equal(trajectory.last_turn.logprobs, whole.logprobs)
+        assert trajectory.text == whole.text
+
+
+async def test_a_stream_left_early_aborts_and_resumes_exactly(slow: Harness):
+    async with client_of(slow) as penstock:
+        trajectory = penstock.trajectory()
+        stream = trajectory.stream("go", max_tokens=60, ignore_eos=True, flush_seconds=0.0)
+        seen = [await anext(stream) for _ in range(3)]
+        await stream.aclose()
+        turn = await trajectory.resume()
+        assert len(turn.token_ids) == 60
+        first = np.concatenate([segment.token_ids for segment in seen])
+        np.testing.assert_array_equal(turn.token_ids[: len(first)], first)
+        await assert_turns_are_recorded(trajectory)
+
+
+async def test_a_bounded_turn_can_be_gone_on_with_after_its_deadline(slow: Harness):
+    async with client_of(slow) as penstock:
+        trajectory = penstock.trajectory()
+        with pytest.raises(Exception, match="Deadline"):
+            await trajectory.turn("go", max_tokens=100, ignore_eos=True, timeout=0.2)
+        assert len((await trajectory.resume()).token_ids) == 100
+        await assert_turns_are_recorded(trajectory)
+
+
+async def test_refusals_are_typed_and_carry_their_reason(penstock: Client):
+    with pytest.raises(NotFound) as unknown:
+        await penstock.get_trajectory("nobody")
+    assert unknown.value.reason == "TRAJECTORY_UNKNOWN"
+    assert unknown.value.metadata == {"trajectory_id": "nobody"}
+    with pytest.raises(InvalidRequest) as long:
+        await penstock.trajectory().turn("x" * 600)
+    assert long.value.reason == "PROMPT_TOO_LONG"
+    trajectory = penstock.trajectory()
+    await trajectory.turn("hi", max_tokens=2)
+    await trajectory.complete(1.0)
+    with pytest.raises(NotAllowedNow) as closed:
+        await trajectory.turn("more")
+    assert closed.value.reason == "TRAJECTORY_CLOSED"
+
+
+async def test_a_branch_is_closed_with_its_parent(penstock: Client):
+    trajectory = penstock.trajectory()
+    await trajectory.turn("go", max_tokens=4)
+    branch = trajectory.branch("sub-agent")
+    await branch.turn("elsewhere", max_tokens=4)
+    await trajectory.complete(1.0)
+    assert not (await penstock.get_trajectory("sub-agent")).open
+
+
+async def test_work_fills_groups_that_a_trainer_is_sent(harness: Harness, penstock: Client):
+    tasks = [
+        Task(
+            f"t{i}",
+            CHAT,
+            {"want": "a"},
+            group_size=4,
+            index=i,
+            sampling=SamplingParams(max_tokens=16),
+        )
+        for i in range(4)
+    ]
+    submitted = await penstock.submit_tasks(tasks)
+    assert (submitted.accepted_count, submitted.pending_count) == (4, 4)
+    assert (await penstock.submit_tasks(tasks)).duplicate_count == 4
+    exchange = await hello(harness.wire, groups_per_step=4)
+    exchange.send(demand={"group_count": 4})
+
+    async def agent(task, trajectory):
+        turn = await trajectory.turn()
+        return turn.text.count(task.metadata["want"])
+
+    statistics = await penstock.work(agent, concurrency=8, attempts=16)
+    assert statistics.scored_count == 16
+    for _ in range(4):
+        group = (await exchange.receive("delivery")).group
+        assert len(group.trajectories) == 4
+        assert all(t.outcome.HasField("reward") for t in group.trajectories)
+
+
+async def test_failures_are_retried_within_the_bound_and_then_delivered(
+    harness: Harness, penstock: Client
+):
+    await penstock.submit_tasks(
+        [Task("t", "go", group_size=2, sampling=SamplingParams(max_tokens=4))]
+    )
+    exchange = await hello(harness.wire, groups_per_step=1)
+    exchange.send(demand={"group_count": 1})
+
+    async def agent(task, trajectory):
+        if trajectory.sample_index == 0:
+            raise ValueError("never")
+        await trajectory.turn()
+        return 1.0
+
+    statistics = await penstock.work(agent, concurrency=2, attempts=4)
+    assert statistics.failures == {"VALUE_ERROR": 3} and statistics.scored_count == 1
+    group = (await exchange.receive("delivery")).group
+    kinds = [t.outcome.WhichOneof("result") for t in group.trajectories]
+    assert kinds == ["failure", "reward"]
+
+
+async def test_group_rewards_compare_the_siblings_of_each_group(harness: Harness, penstock: Client):
+    await penstock.submit_tasks(
+        [Task(f"t{i}", "go", group_size=3, sampling=SamplingParams(max_tokens=8)) for i in range(4)]
+    )
+    failed = Counter[str]()
+    sizes = []
+
+    async def generate(task, trajectory):
+        await single_turn(task, trajectory)
+        if trajectory.sample_index == 1 and not failed[task.task_id]:
+            failed[task.task_id] += 1
+            raise RuntimeError("once")
+
+    @group_reward
+    def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        return [float(t.sample_index) for t in trajectories]
+
+    settings = WorkerSettings(concurrency=6, attempts=16)
+    statistics = await asyncio.wait_for(penstock.worker(settings, generate, reward).run(), 30)
+    assert statistics.failures == {"RUNTIME_ERROR": 4} and statistics.scored_count == 12
+    assert sum(size == 3 for size in sizes) == 4
+
+
+async def test_slow_attempts_keep_their_leases(tmp_path):
+    settings = ("leases.seconds=0.4", "leases.grace_seconds=0.4")
+    async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks([Task("t", "go", sampling=SamplingParams(max_tokens=2))])
+
+        async def agent(task, trajectory):
+            await trajectory.turn()
+            await asyncio.sleep(1.5)
+            return 1.0
+
+        statistics = await penstock.work(agent, attempts=1)
+        assert (statistics.scored_count, statistics.lost_count) == (1, 0)
+
+
+async def test_aborted_turns_of_a_worker_go_on_under_new_weights(tmp_path):
+    settings = ("weights.in_flight=abort",)
+    serving = serve(tmp_path, *settings, step_seconds=0.005)
+    async with serving as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks([Task("t", "go", sampling=SamplingParams(max_tokens=100))])
+        turns = []
+
+        async def agent(task, trajectory):
+            turns.append(await trajectory.turn(ignore_eos=True))
+            await assert_turns_are_recorded(trajectory)
+            return 1.0
+
+        working = asyncio.create_task(penstock.work(agent, attempts=1))
+        await asyncio.sleep(0.25)
+        await harness.upload(1)
+        await working
+        assert len(turns[0].token_ids) == 100 and turns[0].weight_versions == (0, 1)
+
+
+async def test_server_info_describes_the_server(penstock: Client):
+    info = await penstock.server_info()
+    assert (info.model, info.active_weight_version) == ("fake", 0)
+    assert info.weight_dtype == "float32" and info.max_context_length == 512
+
+
+class Proxy:
+    """A TCP relay whose connections can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Proxy:
+        self.server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+        self.cut()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.writers += [writer, far_writer]
+        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+
+    def cut(self) -> None:
+        """Resets every connection."""
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@pytest.mark.parametrize("detach", [False, True])
+async def test_a_connection_cut_again_and_again_loses_and_doubles_no_token(slow: Harness, detach):
+    options = {"max_tokens": 150, "ignore_eos": True}
+    async with client_of(slow) as direct:
+        whole = await direct.trajectory().turn(CHAT, **options)
+    async with Proxy(slow.port) as proxy, connect(proxy.address) as penstock:
+        trajectory = penstock.trajectory()
+        seen = []
+        cuts = [20, 60, 100]
+        stream = trajectory.stream(CHAT, detach=detach, flush_seconds=0.0, **options)
+        async for segment in stream:
+            seen += segment.token_ids.tolist()
+            if cuts and len(seen) >= cuts[0]:
+                cuts.pop(0)
+                proxy.cut()
+        assert not cuts
+        assert seen == trajectory.last_turn.token_ids.tolist() == whole.token_ids.tolist()
+        assert trajectory.text == whole.text
+        await assert_turns_are_recorded(trajectory)
+
+
+async def test_a_worker_goes_on_with_a_server_that_was_restarted(tmp_path, caplog):
+    caplog.set_level("INFO", "penstock.rollout")
+    begun, scored = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def generate(task, trajectory):
+        begun.set()
+        await trajectory.turn()
+
+    async def reward(task, trajectory):
+        scored.release()
+        return 1.0
+
+    async with serve(tmp_path, step_seconds=0.005) as first, client_of(first) as penstock:
+        await penstock.submit_tasks([Task("old", "go", sampling=SamplingParams(max_tokens=400))])
+        worker = penstock.worker(WorkerSettings(concurrency=2), generate, reward)
+        working = asyncio.create_task(worker.run())
+        await begun.wait()
+        await first.serving.stop(0.0)
+        async with (
+            serve(tmp_path, f"listen={first.address}") as second,
+            client_of(second) as submitter,
+        ):
+            short = SamplingParams(max_tokens=4)
+            await submitter.submit_tasks([Task(f"new{i}", "go", sampling=short) for i in "abc"])
+            async with asyncio.timeout(20):
+                for _ in range(3):
+                    await scored.acquire()
+            worker.stop()
+            statistics = await working
+    assert (statistics.scored_count, statistics.lost_count) == (3, 1)
+    assert any("the server is back" in message for message in caplog.messages)
+
+
+async def test_group_rewards_survive_a_lost_stream(tmp_path):
+    settings = ("leases.seconds=1", "leases.grace_seconds=0.3", "leases.max_attempts=5")
+    sizes, scored = [], asyncio.Semaphore(0)
+
+    async def generate(task, trajectory):
+        await trajectory.turn(ignore_eos=True)
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        scored.release()
+        return [1.0] * len(trajectories)
+
+    async with (
+        serve(tmp_path, *settings, step_seconds=0.005) as harness,
+        Proxy(harness.port) as proxy,
+        client_of(harness) as submitter,
+        connect(proxy.address) as penstock,
+    ):
+        short = SamplingParams(max_tokens=40)
+        await submitter.submit_tasks(
+            [Task(f"t{i}", "go", group_size=3, sampling=short) for i in range(6)]
+        )
+        worker = penstock.worker(WorkerSettings(concurrency=6), generate, reward)
+        working = asyncio.create_task(worker.run())
+        async with asyncio.timeout(30):
+            for done in range(6):
+                await scored.acquire()
+                if done in (0, 2):
+                    await asyncio.sleep(0.1)
+                    proxy.cut()
+        worker.stop()
+        await working
+        assert harness.serving.buffer.waiting_count == 6
+        assert set(sizes) == {3}
+
+
+async def test_one_trace_leads_from_the_attempt_to_the_turns_and_the_server(
+    harness: Harness, penstock: Client, monkeypatch
+):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from penstock.client import turn_stream, worker
+    from penstock.server import rollout_servicer
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    for module in (turn_stream, worker, rollout_servicer):
+        monkeypatch.setattr(module, "tracer", provider.get_tracer(module.__name__))
+    await penstock.submit_tasks([Task("t", "go", sampling=SamplingParams(max_tokens=4))])
+
+    def agent(task, trajectory):
+        trajectory.turn()
+        return len(trajectory.turn("more").token_ids)
+
+    await penstock.work(agent, attempts=1)
+    spans = exporter.get_finished_spans()
+    (attempt,) = [span for span in spans if span.name == "penstock.attempt"]
+    clients = [
+        span for span in spans if span.parent and span.parent.span_id == attempt.context.span_id
+    ]
+    assert len(clients) == 2 and {span.kind.name for span in clients} == {"CLIENT"}
+    servers = [span for span in spans if span not in (attempt, *clients)]
+    assert {span.parent.span_id for span in servers} == {span.context.span_id for span in clients}
+    assert len({span.context.trace_id for span in spans}) == 1
+    assert clients[0].attributes["gen_ai.usage.output_tokens"] == 4

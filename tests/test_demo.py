@@ -1,0 +1,258 @@
+"""The demo's parts: rewards, the tiny model, the model's sources, and its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.client.tasks import Task
+from penstock.demo import model, processes, rewards, settings, tasks
+from penstock.demo.command import main
+from penstock.demo.processes import Command, Process, ProcessFailed, first_match, wait_for
+from penstock.demo.tiny import END_OF_TURN_ID, write_model
+
+
+class Answer:
+    """What a reward function sees of a trajectory: the text of its last turn, and that turn."""
+
+    def __init__(self, text: str, token_count: int = 0) -> None:
+        self.text = text
+        self.last_turn = self
+        self.token_ids = np.zeros(token_count, np.int32)
+
+
+def shell(tmp_path: Path, name: str, script: str) -> Command:
+    return Command(name, ("/bin/sh", "-c", script), tmp_path / f"{name}.log")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        await asyncio.sleep(0.01)
+
+
+def test_importing_the_demo_loads_neither_torch_nor_the_other_sides() -> None:
+    modules = "penstock.demo, penstock.demo.command, penstock.demo.rewards, penstock.demo.tiny"
+    heavy = "('torch', 'vllm', 'transformers', 'penstock.server', 'penstock.trainer')"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("17", 1), ("3 + 14 = 17.", 1), ("17 or 18", 0), ("", 0), ("-17", 0), ("seventeen", 0)],
+)
+def test_a_sum_is_right_where_its_last_integer_is(text: str, reward: float) -> None:
+    task = Task("t", prompt="What is 3 + 14?", metadata={"answer": 17})
+    assert rewards.last_integer_is_answer(task, Answer(text)) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "answer"),
+    [
+        ("so it is <answer> 12 </answer>", "12", "12"),
+        ("first 11, then 12.", "12", "12"),
+        ("I do not know", "12", "I do not know"),
+        ("olleh 5", "olleh", "olleh 5"),
+    ],
+)
+def test_the_answer_is_found_in_a_reply(text: str, expected: str, answer: str) -> None:
+    assert rewards.extract_answer(text, expected) == answer
+
+
+def test_printable_characters_are_a_share_of_the_tokens() -> None:
+    task = Task("t", prompt="x")
+    assert rewards.printable_share(task, Answer("ab\n\ufffd", token_count=8)) == 0.25
+    assert rewards.printable_share(task, Answer("", token_count=0)) == 0.0
+
+
+def test_the_sums_are_all_there_with_their_answers(tmp_path: Path) -> None:
+    tasks.write_sums(tmp_path / "tasks.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert len({line["prompt"] for line in lines}) == 400
+    for line in lines:
+        a, b = map(int, re.findall(r"\d+", line["prompt"]))
+        assert line["answer"] == a + b
+
+
+def test_the_tiny_model_is_one_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_model(tmp_path / "model")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert network.config.eos_token_id == tokenizer.eos_token_id == END_OF_TURN_ID
+    assert len(tokenizer) == network.config.vocab_size
+    text = "digits 0123, ünïcödé 漢字 🙂\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_tiny_model_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    write_model(tmp_path / "first")
+    write_model(tmp_path / "second")
+    for path in (tmp_path / "first").iterdir():
+        assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    assert model.prepare_model(str(tmp_path / "model"), print) == tmp_path / "model"
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(model.ModelUnavailable, match=r"config\.json"):
+        model.prepare_model(str(tmp_path), print)
+
+
+def test_the_converted_model_is_found_without_asking_anyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model.converted_folder().mkdir(parents=True)
+    said: list[str] = []
+    assert model.prepare_model(None, said.append) == model.converted_folder()
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--task", "no_such_data_set"], "chain_sum"),
+        (["--steps", "0"], "steps"),
+        (["--tiny", "--model", "x"], "--tiny"),
+    ],
+)
+def test_a_bad_option_is_explained_before_anything_starts(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_trainers_configuration_is_one_that_the_trainer_reads(tmp_path: Path) -> None:
+    from penstock.trainer.config import load_config
+
+    for task in (settings.SUMS, "chain_sum"):
+        plan = settings.Plan(
+            model=tmp_path,
+            model_name="a model",
+            out=tmp_path,
+            task=task,
+            steps=3,
+            seed=1,
+            listen="127.0.0.1:0",
+            scale=settings.choose_scale(task, tiny=False),
+        )
+        plan.trainer_config_file.write_text(settings.trainer_config(plan, "127.0.0.1:1234"))
+        config = load_config(plan.trainer_config_file)
+        assert config.run.steps == 3
+        assert (config.data.jsonl is None) == (task == "chain_sum")
+
+
+async def test_a_line_is_waited_for_and_everything_printed_is_logged(tmp_path: Path) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    command = shell(tmp_path, "server", "echo loading; echo serving at 10.0.0.1:77; echo bad >&2")
+    process = Process.start(command, lines.put_nowait)
+    assert await first_match(re.compile(r"at (\S+)"), lines, process) == "10.0.0.1:77"
+    assert await process.wait() == 0
+    logged = command.log.read_text()
+    assert "loading" in logged
+    assert "bad" in logged
+
+
+async def test_a_process_that_ends_before_it_serves_is_explained(tmp_path: Path) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    command = shell(tmp_path, "server", "echo the port is taken >&2; exit 3")
+    process = Process.start(command, lines.put_nowait)
+    with pytest.raises(ProcessFailed, match=r"(?s)server exited 3.*the port is taken"):
+        await first_match(re.compile("serving"), lines, process)
+
+
+async def test_the_first_process_to_die_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    trainer = Process.start(shell(tmp_path, "trainer", "exec sleep 60"))
+    worker = Process.start(shell(tmp_path, "worker", "echo out of luck; kill -9 $$"))
+    with pytest.raises(ProcessFailed, match=r"(?s)worker was ended by SIGKILL.*out of luck"):
+        await wait_for(trainer, [worker])
+    await processes.stop_all([trainer, worker])
+
+
+async def test_the_run_is_over_when_the_trainer_has_ended_well(tmp_path: Path) -> None:
+    trainer = Process.start(shell(tmp_path, "trainer", "exit 0"))
+    worker = Process.start(shell(tmp_path, "worker", "exec sleep 60"))
+    await wait_for(trainer, [worker])
+    await processes.stop_all([trainer, worker])
+
+
+async def test_a_worker_that_ends_early_fails_the_run_even_without_an_error(tmp_path: Path) -> None:
+    trainer = Process.start(shell(tmp_path, "trainer", "exec sleep 60"))
+    worker = Process.start(shell(tmp_path, "worker", "exit 0"))
+    with pytest.raises(ProcessFailed, match="worker exited 0"):
+        await wait_for(trainer, [worker])
+    await processes.stop_all([trainer, worker])
+
+
+async def test_stopping_a_process_takes_its_children_along(tmp_path: Path) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    command = shell(tmp_path, "server", "sleep 60 & echo child $!; wait")
+    process = Process.start(command, lines.put_nowait)
+    child = int(await first_match(re.compile(r"child (\d+)"), lines, process))
+    await process.stop()
+    await until_gone(child)
+
+
+async def test_a_process_that_ignores_the_request_to_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SECONDS_TO_STOP", 0.2)
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    command = shell(tmp_path, "server", "trap '' TERM; echo ready now; while :; do sleep 1; done")
+    process = Process.start(command, lines.put_nowait)
+    await first_match(re.compile("(ready)"), lines, process)
+    await process.stop()
+    assert await process.wait() == -signal.SIGKILL
+
+
+async def test_a_demo_that_is_killed_takes_its_processes_along(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys; from pathlib import Path\n"
+        "from penstock.demo.processes import Command, Process\n"
+        "async def main():\n"
+        f"    command = Command('server', ('sleep', '60'), Path({str(tmp_path / 'log')!r}))\n"
+        "    process = Process.start(command)\n"
+        "    print(process.pid, flush=True)\n"
+        "    await process.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    demo = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+    )
+    assert demo.stdout is not None
+    pid = int(await demo.stdout.readline())
+    assert is_alive(pid)
+    os.kill(demo.pid, signal.SIGKILL)
+    await demo.wait()
+    await until_gone(pid)

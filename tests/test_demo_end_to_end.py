@@ -1,0 +1,127 @@
+"""`penstock demo --tiny`, as a user runs it; and what is left of it when it is cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+MARK = "PENSTOCK_TEST_MARK"
+
+
+@dataclass
+class Demo:
+    """A running demo, whose processes can be told from all others by a mark they inherit."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    out: Path
+
+    def wait_for_line(self, text: str) -> str:
+        """The first line it prints that has `text` in it."""
+        assert self.process.stdout is not None
+        printed: list[str] = []
+        for line in self.process.stdout:
+            printed.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} was not printed; this was:\n{''.join(printed)}")
+
+    def pids(self) -> dict[int, str]:
+        """What runs of it, with command lines."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found: dict[int, str] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    arguments = (folder / "cmdline").read_bytes().split(b"\0")
+                    found[int(folder.name)] = b" ".join(arguments).decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def pid_of(self, command: str) -> int:
+        """The one process of a penstock command."""
+        pattern = re.compile(rf"-m penstock\.client {command}\b")
+        (pid,) = [pid for pid, line in self.pids().items() if pattern.search(line)]
+        return pid
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 10
+        while self.pids():
+            assert time.monotonic() < deadline, self.pids()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    """`penstock demo --tiny` with four steps, just started."""
+    mark = uuid.uuid4().hex
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "penstock.client", "demo", "--tiny"),
+            *("--steps", "4", "--out", str(out)),
+        ],
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    running = Demo(process, mark, out)
+    yield running
+    process.kill()
+    process.communicate()
+    for pid in running.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(180)
+def test_a_tiny_model_goes_once_round(demo: Demo) -> None:
+    printed, _ = demo.process.communicate(timeout=120)
+    assert demo.process.returncode == 0, printed
+    demo.assert_nothing_is_left()
+    summary = json.loads((demo.out / "summary.json").read_text())
+    for name in ("reward_by_step", "lag_by_step", "pause_seconds_by_step"):
+        assert len(summary[name]) == 4
+    assert summary["seconds"] > 0
+    assert summary["tokens_per_second"] > 0
+    assert summary["lag_max"] <= 4
+    metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4]
+    assert all(record["failures"] == 0 for record in metrics)
+    assert any(record["applied"] for record in metrics)
+    assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "reward, last" in printed
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_leaves_nothing_running(demo: Demo) -> None:
+    demo.wait_for_line("starting vLLM")
+    demo.process.send_signal(signal.SIGINT)
+    printed, _ = demo.process.communicate(timeout=40)
+    assert demo.process.returncode == 130, printed
+    assert "interrupted" in printed
+    demo.assert_nothing_is_left()
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_is_killed_is_named_and_the_rest_is_stopped(demo: Demo) -> None:
+    demo.wait_for_line("trainer  starting")
+    os.kill(demo.pid_of("serve"), signal.SIGKILL)
+    printed, _ = demo.process.communicate(timeout=60)
+    assert demo.process.returncode == 1, printed
+    assert "the server was ended by SIGKILL" in printed
+    demo.assert_nothing_is_left()

@@ -1,0 +1,55 @@
+"""What the pages say is what the code does, where that can be compared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.server.errors import STATUS_CODES
+from penstock.trainer.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "proto" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def test_the_error_table_of_the_contract_is_the_servers() -> None:
+    table: dict[str, set[str]] = {}
+    for line in (ROOT / "proto" / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 2 and cells[0].replace("_", "").isupper():
+            table[cells[0]] = set(cells[1].split(":")[0].split(", "))
+    served: dict[str, set[str]] = {}
+    for reason, code in STATUS_CODES.items():
+        served.setdefault(code.name, set()).add(reason.value)
+    assert table == served
+
+
+def test_the_readmes_agent_is_the_example() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks == [(ROOT / "examples" / "agent.py").read_text()]
+
+
+def test_the_agent_is_ten_lines() -> None:
+    lines = (ROOT / "examples" / "agent.py").read_text().splitlines()
+    code = [line for line in lines if line.strip() and not line.startswith(("import", "from"))]
+    assert len(code) <= 10
+
+
+def test_the_examples_configuration_is_one_that_the_trainer_reads() -> None:
+    config = load_config(ROOT / "examples" / "arithmetic.toml")
+    assert config.data.reasoning_gym is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_a_page_links_to_is_there(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_every_make_target_of_the_readme_is_there() -> None:
+    used = set(re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    defined = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert used <= defined

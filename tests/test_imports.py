@@ -1,0 +1,87 @@
+"""Who may import whom: the arrows and the seams, read from the source and seen at run time."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "wire": ROOT / "clients/python/penstock/wire",
+    "client": ROOT / "clients/python/penstock/client",
+    "server": ROOT / "server",
+    "trainer": ROOT / "trainer",
+}
+MAY_IMPORT = {
+    "wire": {"v1", "wire"},
+    "client": {"v1", "wire", "client"},
+    "server": {"v1", "wire", "server"},
+    "trainer": {"v1", "wire", "trainer", "client"},
+}
+SEAMS = {
+    "vllm": {f"vllm_{part}.py" for part in ("engine", "weight_engine", "options", "process")},
+    "megatron": {"megatron_policy.py"},
+}
+HEAVY = ("torch", "vllm", "transformers", "pydantic", "xxhash", "click", "opentelemetry.sdk")
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """(package, file, imported module) of every import statement, lazy ones included."""
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    assert not node.level, f"{path} imports relatively"
+                    names = [f"{node.module}.{alias.name}" for alias in node.names]
+                else:
+                    continue
+                for name in names:
+                    yield package, path.name, name
+
+
+def test_arrows_point_one_way():
+    for package, file, name in imports():
+        parts = name.split(".")
+        if parts[0] == "penstock":
+            assert parts[1] in MAY_IMPORT[package], f"{package}/{file} imports {name}"
+
+
+@pytest.mark.parametrize("library", SEAMS)
+def test_a_heavy_library_is_imported_in_its_seam_only(library):
+    found = {file for _, file, name in imports() if name.split(".")[0] == library}
+    assert found <= SEAMS[library]
+
+
+def loaded_by(*command: str) -> set[str]:
+    """The modules that a command loads in a fresh interpreter."""
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], capture_output=True, text=True, check=True
+    )
+    return {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if "|" in line}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-c", "import penstock.client"),
+        ("-m", "penstock.client", "--help"),
+        ("-m", "penstock.client", "version"),
+        *(
+            ("-m", "penstock.client", name, "--help")
+            for name in ("serve", "train", "rollout", "demo", "version")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_neither_the_client_nor_a_help_page_loads_what_is_heavy(command):
+    heavy = HEAVY if command[0] == "-c" else ("torch", "vllm")
+    modules = loaded_by(*command)
+    assert "penstock.client" in modules
+    assert not [name for name in modules if name.startswith(heavy)]

@@ -1,0 +1,107 @@
+"""Set-up: what makes a `.venv` usable, and when there is nothing to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The set-up script, pointed at a checkout of its own."""
+    spec = importlib.util.spec_from_file_location("penstock_setup", ROOT / ".ci" / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    venv = tmp_path / ".venv"
+    for name, value in {
+        "ROOT": tmp_path,
+        "VENV": venv,
+        "PYTHON": venv / "bin" / "python",
+        "STAMP": venv / "penstock-setup.json",
+        "LOG": venv / "setup.log",
+        "LINKS": tmp_path / "build",
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+def make_venv(setup: ModuleType) -> None:
+    setup.PYTHON.parent.mkdir(parents=True)
+    setup.PYTHON.symlink_to(sys.executable)
+
+
+def test_a_moved_checkout_is_recognised(setup: ModuleType) -> None:
+    make_venv(setup)
+    assert setup.belongs_here({"root": str(setup.ROOT)})
+    assert not setup.belongs_here({"root": "/somewhere/else"})
+
+
+def test_an_environment_whose_python_is_gone_is_recognised(setup: ModuleType) -> None:
+    setup.PYTHON.parent.mkdir(parents=True)
+    setup.PYTHON.symlink_to("/no/such/python")
+    assert not setup.belongs_here({"root": str(setup.ROOT)})
+
+
+def test_an_environment_made_by_hand_is_adopted(setup: ModuleType) -> None:
+    make_venv(setup)
+    assert setup.belongs_here(setup.read_stamp())
+
+
+def test_a_stamp_that_was_cut_off_counts_as_none(setup: ModuleType) -> None:
+    make_venv(setup)
+    setup.STAMP.write_text('{"root": "/so')
+    assert setup.read_stamp() == {}
+
+
+def test_nothing_is_done_when_nothing_changed(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_venv(setup)
+    links = setup.ROOT / "links"
+    links.mkdir()
+    packages = setup.VENV / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "__editable__.penstock-0.1.0.pth").write_text(f"{links}\n")
+    setup.STAMP.write_text(
+        json.dumps({"root": str(setup.ROOT), "environment": setup.environment_digest()})
+    )
+    setup.bring_up_to_date()
+    assert capsys.readouterr().out == ""
+
+    done: list[str] = []
+    monkeypatch.setattr(setup, "install_everything", lambda: done.append("installed"))
+    monkeypatch.setattr(setup, "link_packages", lambda: done.append("linked"))
+    links.rmdir()
+    setup.bring_up_to_date()
+    assert done == ["installed", "linked"]
+
+
+def test_a_package_is_one_link_to_its_folder(setup: ModuleType) -> None:
+    links = setup.ROOT / "links"
+    (links / "penstock" / "server").mkdir(parents=True)
+    (links / "penstock" / "server" / "engine.py").write_text("")
+    packages = setup.VENV / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "__editable__.penstock-0.1.0.pth").write_text(f"{links}\n")
+    setup.link_packages()
+    setup.link_packages()
+    assert (links / "penstock" / "server").readlink() == setup.ROOT / "server"
+    assert (links / "penstock" / "client").readlink() == (
+        setup.ROOT / "clients" / "python" / "penstock" / "client"
+    )
+
+
+def test_an_older_python_is_told_so(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
+    with pytest.raises(SystemExit, match=r"3\.11 or later.*3\.10\.4"):
+        setup.main()

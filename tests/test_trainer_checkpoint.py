@@ -1,0 +1,213 @@
+"""Checkpoints, and the policy they hold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.trainer.batching import MicroBatch, Sample, TrainingGroup, build_micro_batches
+from penstock.trainer.checkpoint import (
+    TrainerState,
+    newest_checkpoint,
+    read_state,
+    replace_folder,
+    save_checkpoint,
+)
+from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
+from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, tied=request.param)
+
+
+def policy_of(model: Path, dtype: Any = "float32", **train: Any) -> FsdpPolicy:
+    settings = TrainConfig(learning_rate=1e-3, **train)
+    return FsdpPolicy(ModelConfig(path=str(model), dtype=dtype), settings, total_steps=10, seed=0)
+
+
+def batches(seed: int, behaviour: float = -5.0) -> tuple[list[MicroBatch], int]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for advantage in (1.0, -1.0, 0.5):
+        ids = np.concatenate([[1, 2, 3], rng.integers(0, 256, 6)]).astype(np.int32)
+        trained = np.arange(9) > 2
+        samples.append(
+            Sample(
+                "t",
+                ids,
+                trained,
+                np.where(trained, behaviour, 0).astype(np.float32),
+                np.ones(9, np.float32),
+                advantage,
+            )
+        )
+    group = TrainingGroup(tuple(samples), (), 0, 18, 0, np.zeros(18, np.int64))
+    return build_micro_batches([group], token_budget=1000), group.trained_tokens
+
+
+def state(step: int = 3) -> TrainerState:
+    return TrainerState("run", step, weight_version=4, next_index=17, outstanding=(11, 16))
+
+
+def weights(policy: FsdpPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def test_a_resumed_run_goes_on_exactly(model: Path, tmp_path: Path) -> None:
+    first = policy_of(model, warmup_steps=4)
+    for seed in range(3):
+        assert first.step(*batches(seed)).applied
+    path = save_checkpoint(tmp_path, state(), first.save, keep=2)
+    drawn = torch.rand(3)
+    expected = [first.step(*batches(seed)) for seed in range(3, 6)]
+    second = policy_of(model, warmup_steps=4)
+    second.load(path)
+    assert torch.equal(torch.rand(3), drawn)
+    found = [second.step(*batches(seed)) for seed in range(3, 6)]
+    assert found == expected
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, weights(first)[name]), name
+    assert read_state(path) == state()
+
+
+def test_a_checkpoint_is_a_model_folder(model: Path, tmp_path: Path) -> None:
+    policy = policy_of(model)
+    policy.step(*batches(0))
+    path = save_checkpoint(tmp_path, state(), policy.save, keep=1)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    own = weights(policy)
+    assert all(torch.equal(p, own[name]) for name, p in loaded.named_parameters())
+    assert AutoTokenizer.from_pretrained(path).encode("a") == [97]
+
+
+def test_weights_carry_hugging_face_names_once(model: Path) -> None:
+    policy = policy_of(model)
+    names = [name for name, _ in policy.weights()]
+    saved = AutoModelForCausalLM.from_pretrained(model)
+    tied = saved.config.tie_word_embeddings
+    assert len(names) == len(set(names))
+    assert ("lm_head.weight" in names) is not tied
+    assert set(names) | {"lm_head.weight"} == set(saved.state_dict())
+
+
+def test_only_whole_checkpoints_are_seen_and_old_ones_go(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "x").write_text("y")
+
+    def broken(folder: Path) -> None:
+        write(folder)
+        raise OSError("disk full")
+
+    assert newest_checkpoint(tmp_path) is None
+    for step in (1, 2, 9, 10):
+        save_checkpoint(tmp_path, state(step), write, keep=2)
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(tmp_path, state(11), broken, keep=2)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None and read_state(newest).step == 10
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000009", "step-00000010"]
+    # The next one clears away what the broken one left, and the same step may be saved again.
+    save_checkpoint(tmp_path, state(10), write, keep=2)
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    final = tmp_path / "out" / "model"
+    replace_folder(final, lambda folder: (folder / "old").write_text("x") and None)
+    replace_folder(final, lambda folder: (folder / "new").write_text("x") and None)
+    assert [path.name for path in final.iterdir()] == ["new"]
+
+
+def test_what_is_no_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnusable, match=r"state\.json"):
+        read_state(tmp_path)
+    (tmp_path / "state.json").write_text('{"run_id": "x"}')
+    with pytest.raises(CheckpointUnusable, match="step"):
+        read_state(tmp_path)
+    with pytest.raises(CheckpointUnusable):
+        policy_of(model).load(tmp_path)
+    with pytest.raises(ConfigInvalid, match="cannot load"):
+        policy_of(tmp_path / "nothing")
+
+
+def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    other = policy_of(make_tiny_model(tmp_path / "other", layers=2, hidden=32))
+    other.save_model(tmp_path)
+    other.save(tmp_path)
+    with pytest.raises(CheckpointUnusable):
+        policy_of(model).load(tmp_path)
+
+
+def test_without_a_gradient_nothing_moves(model: Path) -> None:
+    policy = policy_of(model, warmup_steps=5)
+    before = weights(policy)
+    result = policy.step([], 0)
+    assert not result.applied
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
+    # Neither does the schedule.
+    assert policy.step(*batches(0)).learning_rate == pytest.approx(1e-3 / 5)
+
+
+def test_a_gradient_that_is_not_finite_is_thrown_away(model: Path) -> None:
+    policy = policy_of(model)
+    before = weights(policy)
+    result = policy.step(*batches(0, behaviour=-math.inf))
+    assert not result.applied
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
+    after = policy.step(*batches(0))
+    assert after.applied and math.isfinite(after.grad_norm)
+
+
+def test_bfloat16_is_the_arithmetic_and_not_the_weights(model: Path) -> None:
+    exact, rounded = policy_of(model), policy_of(model, "bfloat16")
+    (batch,), count = batches(0)
+    with torch.no_grad():
+        difference = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
+    assert 0 < float(difference.max()) < 0.2
+    rounded.step([batch], count)
+    assert all(tensor.dtype == torch.float32 for _, tensor in rounded.weights())
+
+
+def test_gradient_checkpointing_changes_no_gradient(model: Path) -> None:
+    plain = policy_of(model)
+    config = ModelConfig(path=str(model), dtype="float32", gradient_checkpointing=True)
+    checkpointed = FsdpPolicy(config, TrainConfig(learning_rate=1e-3), total_steps=10, seed=0)
+    first, second = plain.step(*batches(1)), checkpointed.step(*batches(1))
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+
+
+def test_repeated_steps_make_good_answers_likelier(model: Path) -> None:
+    policy = policy_of(model)
+    (batch,), count = batches(2)
+    good = batch.advantages_N > 0
+    with torch.no_grad():
+        before = policy.logprobs(batch)[good].mean()
+        fresh = policy.logprobs(batch)
+    on_policy = MicroBatch(
+        **{**{f: getattr(batch, f) for f in batch.__slots__}, "behaviour_logprobs_N": fresh}
+    )
+    for _ in range(3):
+        policy.step([on_policy], count)
+    with torch.no_grad():
+        assert policy.logprobs(batch)[good].mean() > before
+
+
+def test_the_learning_rate_warms_up_and_follows_its_schedule() -> None:
+    constant = TrainConfig(learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(n, constant, 10) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = TrainConfig(learning_rate=1.0, warmup_steps=2, schedule="cosine")
+    rates = [learning_rate(n, cosine, 12) for n in range(13)]
+    assert rates[2] == 1.0
+    assert rates[7] == pytest.approx(0.5)
+    assert rates[12] == pytest.approx(0.0)

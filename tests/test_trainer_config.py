@@ -1,0 +1,109 @@
+"""The trainer's configuration: what it refuses, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.trainer.__main__ import train
+from penstock.trainer.config import TrainerConfig, load_config, render_config
+from penstock.trainer.errors import ConfigInvalid
+
+MINIMAL = """
+[model]
+path = "some/model"
+[data.reasoning_gym]
+name = "basic_arithmetic"
+config = { min_digits = 1, max_digits = 2 }
+"""
+
+
+def write(folder: Path, text: str = MINIMAL) -> Path:
+    path = folder / "trainer.toml"
+    path.write_text(text)
+    return path
+
+
+def test_everything_has_a_default_but_model_and_data(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    assert config.train.clip_high == 0.28
+    assert config.staleness.late_policy == "mask"
+    assert config.data.reasoning_gym is not None
+    assert config.data.reasoning_gym.config == {"min_digits": 1, "max_digits": 2}
+
+
+def test_overrides_win_and_need_no_quotes(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path),
+        [
+            "train.learning_rate=1e-5",
+            "run.out=some/folder",
+            "train.betas=[0.8, 0.9]",
+            "data.sampling.stop=['x']",
+            "run.save_model=false",
+            "train.learning_rate=2e-5",
+        ],
+    )
+    assert config.train.learning_rate == 2e-5
+    assert config.run.out == Path("some/folder")
+    assert config.train.betas == (0.8, 0.9)
+    assert config.data.sampling.stop == ("x",)
+    assert config.run.save_model is False
+
+
+def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["train.groups_per_step=3"])
+    again = load_config(write(tmp_path, render_config(config)))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
+        ("train.learning_rate=nan", ["train.learning_rate", "nan"]),
+        ("train.lerning_rate=1", ["train.lerning_rate", "Extra inputs", "1"]),
+        ("staleness.late_policy=maybe", ["staleness.late_policy", "'maybe'"]),
+        ("model.dtype=float16", ["model.dtype", "'float16'"]),
+        ("data.group_size=1", ["data.group_size", "1"]),
+        ("data.jsonl.path=x", ["data", "exactly one", "reasoning_gym", "jsonl"]),
+        ("train", ["section.field=value", "'train'"]),
+        ("run.seed.deep=1", ["run.seed"]),
+    ],
+)
+def test_a_refusal_names_the_field_and_the_value(
+    tmp_path: Path, override: str, words: list[str]
+) -> None:
+    overrides = [override] if not override.startswith("run.seed") else ["run.seed=1", override]
+    with pytest.raises(ConfigInvalid) as caught:
+        load_config(write(tmp_path), overrides)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"missing\.toml: No such file"):
+        load_config(tmp_path / "missing.toml")
+    with pytest.raises(ConfigInvalid, match=r"trainer\.toml"):
+        load_config(write(tmp_path, "= nothing"))
+
+
+def test_the_command_says_so_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(write(tmp_path), ["train.clip_low=7"], False, False) == 2
+    assert "train.clip_low" in capsys.readouterr().err
+    assert train(write(tmp_path), [], False, True) == 0
+    assert 'name = "basic_arithmetic"' in capsys.readouterr().out
+
+
+def test_every_field_explains_itself() -> None:
+    def walk(model: type) -> None:
+        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            assert field.description, f"{model.__name__}.{name}"
+            for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if hasattr(inner, "model_fields"):
+                    walk(inner)
+
+    walk(TrainerConfig)

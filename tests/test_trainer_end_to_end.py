@@ -1,0 +1,305 @@
+"""The trainer as a process, against the real server around the fake engine, with a worker in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from safetensors import safe_open
+
+from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
+from penstock.client.calls import Calls
+from penstock.client.scoring import single_turn
+from penstock.server import config as server_config
+from penstock.server.engine import EngineDescription, StagedWeights, TensorMeta
+from penstock.server.serving import Serving, bind
+from tests.fakes import ByteRenderer, FakeEngine
+from tests.tiny_model import VOCAB_SIZE, make_tiny_model
+
+Reward = Callable[[Task, Trajectory], Awaitable[float]]
+
+
+class LoadingEngine(FakeEngine):
+    """The fake engine under a real model's manifest; keeps a sample of what it was given."""
+
+    def __init__(self, tensors: dict[str, TensorMeta], step_seconds: float) -> None:
+        super().__init__(step_seconds)
+        self._tiny = replace(
+            super().description, vocab_size=VOCAB_SIZE, weight_dtype="float32", tensors=tensors
+        )
+        self.versions: list[int] = []
+        self._changed = asyncio.Condition()
+
+    @property
+    def description(self) -> EngineDescription:
+        return self._tiny
+
+    async def load(self, weights: StagedWeights) -> None:
+        await super().load(weights)
+        async with self._changed:
+            self.versions.append(weights.weight_version)
+            self._changed.notify_all()
+
+    async def loads(self, count: int) -> None:
+        """Waits until so many versions were loaded."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.versions) >= count)
+
+
+def tensors_of(model: Path) -> dict[str, TensorMeta]:
+    with safe_open(model / "model.safetensors", "pt") as file:
+        return {name: TensorMeta(tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@dataclass
+class Server:
+    serving: Serving
+    engine: LoadingEngine
+    address: str
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    tiny: Path, listen: str = "127.0.0.1:0", step_seconds: float = 0.001
+) -> AsyncGenerator[Server]:
+    engine = LoadingEngine(tensors_of(tiny), step_seconds)
+    loaded = server_config.load(None, [f"listen={listen}"])
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
+    running = Serving(server, engine, ByteRenderer(), loaded)
+    await running.start()
+    try:
+        yield Server(running, engine, f"127.0.0.1:{port}")
+    finally:
+        await running.stop(0.0)
+
+
+@contextlib.asynccontextmanager
+async def working(address: str, reward: Reward) -> AsyncGenerator[Worker]:
+    calls = Calls(address, Patience())
+    worker = Worker(calls, single_turn, reward, WorkerSettings(concurrency=8, drain_seconds=0.1))
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        await task
+        await calls.close()
+
+
+async def letters(task: Task, trajectory: Trajectory) -> float:
+    """Different for siblings, most of the time."""
+    return float(sum(trajectory.text.count(letter) for letter in "aeiou"))
+
+
+def configure(folder: Path, tiny: Path, address: str, **sections: dict[str, object]) -> Path:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"Say {n}.", "answer": n}) + "\n" for n in range(7))
+    )
+    document: dict[str, dict[str, object]] = {
+        "server": {"address": address, "give_up_after_seconds": 20.0},
+        "run": {"out": str(folder / "out"), "steps": 3},
+        "model": {"path": str(tiny), "dtype": "float32", "threads": 1},
+        "data": {
+            "group_size": 4,
+            "jsonl": {"path": str(prompts)},
+            "sampling": {"max_tokens": 12},
+        },
+        "train": {"groups_per_step": 2, "learning_rate": 1e-3},
+        "staleness": {"max_lag": 2},
+    }
+    for name, section in sections.items():
+        document[name] = {**document.get(name, {}), **section}
+    path = folder / "trainer.toml"
+    path.write_text(tomli_w.dumps(document))
+    return path
+
+
+@dataclass
+class Trainer:
+    process: asyncio.subprocess.Process
+
+    async def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
+        async with asyncio.timeout(seconds):
+            out, err = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, out.decode(), err.decode()
+
+
+async def start_trainer(config: Path, *, resume: bool = False) -> Trainer:
+    code = (
+        "import sys; from pathlib import Path; from penstock.trainer.__main__ import train; "
+        f"sys.exit(train(Path({str(config)!r}), [], {resume}, False))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    return Trainer(process)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "out" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_goes_round_and_publishes_a_version_for_every_step(
+    tiny: Path, tmp_path: Path
+) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        trainer = await start_trainer(configure(tmp_path, tiny, server.address))
+        code, out, err = await trainer.end()
+        assert code == 0, err
+        assert server.engine.versions == [1, 2, 3]
+    steps = records(tmp_path)
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["weight_version"] for step in steps] == [1, 2, 3]
+    assert all(step["groups"] == 2 and step["failures"] == 0 for step in steps)
+    assert all(step["lag_max"] <= 2 and step["upload_bytes"] > 0 for step in steps)
+    assert out.count("step ") == 3
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert list((tmp_path / "out" / "tensorboard").iterdir())
+
+
+async def test_without_lag_is_the_synchronous_loop(tiny: Path, tmp_path: Path) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(tmp_path, tiny, server.address, staleness={"max_lag": 0})
+        code, _, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+    assert [step["lag_max"] for step in records(tmp_path)] == [0, 0, 0]
+
+
+async def test_steps_without_gradient_still_advance(tiny: Path, tmp_path: Path) -> None:
+    async def same(task: Task, trajectory: Trajectory) -> float:
+        return 1.0
+
+    async with serving(tiny) as server, working(server.address, same):
+        path = configure(tmp_path, tiny, server.address, staleness={"max_lag": 0})
+        code, _, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+        assert server.engine.versions == [1, 2, 3]
+    steps = records(tmp_path)
+    assert [step["applied"] for step in steps] == [False, False, False]
+    assert [step["groups_without_gradient"] for step in steps] == [2, 2, 2]
+    assert all(step["loss"] == 0.0 and step["grad_norm"] == 0.0 for step in steps)
+
+
+async def test_stops_when_everything_fails(tiny: Path, tmp_path: Path) -> None:
+    async def broken(task: Task, trajectory: Trajectory) -> float:
+        raise RuntimeError("no verifier here")
+
+    async with serving(tiny) as server, working(server.address, broken):
+        path = configure(tmp_path, tiny, server.address, failure={"max_failed_groups": 3})
+        code, _, err = await (await start_trainer(path)).end()
+    assert code == 1
+    assert "every trajectory failed in 3 groups in a row" in err
+    assert "no verifier here" in err
+
+
+async def test_some_failures_are_counted_and_survived(tiny: Path, tmp_path: Path) -> None:
+    failed: set[str] = set()
+
+    async def fragile(task: Task, trajectory: Trajectory) -> float:
+        # Every attempt at one sample of each group fails, retries included.
+        if trajectory.trajectory_id.rsplit("-", 2)[1] == "1":
+            failed.add(trajectory.trajectory_id)
+            raise RuntimeError("flaky")
+        return await letters(task, trajectory)
+
+    async with serving(tiny) as server, working(server.address, fragile):
+        path = configure(tmp_path, tiny, server.address)
+        code, _, err = await (await start_trainer(path)).end()
+    assert code == 0, err
+    assert [step["failures"] for step in records(tmp_path)] == [2, 2, 2]
+
+
+async def test_a_server_that_is_killed_is_given_its_weights_again(
+    tiny: Path, tmp_path: Path
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(serving(tiny))
+        await stack.enter_async_context(working(first.address, letters))
+        path = configure(tmp_path, tiny, first.address, run={"steps": 12})
+        trainer = await start_trainer(path)
+        await first.engine.loads(3)
+        before = first.engine.versions[-1]
+        await first.serving.stop(0.0)
+        async with serving(tiny, listen=first.address) as second:
+            code, _, err = await trainer.end()
+            assert code == 0, err
+            assert "lost the server" in err and "connected again" in err
+            assert second.engine.versions[0] >= before
+            assert second.engine.versions[-1] == 12
+    assert [step["step"] for step in records(tmp_path)] == list(range(1, 13))
+
+
+async def test_a_server_that_stays_away_ends_the_run(tiny: Path, tmp_path: Path) -> None:
+    path = configure(tmp_path, tiny, "127.0.0.1:9", server={"give_up_after_seconds": 0.5})
+    code, _, err = await (await start_trainer(path)).end()
+    assert code == 1
+    assert "no server for 0.5 s" in err
+
+
+async def test_sigterm_ends_after_the_step_under_way(tiny: Path, tmp_path: Path) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(tmp_path, tiny, server.address, run={"steps": 100_000})
+        trainer = await start_trainer(path)
+        await server.engine.loads(2)
+        trainer.process.send_signal(signal.SIGTERM)
+        code, _, err = await trainer.end(20)
+        assert code == 0, err
+        assert len(records(tmp_path)) == len(server.engine.versions)
+
+
+async def test_a_killed_trainer_resumes_from_its_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(
+            tmp_path, tiny, server.address, run={"steps": 8}, checkpoint={"every_steps": 2}
+        )
+        trainer = await start_trainer(path)
+        await server.engine.loads(5)
+        trainer.process.kill()
+        await trainer.end()
+        before = server.engine.versions[-1]
+        code, _, err = await (await start_trainer(path, resume=True)).end()
+        assert code == 0, err
+        assert "resuming after step 4" in err or "resuming after step 6" in err
+        versions = server.engine.versions
+        # Versions only grow: the restored weights come after all the lost ones.
+        assert versions == sorted(set(versions))
+        assert versions[-1] > before
+    assert [step["step"] for step in records(tmp_path)] == list(range(1, 9))
+
+
+async def test_dry_run_prints_what_load_config_reads_back(tiny: Path, tmp_path: Path) -> None:
+    path = configure(tmp_path, tiny, "127.0.0.1:1")
+    code = (
+        "import sys; from pathlib import Path; from penstock.trainer.__main__ import train; "
+        f"code = train(Path({str(path)!r}), ['train.groups_per_step=5'], False, True); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert "groups_per_step = 5" in out.decode()

@@ -1,0 +1,319 @@
+"""The trainer's end of Exchange, against a scripted server on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.trainer.errors import ServerGone, SessionRefused, WeightsRefused
+from penstock.trainer.exchange import Contract, Exchange
+from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+from tests.scripted_trainer_server import ScriptedServer, Session, refuse
+
+Welcome = codec.twin(trainer_service_pb2.Welcome)
+GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
+Notice = codec.twin(trainer_service_pb2.Notice)
+TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
+WeightReceipt = codec.twin(weights_pb2.WeightReceipt)
+Rejection = codec.twin(rejection_pb2.Rejection)
+
+
+def delivery(delivery_id: int, group_id: str, redelivery_count: int = 0) -> Any:
+    return GroupDelivery(
+        delivery_id=delivery_id,
+        group=TrajectoryGroup(group_id=group_id),
+        redelivery_count=redelivery_count,
+    )
+
+
+async def nothing_to_restore(welcome: Any) -> None:
+    pass
+
+
+@contextlib.asynccontextmanager
+async def exchanging(
+    address: str, *, restore: Any = nothing_to_restore, seconds: float = 10.0
+) -> AsyncGenerator[Exchange]:
+    """An open exchange whose reader runs; leaves when the reader has ended."""
+    async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+        exchange = Exchange(
+            channel,
+            run_id="run",
+            contract=Contract(max_lag=3, groups_per_step=2),
+            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+            weight_version=5,
+            step=7,
+            give_up_after_seconds=seconds,
+        )
+        await exchange.open()
+        reader = asyncio.create_task(exchange.run(restore), name="exchange reader")
+        try:
+            async with asyncio.timeout(20):
+                yield exchange
+                await exchange.close()
+                await reader
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+
+async def greet(session: Session, active: int = 5) -> Any:
+    hello = await session.receive("hello")
+    await session.send(welcome=Welcome(active_weight_version=active))
+    return hello
+
+
+async def test_one_round() -> None:
+    hellos: list[Any] = []
+
+    async def session(session: Session) -> None:
+        hellos.append(await greet(session))
+        assert (await session.receive("demand")).group_count == 2
+        await session.send(delivery=delivery(11, "a"))
+        await session.send(delivery=delivery(12, "b"))
+        switch = await session.receive("switch_weights")
+        assert switch.weight_version == 6
+        assert switch.in_flight == weights_pb2.IN_FLIGHT_POLICY_KEEP
+        receipt = await session.receive("receipt")
+        assert (list(receipt.delivery_ids), receipt.step) == ([11, 12], 8)
+        assert (await session.receive("checkpoint")).step == 8
+        answer = WeightReceipt(weight_version=6, active_weight_version=6)
+        answer.pause.FromMilliseconds(250)
+        await session.send(weight_receipt=answer)
+        with pytest.raises(StopAsyncIteration):
+            await anext(session.requests)
+
+    async with ScriptedServer(session) as server, exchanging(server.address) as exchange:
+        exchange.demand(2)
+        groups = [await exchange.next_group(), await exchange.next_group()]
+        assert [group.group_id for group in groups] == ["a", "b"]
+        switch = exchange.switch(6)
+        assert exchange.held_version == 6
+        exchange.receipt(groups, 8)
+        exchange.checkpoint(8)
+        assert (await switch).pause_seconds == 0.25
+    (hello,) = hellos
+    assert (hello.run_id, hello.weight_version, hello.resume_step) == ("run", 5, 7)
+    assert (hello.staleness.max_lag, hello.staleness.groups_per_step) == (3, 2)
+    assert hello.trainer_epoch > 0
+
+
+async def test_a_lost_stream_loses_nothing_and_trains_nothing_twice() -> None:
+    epochs: list[int] = []
+    restored: list[int] = []
+    lost = asyncio.Event()
+
+    async def first(session: Session) -> None:
+        epochs.append((await greet(session)).trainer_epoch)
+        assert (await session.receive("demand")).group_count == 3
+        await session.send(delivery=delivery(1, "trained"))
+        await session.send(delivery=delivery(2, "in hand"))
+        await session.receive("receipt")
+        await refuse(session.context, grpc.StatusCode.UNAVAILABLE, "DRAINING", "going down")
+
+    async def second(session: Session) -> None:
+        hello = await greet(session, active=5)
+        epochs.append(hello.trainer_epoch)
+        # The state that lives has seen step 8, whether or not its receipt arrived.
+        assert hello.resume_step == 8
+        assert (await session.receive("checkpoint")).step == 7
+        # One of three groups is still owed.
+        assert (await session.receive("demand")).group_count == 1
+        await session.send(delivery=delivery(3, "trained", 1))
+        assert (await session.receive("demand")).group_count == 1
+        again = await session.receive("receipt")
+        assert (list(again.delivery_ids), again.step) == ([3], 8)
+        await session.send(delivery=delivery(4, "in hand", 1))
+        assert (await session.receive("demand")).group_count == 1
+        await session.send(delivery=delivery(5, "new"))
+        receipt = await session.receive("receipt")
+        assert (list(receipt.delivery_ids), receipt.step) == ([4, 5], 9)
+
+    async def restore(welcome: Any) -> None:
+        restored.append(welcome.active_weight_version)
+        lost.set()
+
+    async with (
+        ScriptedServer(first, second) as server,
+        exchanging(server.address, restore=restore) as exchange,
+    ):
+        exchange.demand(3)
+        trained, in_hand = await exchange.next_group(), await exchange.next_group()
+        exchange.receipt([trained], 8)
+        await lost.wait()
+        new = await exchange.next_group()
+        assert new.group_id == "new"
+        exchange.receipt([in_hand, new], 9)
+    assert epochs[1] > epochs[0]
+    assert restored == [5]
+
+
+async def test_demand_waits_until_a_server_that_came_back_is_up_to_date() -> None:
+    order: list[str] = []
+    restoring, go_on = asyncio.Event(), asyncio.Event()
+
+    async def first(session: Session) -> None:
+        await greet(session)
+
+    async def second(session: Session) -> None:
+        await greet(session, active=0)
+        assert (await session.receive("switch_weights")).weight_version == 5
+        order.append("switched")
+        await session.send(weight_receipt=WeightReceipt(weight_version=5, active_weight_version=5))
+        await session.receive("checkpoint")
+        assert (await session.receive("demand")).group_count == 4
+        order.append("demanded")
+        await session.send(delivery=delivery(1, "a"))
+
+    async with ScriptedServer(first, second) as server:
+        exchange: Exchange
+
+        async def restore(welcome: Any) -> None:
+            restoring.set()
+            await go_on.wait()
+            exchange.repeat_switch()
+
+        async with exchanging(server.address, restore=restore) as exchange:
+            await restoring.wait()
+            exchange.demand(4)
+            go_on.set()
+            await exchange.next_group()
+    assert order == ["switched", "demanded"]
+
+
+async def test_a_refused_switch_fails_its_future() -> None:
+    async def session(session: Session) -> None:
+        await greet(session)
+        await session.receive("switch_weights")
+        rejection = Rejection(reason="WEIGHT_VERSION_NOT_STAGED", message="never saw it")
+        await session.send(
+            weight_receipt=WeightReceipt(
+                weight_version=6, active_weight_version=5, rejection=rejection
+            )
+        )
+
+    async with ScriptedServer(session) as server, exchanging(server.address) as exchange:
+        with pytest.raises(WeightsRefused, match="stays at 5: WEIGHT_VERSION_NOT_STAGED"):
+            await exchange.switch(6)
+
+
+async def test_a_switch_whose_receipt_was_lost_succeeds_with_the_welcome() -> None:
+    async def first(session: Session) -> None:
+        await greet(session)
+        await session.receive("switch_weights")
+
+    async def second(session: Session) -> None:
+        await greet(session, active=6)
+
+    async with ScriptedServer(first, second) as server, exchanging(server.address) as exchange:
+        receipt = await exchange.switch(6)
+        assert receipt.weight_version == 6
+
+
+async def test_a_refused_group_is_named_and_not_taken_again() -> None:
+    async def first(session: Session) -> None:
+        await greet(session)
+        await session.receive("demand")
+        await session.send(delivery=delivery(1, "bad"))
+        receipt = await session.receive("receipt")
+        assert (receipt.step, receipt.rejection.reason) == (0, "ALL_FAILED")
+
+    async def second(session: Session) -> None:
+        await greet(session)
+        await session.receive("checkpoint")
+        await session.send(delivery=delivery(2, "bad", 1))
+        assert (await session.receive("demand")).group_count == 1
+        receipt = await session.receive("receipt")
+        assert list(receipt.delivery_ids) == [2]
+        assert (receipt.step, receipt.HasField("rejection")) == (0, True)
+        await session.send(delivery=delivery(3, "good"))
+
+    async with ScriptedServer(first, second) as server, exchanging(server.address) as exchange:
+        exchange.demand(1)
+        exchange.refuse(await exchange.next_group(), "ALL_FAILED", "nothing worked")
+        assert (await exchange.next_group()).group_id == "good"
+
+
+async def test_notices_are_logged_and_handed_on(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+    noticed = asyncio.Event()
+
+    async def session(session: Session) -> None:
+        await greet(session)
+        await session.send(notice=Notice(reason="GROUP_DROPPED", message="too old", group_id="g"))
+        with contextlib.suppress(StopAsyncIteration):
+            await anext(session.requests)
+
+    def on_notice(notice: Any) -> None:
+        seen.append(notice.group_id)
+        noticed.set()
+
+    async with ScriptedServer(session) as server, exchanging(server.address) as exchange:
+        exchange.on_notice = on_notice
+        await noticed.wait()
+    assert seen == ["g"]
+    assert "GROUP_DROPPED: too old" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (grpc.StatusCode.ABORTED, "SESSION_REPLACED"),
+        (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
+        (grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED"),
+    ],
+)
+async def test_a_final_refusal_is_not_answered_with_another_attempt(
+    code: grpc.StatusCode, reason: str
+) -> None:
+    async def session(session: Session) -> None:
+        await session.receive("hello")
+        await refuse(session.context, code, reason, "not you")
+
+    async with ScriptedServer(session) as server:
+        with pytest.raises(SessionRefused, match=f"{reason}: not you"):
+            async with exchanging(server.address):
+                pass
+
+
+async def test_a_replaced_session_ends_the_run() -> None:
+    async def session(session: Session) -> None:
+        await greet(session)
+        await refuse(session.context, grpc.StatusCode.ABORTED, "SESSION_REPLACED", "newer")
+
+    async with ScriptedServer(session) as server:
+        with pytest.raises(SessionRefused, match="SESSION_REPLACED"):
+            async with exchanging(server.address):
+                # The reader ends; nobody waits for a group that cannot come.
+                tasks = [t for t in asyncio.all_tasks() if t.get_name() == "exchange reader"]
+                await asyncio.wait(tasks)
+
+
+async def test_a_draining_server_is_tried_again_until_the_bound() -> None:
+    async def session(session: Session) -> None:
+        await session.receive("hello")
+        await refuse(session.context, grpc.StatusCode.UNAVAILABLE, "DRAINING", "not now")
+
+    async with ScriptedServer(*[session] * 20) as server:
+        with pytest.raises(ServerGone, match=r"no server for 0\.7 s: DRAINING: not now"):
+            async with exchanging(server.address, seconds=0.7):
+                pass
+        # With a growing pause between attempts.
+        assert 2 <= 20 - len(server._sessions) <= 5
+
+
+async def test_a_server_that_is_not_there_is_given_up() -> None:
+    async with ScriptedServer() as server:
+        port = server.port
+    with pytest.raises(ServerGone, match=r"no server for 0\.3 s"):
+        async with exchanging(f"127.0.0.1:{port}", seconds=0.3):
+            pass

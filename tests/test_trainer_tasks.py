@@ -1,0 +1,200 @@
+"""Data sources, and keeping tasks waiting at the server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import reasoning_gym
+from google.protobuf import json_format
+
+from penstock.trainer.config import (
+    DataConfig,
+    JsonlConfig,
+    ReasoningGymConfig,
+    SamplingConfig,
+)
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.tasks import (
+    DataSource,
+    JsonlSource,
+    Problem,
+    ReasoningGymSource,
+    TaskFeeder,
+    build_task,
+    open_source,
+)
+from penstock.v1 import conversation_pb2
+from penstock.wire.channel import client_options
+from tests.scripted_trainer_server import ScriptedServer, refuse
+
+DATA = DataConfig(
+    group_size=3,
+    system_prompt="Be brief.",
+    sampling=SamplingConfig(max_tokens=9, temperature=0.5),
+    reasoning_gym=ReasoningGymConfig(name="chain_sum", size=5, seed=3),
+)
+
+
+class Numbers:
+    """Problem n is the text of n."""
+
+    def problem(self, index: int) -> Problem:
+        return Problem((("user", str(index)),), {"answer": index}, "numbers")
+
+
+def feeder(channel: grpc.aio.Channel, target: int, **rest: Any) -> TaskFeeder:
+    source: DataSource = Numbers()
+    return TaskFeeder(channel, source, DATA, run_id="r", pending_target=target, **rest)
+
+
+@contextlib.asynccontextmanager
+async def connected(server: ScriptedServer) -> AsyncGenerator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
+        yield channel
+
+
+def write(folder: Path, *lines: Any) -> JsonlConfig:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return JsonlConfig(path=path)
+
+
+def test_a_reasoning_gym_task_carries_what_its_reward_needs() -> None:
+    source = open_source(DATA, seed=0)
+    task = build_task(source.problem(1), run_id="r", index=1, config=DATA)
+    metadata = json_format.MessageToDict(task.metadata)
+    assert metadata["dataset"] == "chain_sum"
+    entry = json.loads(metadata["entry_json"])
+    assert metadata["answer"] == entry["answer"]
+    assert task.conversation.messages[1].content == entry["question"]
+    scorer = reasoning_gym.get_score_answer_fn(metadata["dataset"])
+    assert scorer(answer=entry["answer"], entry=entry) == 1.0
+    assert scorer(answer="no", entry=entry) < 1.0
+
+
+def test_a_task_is_the_same_whenever_it_is_built() -> None:
+    first, second = (ReasoningGymSource(DATA.reasoning_gym) for _ in range(2))  # type: ignore[arg-type]
+    for index in (0, 4, 7):
+        tasks = [
+            build_task(source.problem(index), run_id="r", index=index, config=DATA)
+            for source in (first, second)
+        ]
+        assert tasks[0].SerializeToString(deterministic=True) == tasks[1].SerializeToString(
+            deterministic=True
+        )
+    task = build_task(first.problem(7), run_id="r", index=7, config=DATA)
+    assert (task.task_id, task.index, task.group_size) == ("r/7", 7, 3)
+    assert task.sampling_params.max_tokens == 9
+    assert task.sampling_params.temperature == 0.5
+    # Past its size the data begins again, under new ids.
+    assert first.problem(7).messages == first.problem(2).messages
+
+
+def test_unknown_data_sets_and_settings_are_named() -> None:
+    with pytest.raises(ConfigInvalid, match="'nonsense'"):
+        ReasoningGymSource(ReasoningGymConfig(name="nonsense"))
+    with pytest.raises(ConfigInvalid, match="min_foo"):
+        ReasoningGymSource(ReasoningGymConfig(name="chain_sum", config={"min_foo": 1}))
+
+
+def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        {"prompt": "one?", "answer": 1},
+        "",
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two?"}]},
+    )
+    source = JsonlSource(config.model_copy(update={"shuffle": False}), seed=0)
+    assert source.problem(0) == Problem((("user", "one?"),), {"answer": 1}, "data")
+    task = build_task(source.problem(1), run_id="r", index=1, config=DATA)
+    roles = [message.role for message in task.conversation.messages]
+    assert roles == [
+        conversation_pb2.ROLE_SYSTEM,
+        conversation_pb2.ROLE_SYSTEM,
+        conversation_pb2.ROLE_USER,
+    ]
+
+
+def test_each_pass_over_a_file_has_its_own_order_and_misses_nothing(tmp_path: Path) -> None:
+    config = write(tmp_path, *({"prompt": str(n)} for n in range(20)))
+    source = JsonlSource(config, seed=1)
+    passes = [[source.problem(20 * p + i).messages[0][1] for i in range(20)] for p in range(3)]
+    assert all(sorted(each, key=int) == [str(n) for n in range(20)] for each in passes)
+    assert passes[0] != passes[1]
+    # Jumping back gives the same problem again.
+    assert source.problem(3).messages[0][1] == passes[0][3]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", r":1: "),
+        ("[1]", "an object is needed"),
+        ({"text": "x"}, "needs 'messages', or a text in 'prompt'"),
+        ({"prompt": 3}, "a text in 'prompt'"),
+        ({"messages": []}, "a list of messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        JsonlSource(write(tmp_path, line), seed=0)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match="holds no line"):
+        JsonlSource(write(tmp_path, ""), seed=0)
+
+
+async def test_tasks_are_topped_up_as_groups_arrive() -> None:
+    async with ScriptedServer() as server, connected(server) as channel:
+        taken = 0
+        server.pending = lambda submitted: submitted - taken
+        tasks = feeder(channel, 6)
+        await tasks.fill()
+        assert [task.task_id for task in server.tasks] == [f"r/{n}" for n in range(6)]
+        await tasks.fill()
+        assert len(server.tasks) == 6
+        for _ in range(2):
+            taken += 1
+            tasks.arrived()
+        await tasks.fill()
+        assert len(server.tasks) == 8
+
+
+async def test_known_tasks_are_passed_over_until_enough_wait() -> None:
+    # A trainer that begins again on a server that has seen this run: the first ten are duplicates.
+    async with ScriptedServer() as server, connected(server) as channel:
+        server.pending = lambda submitted: max(0, submitted - 10)
+        tasks = feeder(channel, 4)
+        await tasks.fill()
+        assert tasks.next_index >= 14
+
+
+async def test_what_is_outstanding_is_submitted_again() -> None:
+    async with ScriptedServer() as server, connected(server) as channel:
+        server.pending = lambda _: 3
+        tasks = feeder(channel, 3, next_index=9, outstanding=(4, 7))
+        await tasks.submit_again()
+        assert [task.index for task in server.tasks] == [4, 7]
+        tasks.settled("r/4")
+        tasks.settled("another/7")
+        assert (tasks.outstanding, tasks.next_index) == ((7,), 9)
+
+
+async def test_a_full_queue_is_enough() -> None:
+    async def full(request: Any, context: Any) -> Any:
+        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+
+    server = ScriptedServer()
+    server._submit = full  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        tasks = feeder(channel, 5)
+        await tasks.fill()
+        assert (tasks.next_index, tasks.outstanding) == (0, ())

@@ -1,0 +1,607 @@
+"""vLLM behind the seam, on small models in fp32, against Hugging Face's own forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from penstock.server.engine import (
+    Delta,
+    EngineLoadFailed,
+    EngineLost,
+    EngineRequest,
+    Finish,
+    Sampling,
+    StagedTensor,
+    StagedWeights,
+)
+from penstock.server.vllm_engine import (
+    VllmEngine,
+    describe_options,
+    engine_arguments,
+    version_pieces,
+)
+from tests.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32")
+OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
+PROMPT = tuple(b"Once upon a time there was a pump, ")
+GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+COUNTER = iter(range(1_000_000))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What came of one request."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish | None
+    cached: int
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], Path]:
+    """(tied, seed) -> model directory."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[tuple[bool, int], Path] = {}
+    for tied in (False, True):
+        for seed in range(3):
+            path = root / f"{'tied' if tied else 'untied'}-{seed}"
+            architecture = "llama" if tied else "qwen3"
+            made[tied, seed] = make_tiny_model(
+                path, tied=tied, seed=seed, architecture=architecture
+            )
+    return made
+
+
+async def start(path: Path) -> VllmEngine:
+    return await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(models: dict[tuple[bool, int], Path]) -> AsyncIterator[VllmEngine]:
+    engine = await start(models[False, 0])
+    yield engine
+    await engine.close()
+
+
+def request(
+    prompt: tuple[int, ...] = PROMPT, sampling: Sampling = GREEDY, **fields
+) -> EngineRequest:
+    fields = {"request_id": f"r{next(COUNTER)}", "cache_salt": f"s{next(COUNTER)}", **fields}
+    return EngineRequest(token_ids=np.array(prompt, np.int32), sampling=sampling, **fields)
+
+
+async def run(engine: VllmEngine, asked: EngineRequest) -> Turn:
+    return merge([delta async for delta in engine.generate(asked)])
+
+
+def merge(deltas: list[Delta]) -> Turn:
+    assert [delta.finish is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+    return Turn(
+        [int(token) for delta in deltas for token in delta.token_ids],
+        [float(value) for delta in deltas for value in delta.logprobs],
+        [delta.weight_version for delta in deltas for _ in delta.token_ids],
+        deltas[-1].finish,
+        deltas[-1].cached_token_count,
+    )
+
+
+class Reference:
+    """A model as Hugging Face computes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        return self.model(torch.tensor([token_ids])).logits[0]
+
+    def greedy(self, prompt: tuple[int, ...], count: int) -> list[int]:
+        token_ids = list(prompt)
+        for _ in range(count):
+            token_ids.append(int(self.logits(token_ids)[-1].argmax()))
+        return token_ids[len(prompt) :]
+
+    def score(self, prompt: tuple[int, ...], output: list[int], temperature: float = 1.0):
+        logits = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        return logprobs.gather(1, torch.tensor(output)[:, None])[:, 0].numpy()
+
+
+def stage(path: Path, folder: Path, version: int, leave_out: tuple[str, ...] = ()) -> StagedWeights:
+    """A version as `WeightStage` would hand it over."""
+    staged: list[StagedTensor] = []
+    target = folder / f"version-{version}"
+    with target.open("wb") as file:
+        for name, tensor in load_file(path / "model.safetensors").items():
+            if name in leave_out:
+                continue
+            data = tensor.numpy().tobytes()
+            shape = tuple(tensor.shape)
+            staged.append(StagedTensor(name, shape, "float32", file.tell(), len(data)))
+            file.write(data)
+    return StagedWeights(version, target, tuple(staged))
+
+
+async def switch(engine: VllmEngine, weights: StagedWeights, *, drop_cache: bool = True) -> None:
+    await engine.pause(drop_cache=drop_cache)
+    try:
+        await engine.load(weights)
+    finally:
+        await engine.resume()
+
+
+async def test_the_description_names_every_tensor_of_an_upload(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path]
+):
+    stored = load_file(models[False, 0] / "model.safetensors")
+    described = engine.description
+    assert {n: meta.shape for n, meta in described.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in stored.items()
+    }
+    assert described.vocab_size == VOCAB_SIZE
+    assert described.eos_token_ids == (EOS_ID,)
+    assert described.weight_dtype == "float32"
+    assert described.max_context_length == 1024
+
+
+async def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path]
+):
+    reference = Reference(models[False, 0])
+    turn = await run(engine, request())
+    assert turn.token_ids == reference.greedy(PROMPT, GREEDY.max_tokens)
+    np.testing.assert_allclose(turn.logprobs, reference.score(PROMPT, turn.token_ids), atol=1e-4)
+    assert turn.versions == [0] * GREEDY.max_tokens
+    assert turn.finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 1.5])
+async def test_logprobs_are_of_the_distribution_sampled_from(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], temperature: float
+):
+    reference = Reference(models[False, 0])
+    turn = await run(engine, request(sampling=replace(GREEDY, temperature=temperature)))
+    scored = reference.score(PROMPT, turn.token_ids, temperature)
+    np.testing.assert_allclose(turn.logprobs, scored, atol=1e-4 / min(temperature, 1.0))
+
+
+@pytest.mark.parametrize("temperature", [0.0099, 2.1])
+async def test_a_temperature_that_vllm_would_change_is_refused(
+    engine: VllmEngine, temperature: float
+):
+    with pytest.raises(ValueError, match=str(temperature)):
+        await run(engine, request(sampling=replace(GREEDY, temperature=temperature)))
+
+
+async def test_truncation_is_part_of_the_distribution(engine: VllmEngine):
+    turn = await run(engine, request(sampling=replace(GREEDY, temperature=1.0, top_k=1)))
+    assert turn.token_ids == (await run(engine, request())).token_ids
+    np.testing.assert_allclose(turn.logprobs, 0.0, atol=1e-6)
+    narrow = await run(engine, request(sampling=replace(GREEDY, temperature=1.0, top_k=3)))
+    assert np.mean(narrow.logprobs) > -np.log(3) - 0.5
+
+
+async def test_a_seed_makes_a_turn_repeatable(engine: VllmEngine):
+    sampling = replace(GREEDY, temperature=1.0, seed=7)
+    first, second = [await run(engine, request(sampling=sampling)) for _ in range(2)]
+    assert first == second
+    other = await run(engine, request(sampling=replace(sampling, seed=8)))
+    assert other.token_ids != first.token_ids
+
+
+@pytest.mark.parametrize("interval", [1, 5, 100])
+async def test_deltas_are_gathered_but_the_first_and_the_last_never_wait(
+    engine: VllmEngine, interval: int
+):
+    deltas = [d async for d in engine.generate(request(stream_interval=interval))]
+    assert len(deltas[0].token_ids) == 1
+    assert all(len(d.token_ids) >= interval for d in deltas[1:-1])
+    assert merge(deltas).token_ids == (await run(engine, request())).token_ids
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+async def test_aborted_and_continued_greedy_text_is_that_of_one_turn(
+    engine: VllmEngine, interval: int
+):
+    whole = await run(engine, request(sampling=replace(GREEDY, max_tokens=120)))
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    aborts = 0
+    while len(token_ids) < 120:
+        sampling = replace(GREEDY, max_tokens=120 - len(token_ids))
+        asked = request((*PROMPT, *token_ids), sampling, stream_interval=interval, cache_salt="c")
+        deltas: list[Delta] = []
+        async for delta in engine.generate(asked):
+            deltas.append(delta)
+            if len(deltas) == 3 and delta.finish is None:
+                await engine.abort([asked.request_id, "nobody"])
+        part = merge(deltas)
+        aborts += part.finish is Finish.ABORTED
+        token_ids += part.token_ids
+        logprobs += part.logprobs
+    assert aborts > 2
+    assert token_ids == whole.token_ids
+    np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-4)
+
+
+async def test_an_abort_leaves_the_engine_idle(engine: VllmEngine):
+    asked = [request(sampling=replace(GREEDY, max_tokens=900)) for _ in range(4)]
+    turns = [asyncio.create_task(run(engine, each)) for each in asked]
+    await first_token(engine)
+    assert engine.stats().running > 0
+    await engine.abort([each.request_id for each in asked])
+    assert {turn.finish for turn in await asyncio.gather(*turns)} == {Finish.ABORTED}
+    assert engine.stats().running == 0
+
+
+async def test_closing_the_iterator_stops_the_request(engine: VllmEngine):
+    deltas = engine.generate(request(sampling=replace(GREEDY, max_tokens=900)))
+    await anext(deltas)
+    await deltas.aclose()
+    assert engine.stats().running == 0
+    await first_token(engine)
+
+
+async def first_token(engine: VllmEngine) -> None:
+    """A request of its own goes through, so that those before it are running."""
+    await run(engine, request(sampling=replace(GREEDY, max_tokens=2)))
+
+
+async def test_nothing_is_sampled_while_paused(engine: VllmEngine):
+    asked = request(sampling=replace(GREEDY, max_tokens=60))
+    deltas = engine.generate(asked)
+    got = [await anext(deltas)]
+    await engine.pause(drop_cache=False)
+    other = asyncio.create_task(run(engine, request()))
+    # What was on its way arrives; then a frozen engine answers commands and samples nothing.
+    for _ in range(5):
+        await engine.abort(["nobody"])
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.2):
+            got.append(await anext(deltas))
+            got.append(await anext(deltas))
+            pytest.fail("two more deltas while paused")
+    assert not other.done()
+    await engine.resume()
+    assert (await other).finish is Finish.LENGTH
+
+
+async def test_an_abort_while_paused_keeps_what_was_sampled(engine: VllmEngine):
+    asked = request(sampling=replace(GREEDY, max_tokens=900), stream_interval=50)
+    deltas = engine.generate(asked)
+    got = [await anext(deltas)]
+    await engine.pause(drop_cache=False)
+    await engine.abort([asked.request_id])
+    got += [delta async for delta in deltas]
+    await engine.resume()
+    turn = merge(got)
+    assert turn.finish is Finish.ABORTED
+    assert len(turn.token_ids) == len(turn.logprobs) >= 1
+
+
+async def test_the_cache_is_shared_within_a_salt_only(engine: VllmEngine):
+    prompt = tuple(range(100))
+    assert (await run(engine, request(prompt, cache_salt="a"))).cached == 0
+    assert (await run(engine, request(prompt, cache_salt="a"))).cached == 96
+    assert (await run(engine, request(prompt, cache_salt="b"))).cached == 0
+
+
+async def test_an_end_of_sequence_token_ends_the_turn(engine: VllmEngine):
+    sampling = Sampling(max_tokens=200, temperature=1.5)
+    turns = await asyncio.gather(
+        *[run(engine, request(sampling=replace(sampling, seed=s))) for s in range(24)]
+    )
+    stopped = [turn for turn in turns if turn.finish is Finish.STOP]
+    assert stopped
+    assert all(turn.token_ids.index(EOS_ID) == len(turn.token_ids) - 1 for turn in stopped)
+    assert all(
+        EOS_ID not in turn.token_ids and len(turn.token_ids) == 200
+        for turn in turns
+        if turn not in stopped
+    )
+    seed = turns.index(stopped[0])
+    ignoring = replace(sampling, seed=seed, ignore_eos=True)
+    turn = await run(engine, request(sampling=ignoring))
+    assert turn.finish is Finish.LENGTH
+    assert turn.token_ids[: len(stopped[0].token_ids)] == stopped[0].token_ids
+
+
+async def test_a_stop_token_ends_the_turn(engine: VllmEngine):
+    whole = await run(engine, request())
+    stop = whole.token_ids[5]
+    turn = await run(engine, request(sampling=replace(GREEDY, stop_token_ids=(stop,))))
+    assert turn.finish is Finish.STOP
+    assert turn.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+async def test_a_stop_string_ends_the_turn_and_leaves_no_work_behind(engine: VllmEngine):
+    long = replace(GREEDY, max_tokens=200)
+    whole = await run(engine, request(sampling=long))
+    at = next(i for i, t in enumerate(whole.token_ids) if i > 3 and chr(t).isalnum() and t < 128)
+    text = chr(whole.token_ids[at])
+    turn = await run(engine, request(sampling=replace(long, stop=(text,)), stream_interval=16))
+    assert turn.finish is Finish.STOP
+    assert turn.token_ids == whole.token_ids[: whole.token_ids.index(ord(text)) + 1]
+    await first_token(engine)
+    assert engine.stats().running == 0
+
+
+async def test_what_the_tokenizer_has_no_text_for_ends_with_the_context(engine: VllmEngine):
+    prompt = tuple(np.arange(1020) % 256)
+    turn = await run(engine, request(prompt, replace(GREEDY, max_tokens=100)))
+    assert turn.finish is Finish.LENGTH
+    assert len(turn.token_ids) == 4
+
+
+@pytest.mark.parametrize("interval", [1, 16])
+async def test_every_token_carries_the_version_whose_weights_sampled_it(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path, interval: int
+):
+    base = engine_version(await run(engine, request()))
+    references: dict[int, Reference] = {}
+    sampling = Sampling(max_tokens=400, temperature=1.0, ignore_eos=True)
+    prompts = [(*PROMPT, index) for index in range(4)]
+    streams = [
+        engine.generate(request(prompt, sampling, stream_interval=interval)) for prompt in prompts
+    ]
+    turns = [asyncio.create_task(gather(stream)) for stream in streams]
+    for step in range(1, 5):
+        await first_token(engine)
+        version = base + step
+        path = models[False, step % 3]
+        references[version] = Reference(path)
+        await switch(engine, stage(path, tmp_path, version))
+    seen: set[int] = set()
+    for prompt, turn in zip(prompts, turns, strict=True):
+        deltas = await turn
+        result = merge(deltas)
+        assert result.versions == sorted(result.versions)
+        assert len(result.token_ids) == 400
+        seen |= set(result.versions)
+        for version, reference in references.items():
+            mine = np.array(result.versions) == version
+            scored = reference.score(prompt, result.token_ids)
+            np.testing.assert_allclose(np.array(result.logprobs)[mine], scored[mine], atol=1e-3)
+    assert base + 4 in seen
+    assert len(seen) >= 4
+
+
+def engine_version(turn: Turn) -> int:
+    return turn.versions[-1]
+
+
+async def gather(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def test_a_failed_load_is_told_and_a_complete_one_heals_it(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path
+):
+    version = engine_version(await run(engine, request())) + 1
+    good = stage(models[False, 2], tmp_path, version)
+    await engine.pause(drop_cache=True)
+    for broken in range(3, len(good.tensors), 5):
+        tensors = list(good.tensors)
+        tensors[broken] = replace(tensors[broken], shape=(*tensors[broken].shape, 1, 1))
+        with pytest.raises(EngineLoadFailed, match=f"weight version {version}"):
+            await engine.load(replace(good, tensors=tuple(tensors)))
+    with pytest.raises(EngineLoadFailed):
+        await engine.load(replace(good, path=tmp_path / "absent"))
+    await engine.load(good)
+    await engine.resume()
+    reference = Reference(models[False, 2])
+    turn = await run(engine, request())
+    assert turn.versions == [version] * len(turn.token_ids)
+    assert turn.token_ids == reference.greedy(PROMPT, GREEDY.max_tokens)
+    np.testing.assert_allclose(turn.logprobs, reference.score(PROMPT, turn.token_ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_after_a_load_it_samples_as_a_fresh_engine(
+    models: dict[tuple[bool, int], Path], tmp_path: Path, tied: bool
+):
+    sampled = replace(GREEDY, temperature=1.0, seed=3, max_tokens=60)
+    async with running(models[tied, 1]) as (fresh, process):
+        expected = [await run(fresh, request(sampling=s)) for s in (GREEDY, sampled)]
+        await check_death_is_noticed(fresh, process)
+    async with running(models[tied, 0]) as (engine, process):
+        for version, leave_out in ((1, ()), (2, ("lm_head.weight",) if tied else ())):
+            await switch(engine, stage(models[tied, 2], tmp_path, 10 * version))
+            await switch(engine, stage(models[tied, 1], tmp_path, 10 * version + 1, leave_out))
+            turns = [await run(engine, request(sampling=s)) for s in (GREEDY, sampled)]
+            for turn, wanted in zip(turns, expected, strict=True):
+                assert turn.token_ids == wanted.token_ids
+                assert turn.logprobs == wanted.logprobs
+                assert set(turn.versions) == {10 * version + 1}
+    assert not process.is_running()
+
+
+@contextlib.asynccontextmanager
+async def running(path: Path) -> AsyncIterator[tuple[VllmEngine, psutil.Process]]:
+    """A second engine, and its process."""
+    before = engine_processes(psutil.Process())
+    engine = await start(path)
+    (process,) = [p for p in engine_processes(psutil.Process()) if p not in before]
+    try:
+        yield engine, process
+    finally:
+        await engine.close()
+
+
+def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
+    """Its children that are no helper of multiprocessing's own."""
+    return [
+        child
+        for child in parent.children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+async def check_death_is_noticed(engine: VllmEngine, process: psutil.Process) -> None:
+    """Whoever waits for an engine that is killed hears of it."""
+    waiting = asyncio.create_task(engine.lost())
+    asked = request(sampling=replace(GREEDY, max_tokens=900))
+    turn = asyncio.create_task(run(engine, asked))
+    await first_token(engine)
+    process.kill()
+    async with asyncio.timeout(5):
+        assert "exit code -9" in await waiting
+        with pytest.raises(EngineLost):
+            await turn
+        for act in (engine.resume, lambda: engine.abort(["x"]), lambda: run(engine, request())):
+            with pytest.raises(EngineLost):
+                await act()
+
+
+SERVER = """
+import asyncio, os, sys
+from penstock.server.engine import EngineRequest, Sampling
+from penstock.server.vllm_engine import VllmEngine, engine_arguments
+
+async def main():
+    import numpy as np
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+    engine = await VllmEngine.start(engine_arguments(sys.argv[1:]))
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    request = EngineRequest("traced", np.arange(9, dtype=np.int32), Sampling(max_tokens=3), "s",
+                            trace_headers={"traceparent": parent})
+    async for delta in engine.generate(request):
+        pass
+    for span in spans.get_finished_spans():
+        if span.name == "llm_request" and span.parent:
+            print(span.name, f"{span.context.trace_id:032x}", flush=True)
+    print("ready", flush=True)
+    await engine.lost()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def server_process(folder: Path, model: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    script = folder / "serve.py"
+    script.write_text(SERVER)
+    # Nothing listens there: spans go to the process's own provider.
+    environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    command = [sys.executable, str(script), "--model", str(model), *OPTIONS]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def kill_and_check(process: asyncio.subprocess.Process) -> None:
+    """kill -9 of the server leaves no process of its own behind."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert engine_processes(psutil.Process(process.pid))
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
+    assert alive == []
+
+
+async def test_a_killed_server_takes_its_engine_along_and_vllm_joins_the_trace(
+    models: dict[tuple[bool, int], Path], tmp_path: Path
+):
+    async with server_process(tmp_path, models[True, 0]) as process:
+        assert process.stdout and process.stderr
+        lines = [(await process.stdout.readline()).decode().split() for _ in range(2)]
+        assert lines == [["llm_request", "0af7651916cd43dd8448eb211c80319c"], ["ready"]]
+        await kill_and_check(process)
+        # Python's own helper says that it cleans up after the dead.
+        noise = (await process.stderr.read()).decode().splitlines()
+        assert [line for line in noise if "resource_tracker" not in line] == []
+
+
+async def test_a_server_killed_while_it_starts_takes_its_engine_along(
+    models: dict[tuple[bool, int], Path], tmp_path: Path
+):
+    async with server_process(tmp_path, models[True, 0]) as process:
+        while not engine_processes(psutil.Process(process.pid)):  # noqa: ASYNC110  No event of ours.
+            await asyncio.sleep(0.02)
+        await kill_and_check(process)
+
+
+async def test_the_parser_is_vllms_and_a_later_option_wins(models: dict[tuple[bool, int], Path]):
+    model = str(models[False, 0])
+    arguments = engine_arguments(["--model", model, "--block-size", "16", "--max-num-seqs=7"])
+    described = describe_options(arguments)
+    assert described["block_size"] == 16
+    assert described["max_num_seqs"] == 7
+    assert described["logprobs_mode"] == "processed_logprobs"
+    assert json.loads(json.dumps(described)) == described
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--no-such-option", "1"], "--no-such-option"),
+        (["--max-model-len", "many"], "--max-model-len"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--worker-extension-cls", "mine.Own"], "mine.Own"),
+    ],
+)
+async def test_a_wrong_option_is_a_value_error_that_names_it(options: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        engine_arguments(options)
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=40),
+    st.lists(st.integers(1, 9), max_size=40),
+)
+async def test_version_pieces_cover_each_token_once_with_its_version(
+    versions: list[int], sizes: list[int]
+):
+    versions = sorted(versions)
+    starts = [
+        (str(version), index)
+        for index, version in enumerate(versions)
+        if not index or versions[index - 1] != version
+    ]
+    labelled: list[int] = []
+    position = 0
+    for size in [*sizes, len(versions)]:
+        end = min(position + size, len(versions))
+        for begin, stop, version in version_pieces(starts, position, end):
+            assert begin == len(labelled)
+            labelled += [version] * (stop - begin)
+        position = end
+    assert labelled == versions

@@ -1,0 +1,216 @@
+"""Every rpc, found by walking the descriptors, under missing, absurd and malformed input."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.server.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
+from penstock.server.service import SERVICES
+from penstock.wire.failure import read_failure
+from penstock.wire.reasons import Reason
+from tests.fakes import expected_tokens
+from tests.harness import Harness
+
+RPCS = [(service, method) for service in SERVICES for method in service.methods]
+NAMES = [method.name for _, method in RPCS]
+REASONS = {reason.value: code for reason, code in STATUS_CODES.items()}
+
+INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), -1, 0, 1, 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), -1, 0, 1, 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+}
+FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e38)
+TEXTS = ("", "x", "\x00", "../../etc/passwd", "é" * 3000, "a" * 300)
+
+
+def absurd(message: Message, random: random.Random, depth: int = 0) -> Message:
+    """Fills a message with extremes, each field or not at all."""
+    for field in message.DESCRIPTOR.fields:
+        if random.random() < 0.3 or depth > 4:
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue
+        values = [_value(field, random) for _ in range(random.choice((1, 1, 3)))]
+        if field.message_type is not None:
+            if field.message_type.file.name.startswith("google/"):
+                continue
+            parts = (
+                [getattr(message, field.name).add() for _ in values]
+                if field.is_repeated
+                else [getattr(message, field.name)]
+            )
+            for part in parts:
+                if not field.is_repeated:
+                    part.SetInParent()
+                absurd(part, random, depth + 1)
+        elif field.is_repeated:
+            getattr(message, field.name).extend(values)
+        else:
+            setattr(message, field.name, values[0])
+    return message
+
+
+def _value(field: FieldDescriptor, random: random.Random) -> Any:
+    if field.cpp_type in INTEGERS:
+        return random.choice(INTEGERS[field.cpp_type])
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
+        return random.choice(FLOATS)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return random.random() < 0.5
+    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
+        return random.choice((-1, 0, 1, 2, 99))
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return random.choice((b"", b"\x00", b"x" * 1000))
+    return random.choice(TEXTS) if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else None
+
+
+async def call(
+    harness: Harness,
+    service: ServiceDescriptor,
+    method: MethodDescriptor,
+    *bodies: bytes,
+    seconds: float = 0.5,
+) -> tuple[grpc.StatusCode, str]:
+    """Calls a method with raw bytes; returns its status and reason."""
+    path = f"/{service.full_name}/{method.name}"
+    channel = harness.channel
+    try:
+        if method.client_streaming:
+            stream = channel.stream_stream(path)(iter(bodies), timeout=seconds)
+            async for _ in stream:
+                pass
+        elif method.server_streaming:
+            async for _ in channel.unary_stream(path)(bodies[0], timeout=seconds):
+                pass
+        else:
+            await channel.unary_unary(path)(bodies[0], timeout=seconds)
+    except grpc.aio.AioRpcError as error:
+        failure = read_failure(error)
+        return failure.code, failure.reason
+    return grpc.StatusCode.OK, ""
+
+
+def in_table(code: grpc.StatusCode, reason: str) -> bool:
+    if code in (grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return True
+    return code != grpc.StatusCode.INTERNAL and REASONS.get(reason) == code
+
+
+async def still_serving(harness: Harness, name: str) -> None:
+    turn = await harness.generate(name)
+    assert turn.tokens == expected_tokens([1, 2, 3], [0] * 16)[0]
+
+
+@pytest.mark.parametrize("rpc", RPCS, ids=NAMES)
+async def test_malformed_bytes_are_an_invalid_argument(harness: Harness, rpc: Any) -> None:
+    for body in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x08", b"not a message at all"):
+        code, reason = await call(harness, *rpc, body)
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE"), body
+    await still_serving(harness, "after")
+
+
+@pytest.mark.parametrize("rpc", RPCS, ids=NAMES)
+async def test_an_empty_message_is_answered_from_the_table(harness: Harness, rpc: Any) -> None:
+    code, reason = await call(harness, *rpc, b"")
+    if rpc[1].name in ("GetServerInfo", "SubmitTasks", "RenewLease"):
+        assert code == grpc.StatusCode.OK
+    else:
+        assert code == grpc.StatusCode.INVALID_ARGUMENT, reason
+        assert reason in ("FIELD_INVALID", "HELLO_EXPECTED")
+    if rpc[1].client_streaming:
+        code, reason = await call(harness, *rpc)
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+    await still_serving(harness, "after")
+
+
+@pytest.mark.parametrize("rpc", RPCS, ids=NAMES)
+async def test_absurd_messages_are_answered_from_the_table(harness: Harness, rpc: Any) -> None:
+    service, method = rpc
+    request_class = GetMessageClass(method.input_type)
+    seed = 0
+    for seed in range(60):
+        chooser = random.Random(seed)
+        bodies = [
+            absurd(request_class(), chooser).SerializeToString()
+            for _ in range(chooser.choice((1, 2)) if method.client_streaming else 1)
+        ]
+        code, reason = await call(harness, service, method, *bodies, seconds=0.1)
+        assert in_table(code, reason), (method.name, seed, code, reason)
+    await still_serving(harness, f"after-{seed}")
+
+
+def test_every_reason_has_one_code_and_no_other_is_used() -> None:
+    assert set(STATUS_CODES) == set(Reason)
+    for reason in Reason:
+        assert DomainError(reason, "x").code == STATUS_CODES[reason]
+
+
+def test_a_status_carries_what_its_message_says() -> None:
+    status = to_status(FieldInvalid("max_tokens", "must not be negative", -1))
+    assert status.code == grpc.StatusCode.INVALID_ARGUMENT
+
+    class Raised:
+        def trailing_metadata(self) -> Any:
+            return status.trailing_metadata
+
+        def code(self) -> grpc.StatusCode:
+            return status.code
+
+        def details(self) -> str:
+            return status.details
+
+    failure = read_failure(Raised())  # type: ignore[arg-type]
+    assert failure.reason == "FIELD_INVALID"
+    assert failure.metadata == {"field": "max_tokens", "got": "-1"}
+    assert "-1" in failure.message
+
+
+def _arrays() -> Iterator[Any]:
+    yield st.binary(max_size=40)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=st.binary(max_size=200), which=st.integers(0, len(RPCS) - 1))
+def test_raw_bytes_never_reach_unknown_or_internal(body: bytes, which: int) -> None:
+    from penstock.server.service import _checked, _deserializer  # noqa: PLC0415
+
+    typed = GetMessageClass(RPCS[which][1].input_type)
+    try:
+        _checked(_deserializer(typed)(body))
+    except DomainError as error:
+        assert error.reason is Reason.MALFORMED_MESSAGE
+
+
+async def test_a_message_over_the_limit_is_refused_and_the_server_lives(harness: Harness) -> None:
+    service, method = next(rpc for rpc in RPCS if rpc[1].name == "Abort")
+    big = b"\x22" + b"\x80\x80\x80\x28" + b"x" * (80 * 1024 * 1024)
+    unlimited = grpc.aio.insecure_channel(
+        harness.address, options=[("grpc.max_send_message_length", -1)]
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await unlimited.unary_unary(f"/{service.full_name}/{method.name}")(big)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    await unlimited.close()
+    await still_serving(harness, "after")
+
+
+async def test_concurrent_garbage_does_not_disturb_turns(slow: Harness) -> None:
+    turns = [asyncio.ensure_future(slow.generate(f"t{i}")) for i in range(8)]
+    garbage = [call(slow, *rpc, b"\xff\xff", seconds=2.0) for rpc in RPCS for _ in range(5)]
+    for code, reason in await asyncio.gather(*garbage):
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+    for turn in turns:
+        assert (await turn).tokens == expected_tokens([1, 2, 3], [0] * 16)[0]

@@ -1,0 +1,251 @@
+"""The trainer's stream: credit, receipts, redelivery, replacement, switches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.v1 import trainer_service_pb2
+from penstock.wire.failure import read_failure
+from tests.harness import (
+    Exchange,
+    ExchangeRequest,
+    Harness,
+    Hello,
+    LeaseTasksRequest,
+    SubmitTasksRequest,
+    Task,
+    hello,
+    sampling,
+    sequence,
+)
+
+
+async def finish_groups(harness: Harness, *names: str, index: int = 0) -> None:
+    """Submits one-sample tasks and plays them to their end."""
+    await harness.wire.SubmitTasks(
+        SubmitTasksRequest(
+            tasks=[
+                Task(task_id=name, group_size=1, tokens=sequence([1, 2]), index=index + number)
+                for number, name in enumerate(names)
+            ]
+        )
+    )
+    call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=100))
+    for _ in names:
+        async with asyncio.timeout(5):
+            attempt = await call.read()
+        await harness.generate(attempt.trajectory_id, [1, 2], sampling_params=sampling(4))
+        await harness.complete(attempt.trajectory_id)
+    call.cancel()
+
+
+async def ended(exchange: Exchange) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(5):
+            while await exchange.call.read() is not grpc.aio.EOF:
+                pass
+            code = await exchange.call.code()
+            assert code != grpc.StatusCode.OK
+            raise AssertionError(code)
+    found = read_failure(caught.value)
+    return found.code, found.reason
+
+
+async def refused(harness: Harness, *requests: Any) -> tuple[grpc.StatusCode, str]:
+    exchange = Exchange(harness.wire)
+    for request in requests:
+        exchange.outgoing.put_nowait(request)
+    return await ended(exchange)
+
+
+async def test_demand_is_credit(harness: Harness) -> None:
+    exchange = await hello(harness.wire)
+    await finish_groups(harness, "a", "b", "c")
+    await exchange.nothing()
+    exchange.send(demand={"group_count": 2})
+    first, second = await exchange.receive("delivery"), await exchange.receive("delivery")
+    assert [first.group.task_id, second.group.task_id] == ["a", "b"]
+    assert 0 < first.delivery_id < second.delivery_id
+    await exchange.nothing()
+    exchange.send(demand={"group_count": 1})
+    assert (await exchange.receive("delivery")).group.task_id == "c"
+    exchange.half_close()
+    assert await exchange.call.code() == grpc.StatusCode.OK
+
+
+async def test_groups_without_receipt_are_delivered_again_and_no_others(harness: Harness) -> None:
+    exchange = await hello(harness.wire, 1, groups_per_step=4)
+    await finish_groups(harness, "a", "b", "c", "d")
+    exchange.send(demand={"group_count": 4})
+    deliveries = {}
+    for _ in range(4):
+        delivery = await exchange.receive("delivery")
+        deliveries[delivery.group.task_id] = delivery
+    exchange.send(receipt={"delivery_ids": [deliveries["a"].delivery_id], "step": 1})
+    exchange.send(receipt={"delivery_ids": [deliveries["b"].delivery_id], "step": 2})
+    exchange.send(
+        receipt={
+            "delivery_ids": [deliveries["c"].delivery_id],
+            "rejection": {"reason": "NOT_WANTED"},
+        }
+    )
+    exchange.half_close()
+    assert await exchange.call.code() == grpc.StatusCode.OK
+    assert harness.serving.trainer.drops == {"NOT_WANTED": 1}
+    # The trainer comes back with the state after step 1: b was trained later, d never.
+    exchange = await hello(harness.wire, 2, resume_step=1, groups_per_step=4)
+    exchange.send(demand={"group_count": 4})
+    again = [await exchange.receive("delivery") for _ in range(2)]
+    assert {d.group.task_id for d in again} == {"b", "d"}
+    assert all(d.redelivery_count == 1 for d in again)
+    assert min(d.delivery_id for d in again) > max(d.delivery_id for d in deliveries.values())
+    await exchange.nothing()
+
+
+async def test_a_checkpoint_makes_receipts_final(harness: Harness) -> None:
+    exchange = await hello(harness.wire, 1)
+    await finish_groups(harness, "a")
+    exchange.send(demand={"group_count": 1})
+    delivery = await exchange.receive("delivery")
+    exchange.send(receipt={"delivery_ids": [delivery.delivery_id], "step": 1})
+    exchange.send(checkpoint={"step": 1})
+    exchange.half_close()
+    assert await exchange.call.code() == grpc.StatusCode.OK
+    assert harness.serving.buffer.held_count == 0
+    exchange = await hello(harness.wire, 2, resume_step=0)
+    exchange.send(demand={"group_count": 1})
+    await exchange.nothing()
+
+
+async def test_a_newer_trainer_ends_the_older_session(harness: Harness) -> None:
+    older = await hello(harness.wire, 5)
+    older.send(demand={"group_count": 3})
+    newer = await hello(harness.wire, 6)
+    assert await ended(older) == (grpc.StatusCode.ABORTED, "SESSION_REPLACED")
+    stale = Hello(run_id="run", trainer_epoch=6, staleness={"groups_per_step": 1, "max_lag": 1})
+    assert await refused(harness, ExchangeRequest(hello=stale)) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "STALE_EPOCH",
+    )
+    # The older one's demand died with it.
+    await finish_groups(harness, "a")
+    newer.send(demand={"group_count": 1})
+    assert (await newer.receive("delivery")).group.task_id == "a"
+
+
+async def test_what_is_wrong_with_a_message_is_said(harness: Harness) -> None:
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    good = {"run_id": "r", "trainer_epoch": 9, "staleness": {"groups_per_step": 1}}
+    assert await refused(harness, None) == (invalid, "HELLO_EXPECTED")
+    assert await refused(harness, ExchangeRequest(demand={"group_count": 1})) == (
+        invalid,
+        "HELLO_EXPECTED",
+    )
+    for change in (
+        {"run_id": ""},
+        {"trainer_epoch": 0},
+        {"weight_version": -1},
+        {"resume_step": -1},
+        {"staleness": {"groups_per_step": 0}},
+        {"staleness": {"groups_per_step": 1, "max_lag": -1}},
+        {"staleness": {"groups_per_step": 1, "late_policy": 99}},
+    ):
+        message = ExchangeRequest(hello=Hello(**{**good, **change}))
+        assert await refused(harness, message) == (invalid, "FIELD_INVALID"), change
+    for index, bad in enumerate(
+        (
+            {"hello": Hello(**good)},
+            {"demand": {"group_count": 0}},
+            {"demand": {"group_count": 1, "purpose": 99}},
+            {"receipt": {"delivery_ids": [1]}},
+            {"receipt": {"delivery_ids": [1], "step": -1}},
+            {"checkpoint": {"step": -1}},
+            {},
+        )
+    ):
+        exchange = await hello(harness.wire, 20 + index)
+        exchange.send(**bad)
+        assert await ended(exchange) == (invalid, "FIELD_INVALID"), bad
+    # Receipts for what nobody delivered change nothing.
+    exchange = await hello(harness.wire, 99)
+    exchange.send(receipt={"delivery_ids": [12345], "step": 1})
+    await finish_groups(harness, "a")
+    exchange.send(demand={"group_count": 1})
+    await exchange.receive("delivery")
+
+
+async def test_switch_answers_every_push(harness: Harness) -> None:
+    exchange = await hello(harness.wire)
+    exchange.send(switch_weights={"weight_version": 3})
+    receipt = await exchange.receive("weight_receipt")
+    assert receipt.rejection.reason == "WEIGHT_VERSION_NOT_STAGED"
+    assert (receipt.weight_version, receipt.active_weight_version) == (3, 0)
+    await harness.upload(3, staged=True)
+    exchange.send(switch_weights={"weight_version": 3})
+    receipt = await exchange.receive("weight_receipt")
+    assert not receipt.HasField("rejection")
+    assert receipt.active_weight_version == 3
+    assert receipt.HasField("pause")
+
+
+@pytest.mark.parametrize(
+    ("policy", "notice"),
+    [
+        (trainer_service_pb2.LATE_POLICY_DROP, "GROUP_DROPPED"),
+        (trainer_service_pb2.LATE_POLICY_REQUEUE, "GROUP_REQUEUED"),
+        (trainer_service_pb2.LATE_POLICY_MASK, None),
+    ],
+)
+async def test_late_groups_by_policy(harness: Harness, policy: Any, notice: str | None) -> None:
+    exchange = await hello(harness.wire, max_lag=1, groups_per_step=1, late_policy=policy)
+    await finish_groups(harness, "a")
+    for version in (1, 2):
+        await harness.upload(version, staged=True)
+        exchange.send(switch_weights={"weight_version": version})
+        await exchange.receive("weight_receipt")
+    exchange.send(demand={"group_count": 1})
+    if notice is None:
+        delivery = await exchange.receive("delivery")
+        assert delivery.group.oldest_weight_version == 0
+        return
+    assert (await exchange.receive("notice")).reason == notice
+    call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1))
+    if notice == "GROUP_REQUEUED":
+        async with asyncio.timeout(5):
+            assert (await call.read()).task.task_id == "a"
+    else:
+        reading = asyncio.ensure_future(call.read())
+        done, _ = await asyncio.wait([reading], timeout=0.2)
+        assert not done
+
+
+async def test_another_run_takes_nothing_over_and_what_is_dropped_is_counted(
+    harness: Harness,
+) -> None:
+    exchange = await hello(harness.wire, 1, run_id="one")
+    await finish_groups(harness, "a", "b")
+    await harness.wire.SubmitTasks(
+        SubmitTasksRequest(tasks=[Task(task_id="c", group_size=1, tokens=sequence([1]))])
+    )
+    other = await hello(harness.wire, 2, run_id="two")
+    assert await ended(exchange) == (grpc.StatusCode.ABORTED, "SESSION_REPLACED")
+    other.send(demand={"group_count": 1})
+    assert (await other.receive("notice")).reason == "RUN_REPLACED"
+    assert harness.serving.trainer.drops == {"RUN_REPLACED": 2}
+    await finish_groups(harness, "a")
+    assert (await other.receive("delivery")).group.task_id == "a"
+
+
+async def test_a_changed_contract_keeps_what_is_under_way(harness: Harness) -> None:
+    exchange = await hello(harness.wire, 1, max_lag=4, groups_per_step=2)
+    await finish_groups(harness, "a", "b", "c")
+    exchange.half_close()
+    await exchange.call.code()
+    exchange = await hello(harness.wire, 2, max_lag=1, groups_per_step=1)
+    exchange.send(demand={"group_count": 3})
+    found = [await exchange.receive("delivery") for _ in range(3)]
+    assert {d.group.task_id for d in found} == {"a", "b", "c"}

@@ -1,0 +1,278 @@
+"""`penstock train`: wires the parts, runs them in order, and turns what stops them into an exit
+code.
+
+Order of shutdown: the loop ends after its step, the last checkpoint included; the stream is
+half-closed and read to its end; the model is written; then channels, payload, metrics and the
+compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from penstock.trainer.config import TrainerConfig, load_config, render_config
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, TrainerError
+
+if TYPE_CHECKING:
+    import grpc
+    from rich.console import Console
+
+    from penstock.trainer.checkpoint import TrainerState
+    from penstock.trainer.compute import ComputeThread
+    from penstock.trainer.exchange import Exchange
+    from penstock.trainer.fsdp_policy import FsdpPolicy
+    from penstock.trainer.loop import TrainingLoop
+    from penstock.trainer.metrics import MetricsWriter
+    from penstock.trainer.publisher import Publisher
+
+# Not __name__, which is "__main__" where this module is run.
+log = logging.getLogger("penstock.trainer")
+
+EXIT_OK, EXIT_STOPPED, EXIT_CONFIG = 0, 1, 2
+# Batches' worth of tasks that wait at the server beyond what the gate may admit at once.
+SPARE_BATCHES = 2
+
+
+def train(config_path: Path, overrides: list[str], resume: bool, dry_run: bool) -> int:
+    """Runs a training to its end; returns the process's exit code.
+
+    0: done, or stopped on request. 1: stopped by a TrainerError, which stderr names. 2: the
+    configuration cannot be used. `dry_run` prints the whole configuration as TOML and does no more.
+    """
+    try:
+        config = load_config(config_path, overrides)
+        if dry_run:
+            sys.stdout.write(render_config(config))
+            return EXIT_OK
+        _train(config, resume)
+    except ConfigInvalid as error:
+        sys.stderr.write(f"penstock train: {error}\n")
+        return EXIT_CONFIG
+    except TrainerError as error:
+        sys.stderr.write(f"penstock train: stopped: {error}\n")
+        return EXIT_STOPPED
+    except BaseExceptionGroup as group:
+        # The first that failed took the others with it.
+        errors = list(_leaves(group))
+        if not all(isinstance(error, TrainerError) for error in errors):
+            raise
+        sys.stderr.write(f"penstock train: stopped: {errors[0]}\n")
+        return EXIT_STOPPED
+    return EXIT_OK
+
+
+def _train(config: TrainerConfig, resume: bool) -> None:
+    from penstock.trainer.compute import ComputeThread
+    from penstock.wire import telemetry
+
+    telemetry.configure("penstock-trainer")
+    compute = ComputeThread(config.model.threads)
+    try:
+        asyncio.run(_run(config, compute, resume))
+    finally:
+        compute.close()
+        telemetry.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a run begins."""
+
+    policy: FsdpPolicy
+    state: TrainerState
+    share_prefixes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a run is made of."""
+
+    exchange: Exchange
+    publisher: Publisher
+    metrics: MetricsWriter
+    loop: TrainingLoop
+
+
+async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> None:
+    """Owns the channels and the tasks of one run."""
+    import grpc
+
+    from penstock.trainer.checkpoint import replace_folder
+    from penstock.wire.channel import client_options
+
+    console = _log_to_console()
+    stopping = _stop_on_signal()
+    start = await compute.run(_load, config, resume)
+    address = config.server.address
+    async with (
+        grpc.aio.insecure_channel(address, options=client_options()) as channel,
+        grpc.aio.insecure_channel(address, options=client_options(own_connection=True)) as bulk,
+    ):
+        parts = _wire(config, start, compute, channel, bulk, console, stopping)
+        try:
+            await _walk(parts, stopping)
+        finally:
+            parts.metrics.close()
+            parts.publisher.close()
+    if config.run.save_model:
+        folder = config.run.out / "model"
+        await compute.run(replace_folder, folder, start.policy.save_model)
+        log.info("the model after step %d is in %s", parts.loop.step, folder)
+
+
+async def _walk(parts: _Parts, stopping: asyncio.Event) -> None:
+    """Connects, trains, disconnects."""
+    opening = asyncio.ensure_future(parts.exchange.open())
+    stop = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((opening, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            return
+        welcome = opening.result()
+    finally:
+        opening.cancel()
+        stop.cancel()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(parts.exchange.run(parts.loop.restore), name="exchange")
+        await parts.loop.begin(welcome)
+        await parts.loop.run()
+        await parts.exchange.close()
+
+
+def _load(config: TrainerConfig, resume: bool) -> _Start:
+    """The policy, from the newest checkpoint where the run resumes. In the compute thread."""
+    from penstock.trainer.checkpoint import TrainerState, newest_checkpoint, read_state
+    from penstock.trainer.fsdp_policy import FsdpPolicy
+
+    run = config.run
+    policy = FsdpPolicy(config.model, config.train, total_steps=run.steps, seed=run.seed)
+    state = TrainerState(run.id, step=0, weight_version=0, next_index=0, outstanding=())
+    checkpoint = newest_checkpoint(run.out / "checkpoints") if resume else None
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        if state.run_id != run.id:
+            raise CheckpointUnusable(f"{checkpoint}: run {state.run_id!r}, not {run.id!r}")
+        policy.load(checkpoint)
+        log.info("resuming after step %d from %s", state.step, checkpoint)
+    elif resume:
+        log.warning("nothing to resume from in %s; beginning at step 1", run.out / "checkpoints")
+    share_prefixes = config.train.share_prefixes and policy.supports_trees()
+    if config.train.share_prefixes and not share_prefixes:
+        log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
+    return _Start(policy, state, share_prefixes)
+
+
+def _wire(
+    config: TrainerConfig,
+    start: _Start,
+    compute: ComputeThread,
+    channel: grpc.aio.Channel,
+    bulk: grpc.aio.Channel,
+    console: Console,
+    stopping: asyncio.Event,
+) -> _Parts:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from penstock.trainer.checkpoint import TrainerState, save_checkpoint
+    from penstock.trainer.exchange import Contract, Exchange
+    from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
+    from penstock.trainer.metrics import MetricsWriter, keep_until
+    from penstock.trainer.publisher import Publisher
+    from penstock.trainer.tasks import TaskFeeder, open_source
+
+    run, state = config.run, start.state
+    batches = config.staleness.max_lag + 1 + SPARE_BATCHES
+    tasks = TaskFeeder(
+        channel,
+        open_source(config.data, run.seed),
+        config.data,
+        run_id=run.id,
+        pending_target=batches * config.train.groups_per_step,
+        next_index=state.next_index,
+        outstanding=state.outstanding,
+    )
+    exchange = Exchange(
+        channel,
+        run_id=run.id,
+        contract=Contract(
+            max_lag=config.staleness.max_lag,
+            late_policy=LATE_POLICIES[config.staleness.late_policy],
+            groups_per_step=config.train.groups_per_step,
+        ),
+        in_flight=IN_FLIGHT[config.weights.in_flight],
+        weight_version=state.weight_version,
+        step=state.step,
+        give_up_after_seconds=config.server.give_up_after_seconds,
+    )
+    publisher = Publisher(bulk, compute, shared_memory=config.weights.transport == "auto")
+    keep_until(run.out, state.step)
+    scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
+    metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
+
+    def checkpoint(step: int, weight_version: int) -> None:
+        reached = TrainerState(run.id, step, weight_version, tasks.next_index, tasks.outstanding)
+        folder = run.out / "checkpoints"
+        save_checkpoint(folder, reached, start.policy.save, keep=config.checkpoint.keep)
+
+    loop = TrainingLoop(
+        config,
+        policy=start.policy,
+        compute=compute,
+        exchange=exchange,
+        publisher=publisher,
+        tasks=tasks,
+        metrics=metrics,
+        checkpoint=checkpoint,
+        stopping=stopping,
+        step=state.step,
+        share_prefixes=start.share_prefixes,
+    )
+    return _Parts(exchange, publisher, metrics, loop)
+
+
+def _log_to_console() -> Console:
+    """Where figures and log go: above the live table in a terminal, plain lines otherwise."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    console = Console()
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False)
+    handler.setFormatter(logging.Formatter("penstock train: %(message)s"))
+    own = logging.getLogger("penstock.trainer")
+    own.setLevel(logging.INFO)
+    own.handlers = [handler]
+    own.propagate = False
+    return console
+
+
+def _stop_on_signal() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; a second one ends the process at once."""
+    stopping = asyncio.Event()
+    running = asyncio.get_running_loop()
+
+    def stop(name: str) -> None:
+        log.warning("%s: stopping after the step under way", name)
+        stopping.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            running.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        running.add_signal_handler(number, stop, number.name)
+    return stopping
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            yield error

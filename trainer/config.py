@@ -1,0 +1,273 @@
+"""Configuration of `penstock train`: one TOML file, each section a frozen model, no unknown
+keys."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.trainer.errors import ConfigInvalid
+
+Scalar = bool | int | float | str
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ServerConfig(Section):
+    """The rollout server."""
+
+    address: str = "127.0.0.1:50151"
+    """HOST:PORT it listens on."""
+    give_up_after_seconds: float = Field(default=120.0, gt=0)
+    """How long the server may be away, at the start or in mid-run, before the trainer stops."""
+
+
+class RunConfig(Section):
+    """This run."""
+
+    id: str = Field(default="run", min_length=1, max_length=200)
+    """Name of the run, the same over restarts; task ids begin with it."""
+    out: Path = Path("out")
+    """Folder for metrics, checkpoints and the final model."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds torch and the order of the data."""
+    save_model: bool = True
+    """Whether the final model is written to `out/model`."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(min_length=1)
+    """Folder, or name on a hub, of a Hugging Face causal language model; as the server was given
+    it."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of the forward pass. "bfloat16" is autocast over float32 master weights."""
+    gradient_checkpointing: bool = False
+    """Whether activations are recomputed in the backward pass: less memory, about a third
+    slower."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads torch computes with; zero leaves it to torch."""
+
+
+class SamplingConfig(Section):
+    """How the policy is sampled."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Temperature; zero is greedy, which leaves nothing to learn from."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Upper bound on policy tokens in one turn."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; one keeps every token."""
+    top_k: int = Field(default=0, ge=0)
+    """Tokens to choose from; zero means no limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn."""
+
+
+class ReasoningGymConfig(Section):
+    """A procedural data set of reasoning-gym."""
+
+    name: str = Field(min_length=1)
+    """Name of the data set, such as "basic_arithmetic"."""
+    size: int = Field(default=10_000, ge=1)
+    """Problems before they repeat."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the problems."""
+    config: dict[str, Scalar | list[Scalar]] = Field(
+        default_factory=dict[str, Scalar | list[Scalar]]
+    )
+    """Settings of the data set itself, such as min_digits."""
+
+
+class JsonlConfig(Section):
+    """A file with one JSON object per line."""
+
+    path: Path
+    """The file."""
+    prompt_field: str = "prompt"
+    """Field with the text of the user's message; used where `messages_field` is absent."""
+    messages_field: str = "messages"
+    """Field with a list of {"role", "content"} objects."""
+    shuffle: bool = True
+    """Whether each pass over the file has an order of its own, drawn from the run's seed."""
+
+
+class DataConfig(Section):
+    """What is asked of the policy: exactly one source."""
+
+    group_size: int = Field(default=8, ge=2)
+    """Trajectories sampled for one prompt."""
+    system_prompt: str = ""
+    """Text of a system message before each prompt; empty for none."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How to sample where the agent leaves it unset."""
+    reasoning_gym: ReasoningGymConfig | None = None
+    """A procedural data set."""
+    jsonl: JsonlConfig | None = None
+    """A file."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        given = [name for name in ("reasoning_gym", "jsonl") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of reasoning_gym, jsonl is needed, got {given}")
+        return self
+
+
+class TrainConfig(Section):
+    """The optimizer step."""
+
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups in one optimizer step."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Tokens, padding counted, in one forward and backward pass; bounds memory, changes no
+    result."""
+    share_prefixes: bool = True
+    """Whether tokens that siblings have in common are computed once."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Learning rate after warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or down to zero at the last step."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors have none."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's averaging factors."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Norm that gradients are clipped to."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The probability ratio counts down to 1 - clip_low."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The probability ratio counts up to 1 + clip_high."""
+    normalize_std: bool = True
+    """Whether advantages are divided by the group's standard deviation (GRPO; not in Dr. GRPO)."""
+
+
+class StalenessConfig(Section):
+    """How old a trained token may be."""
+
+    max_lag: int = Field(default=4, ge=0, le=1_000)
+    """Versions a trained token may be behind the trainer; zero is the synchronous loop."""
+    late_policy: Literal["mask", "wait", "requeue", "drop"] = "mask"
+    """What happens to a group with older tokens."""
+
+
+class WeightsConfig(Section):
+    """How new weights reach the server."""
+
+    transport: Literal["auto", "inline"] = "auto"
+    """"auto" is shared memory where the server can read it and the stream otherwise."""
+    in_flight: Literal["keep", "recompute", "drain", "abort"] = "keep"
+    """What happens to turns in flight at a switch."""
+
+
+class CheckpointConfig(Section):
+    """What survives the trainer."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; zero keeps none."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+
+
+class FailureConfig(Section):
+    """When to stop instead of waiting."""
+
+    max_failed_groups: int = Field(default=8, ge=1)
+    """Groups in a row in which every trajectory failed, after which the trainer stops."""
+
+
+class TrainerConfig(Section):
+    """Everything `penstock train` can be told."""
+
+    server: ServerConfig = ServerConfig()
+    """The rollout server."""
+    run: RunConfig = RunConfig()
+    """This run."""
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig
+    """What is asked of the policy."""
+    train: TrainConfig = TrainConfig()
+    """The optimizer step."""
+    staleness: StalenessConfig = StalenessConfig()
+    """How old a trained token may be."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the server."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What survives the trainer."""
+    failure: FailureConfig = FailureConfig()
+    """When to stop instead of waiting."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`, the last one
+    winning.
+
+    Raises ConfigInvalid, naming each field and the value it got.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigInvalid(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"{path}: {error}") from error
+    for override in overrides:
+        _apply(document, override)
+    try:
+        return TrainerConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigInvalid(_explain(path, error)) from error
+
+
+def render_config(config: TrainerConfig) -> str:
+    """The whole configuration, defaults included, as TOML that `load_config` reads back."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _apply(document: dict[str, object], override: str) -> None:
+    key, separator, text = override.partition("=")
+    names = key.strip().split(".")
+    if not separator or not all(names):
+        raise ConfigInvalid(f"an override is section.field=value, got {override!r}")
+    try:
+        value: object = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        # A bare word is a text: `model.path=out/model` needs no quotes.
+        value = text.strip()
+    section = document
+    for name in names[:-1]:
+        inner = section.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigInvalid(f"{override!r}: {name} is a value, not a section")
+        section = cast("dict[str, object]", inner)
+    section[names[-1]] = value
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    lines: list[str] = []
+    for problem in error.errors(include_url=False, include_context=False):
+        field = ".".join(str(part) for part in problem["loc"]) or "the file"
+        got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
+        lines.append(f"{field}: {problem['msg']}{got}")
+    return f"{path}: " + "; ".join(lines)

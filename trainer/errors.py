@@ -1,0 +1,36 @@
+"""What stops a training run; `__main__` turns each into one line and an exit code."""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Root of the trainer's own errors; the message is for the person who started the run."""
+
+
+class ConfigInvalid(TrainerError):
+    """The configuration cannot be used; the message names each field and the value it got."""
+
+
+class CheckpointUnusable(TrainerError):
+    """A checkpoint is incomplete, or does not belong to this model."""
+
+
+class ServerGone(TrainerError):
+    """The server could not be reached for longer than the bound allows."""
+
+
+class ServerLost(TrainerError):
+    """A call failed because the server is away for now; the exchange is already reconnecting."""
+
+
+class SessionRefused(TrainerError):
+    """The server refuses this trainer: another one took its place, or the request is not
+    allowed."""
+
+
+class WeightsRefused(TrainerError):
+    """The server refuses a weight version, and sending it again would not help."""
+
+
+class EverythingFailed(TrainerError):
+    """Every trajectory of too many groups in a row failed."""

@@ -1,0 +1,359 @@
+"""The trainer's end of the `Exchange` stream: demand, deliveries, receipts, switches, reconnection.
+
+    Hello -> Welcome
+    Demand(n) -> n GroupDelivery      SwitchWeights(v) -> WeightReceipt(v)
+    GroupReceipt, CheckpointNotice -> nothing
+
+A lost stream loses nothing. The server delivers again what it has no receipt for; a group that
+comes twice is recognized by its id, and its receipt, if it was trained, is sent once more. Demand
+that was not met is granted again to the new stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, WeightsRefused
+from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire import codec
+from penstock.wire.failure import read_failure
+from penstock.wire.reasons import Reason
+
+log = logging.getLogger(__name__)
+
+EXCHANGE = "/penstock.v1.TrainerService/Exchange"
+# The server forgets a trained group with its checkpoint; this many are remembered here.
+REMEMBERED_GROUPS = 65_536
+FIRST_BACKOFF_SECONDS = 0.2
+LONGEST_BACKOFF_SECONDS = 5.0
+# A status that a restarted server, or a better moment, does not turn into success.
+FINAL_CODES = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+Request = codec.twin(trainer_service_pb2.ExchangeRequest)
+Hello = codec.twin(trainer_service_pb2.Hello)
+Demand = codec.twin(trainer_service_pb2.Demand)
+GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
+SwitchWeights = codec.twin(trainer_service_pb2.SwitchWeights)
+CheckpointNotice = codec.twin(trainer_service_pb2.CheckpointNotice)
+Rejection = codec.twin(rejection_pb2.Rejection)
+Contract = codec.twin(trainer_service_pb2.StalenessContract)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReceipt:
+    """The server samples the version that was asked for."""
+
+    weight_version: int
+    pause_seconds: float
+    """How long generation stood still; zero where a lost stream took the figure with it."""
+
+
+class Exchange:
+    """One run's stream, over as many connections as it takes."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        run_id: str,
+        contract: trainer_service_pb2.StalenessContract,
+        in_flight: weights_pb2.InFlightPolicy.ValueType,
+        weight_version: int,
+        step: int,
+        give_up_after_seconds: float,
+    ) -> None:
+        """`weight_version` is what the trainer holds, `step` the last one its state contains."""
+        self._channel = channel
+        self._run_id = run_id
+        self._contract = contract
+        self._in_flight = in_flight
+        self._held = weight_version
+        self._step = step
+        self._give_up_after = give_up_after_seconds
+        self._epoch = 0
+        self._final_step = step
+        self._call: grpc.aio.StreamStreamCall[
+            trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
+        ]
+        self._outgoing: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None] | None = None
+        self._ready = asyncio.Event()
+        self._closing = False
+        self._owed = 0
+        """Groups demanded and not yet delivered."""
+        self._arrived: asyncio.Queue[trajectory_pb2.TrajectoryGroup] = asyncio.Queue()
+        # Bounded by demand: the server sends no more than it was granted.
+        self._in_hand: dict[str, int] = {}
+        """Delivery id of each group delivered and not yet receipted, the newest."""
+        self._settled: OrderedDict[str, int] = OrderedDict()
+        """Step that used each group, zero where it was refused."""
+        self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
+        self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
+
+    @property
+    def trainer_epoch(self) -> int:
+        """Epoch of the live session; uploads carry it."""
+        return self._epoch
+
+    @property
+    def held_version(self) -> int:
+        """Version the trainer holds: that of Hello, then of the last `switch`."""
+        return self._held
+
+    async def open(self) -> trainer_service_pb2.Welcome:
+        """Connects for the first time. Raises ServerGone and SessionRefused."""
+        welcome = await self._connect("")
+        self._ready.set()
+        return welcome
+
+    async def run(self, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]) -> None:
+        """Consumes what the server sends; waits for the stream; produces arrivals and receipts.
+
+        Ends after `close`. When the stream is lost it connects again and has `restore` bring a
+        server that lost its memory up to date, before any new demand. Raises ServerGone and
+        SessionRefused.
+        """
+        while True:
+            reason = await self._read()
+            if self._closing:
+                return
+            self._ready.clear()
+            while True:
+                log.warning("lost the server: %s; connecting again", reason)
+                welcome = await self._connect(reason)
+                try:
+                    # Nobody reads the stream meanwhile: `restore` must not wait for an answer on
+                    # it.
+                    await restore(welcome)
+                    break
+                except ServerLost as error:
+                    reason = str(error)
+            self._resume(welcome)
+
+    async def ready(self) -> None:
+        """Waits until the stream is up and the server up to date."""
+        await self._ready.wait()
+
+    def demand(self, group_count: int) -> None:
+        """Grants the server credit for further groups."""
+        self._owed += group_count
+        if self._ready.is_set():
+            self._send(Request(demand=Demand(group_count=group_count)))
+
+    async def next_group(self) -> trajectory_pb2.TrajectoryGroup:
+        """The next group delivered, each once."""
+        return await self._arrived.get()
+
+    def receipt(self, groups: list[trajectory_pb2.TrajectoryGroup], step: int) -> None:
+        """Says that a step used these groups."""
+        ids = [self._settle(group.group_id, step) for group in groups]
+        self._step = step
+        if ids:
+            self._send(Request(receipt=GroupReceipt(delivery_ids=ids, step=step)))
+
+    def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
+        """Says that a group is of no use and must not come again."""
+        delivery_id = self._settle(group.group_id, 0)
+        rejection = Rejection(reason=reason, message=message)
+        self._send(Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection)))
+
+    def checkpoint(self, step: int) -> None:
+        """Says that receipts up to `step` are final."""
+        self._final_step = step
+        self._send(Request(checkpoint=CheckpointNotice(step=step)))
+
+    def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt]:
+        """Asks for a staged version; the trainer holds it from now on.
+
+        The future fails with WeightsRefused. A lost stream does not fail it: once the server is
+        back and up to date it succeeds.
+        """
+        future: asyncio.Future[SwitchReceipt] = asyncio.get_running_loop().create_future()
+        self._switches[weight_version] = future
+        self._held = weight_version
+        self.repeat_switch()
+        return future
+
+    def repeat_switch(self) -> None:
+        """Asks again for the version the trainer holds; for `restore`."""
+        switch = SwitchWeights(weight_version=self._held, in_flight=self._in_flight)
+        self._send(Request(switch_weights=switch))
+
+    async def close(self, *, timeout_seconds: float = 10.0) -> None:
+        """Half-closes; returns when the server has ended the stream, or after the timeout."""
+        self._closing = True
+        if self._outgoing is None:
+            return
+        self._outgoing.put_nowait(None)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._call.code()
+        except (TimeoutError, grpc.aio.AioRpcError):
+            self._call.cancel()
+
+    # The stream itself.
+
+    async def _connect(self, reason: str) -> trainer_service_pb2.Welcome:
+        deadline = time.monotonic() + self._give_up_after
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._channel.channel_ready()
+                    return await self._greet()
+            except TimeoutError as error:
+                raise ServerGone(
+                    f"no server for {self._give_up_after:g} s{f': {reason}' if reason else ''}"
+                ) from error
+            except grpc.aio.AioRpcError as error:
+                reason = self._explain(error)
+            # A server that is away is awaited above; this one answers, and refuses for now.
+            await asyncio.sleep(min(backoff, max(0.0, deadline - time.monotonic())))
+            backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
+
+    async def _greet(self) -> trainer_service_pb2.Welcome:
+        # Greater than that of any earlier start, on a clock that does not run backwards between
+        # them.
+        self._epoch = max(self._epoch + 1, time.time_ns())
+        self._outgoing = asyncio.Queue()
+        hello = Hello(
+            run_id=self._run_id,
+            trainer_epoch=self._epoch,
+            weight_version=self._held,
+            resume_step=self._step,
+            staleness=self._contract,
+        )
+        self._outgoing.put_nowait(Request(hello=hello))
+        method: grpc.aio.StreamStreamMultiCallable[
+            trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
+        ] = self._channel.stream_stream(
+            EXCHANGE,
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(trainer_service_pb2.ExchangeResponse),
+        )
+        self._call = method(_drain(self._outgoing))
+        first = await self._receive()
+        if first is None or first.WhichOneof("message") != "welcome":
+            self._outgoing = None
+            raise SessionRefused("the server did not answer Hello with Welcome")
+        return first.welcome
+
+    async def _receive(self) -> trainer_service_pb2.ExchangeResponse | None:
+        """The next message; None where the server has ended the stream."""
+        message = await self._call.read()
+        if message is grpc.aio.EOF:
+            return None
+        return cast("trainer_service_pb2.ExchangeResponse", message)
+
+    async def _read(self) -> str:
+        """Handles messages until the stream ends; returns why it did."""
+        try:
+            while (response := await self._receive()) is not None:
+                self._handle(response)
+        except grpc.aio.AioRpcError as error:
+            if self._closing:
+                return ""
+            self._outgoing = None
+            return self._explain(error)
+        self._outgoing = None
+        return "it ended the stream"
+
+    def _explain(self, error: grpc.aio.AioRpcError) -> str:
+        """Why the stream is lost. Raises SessionRefused where connecting again would not help."""
+        failure = read_failure(error)
+        text = f"{failure.reason or failure.code.name}: {failure.message}"
+        if failure.reason == Reason.SESSION_REPLACED or failure.code in FINAL_CODES:
+            raise SessionRefused(f"the server refuses this trainer: {text}") from error
+        return text
+
+    def _handle(self, response: trainer_service_pb2.ExchangeResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "delivery":
+            self._take(response.delivery)
+        elif kind == "weight_receipt":
+            self._switched(response.weight_receipt)
+        elif kind == "notice":
+            log.warning("%s: %s", response.notice.reason, response.notice.message)
+            if self.on_notice is not None:
+                self.on_notice(response.notice)
+
+    def _take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
+        group_id = delivery.group.group_id
+        known = group_id in self._in_hand or group_id in self._settled
+        if not known:
+            self._owed = max(0, self._owed - 1)
+            self._in_hand[group_id] = delivery.delivery_id
+            self._arrived.put_nowait(delivery.group)
+            return
+        # Sent again after a lost stream: it used credit that was meant for another group.
+        self._send(Request(demand=Demand(group_count=1)))
+        if group_id in self._in_hand:
+            self._in_hand[group_id] = delivery.delivery_id
+            return
+        receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], step=self._settled[group_id])
+        if not receipt.step:
+            receipt.rejection.reason = "REFUSED_BEFORE"
+        self._send(Request(receipt=receipt))
+        if 0 < receipt.step <= self._final_step:
+            self._send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
+
+    def _switched(self, receipt: weights_pb2.WeightReceipt) -> None:
+        version = receipt.weight_version
+        future = self._switches.pop(version, None)
+        if receipt.active_weight_version == version:
+            if future is not None and not future.done():
+                pause = receipt.pause.ToNanoseconds() / 1e9
+                future.set_result(SwitchReceipt(version, pause))
+            return
+        error = WeightsRefused(
+            f"the server refuses to switch to version {version} and stays at "
+            f"{receipt.active_weight_version}: {receipt.rejection.reason}: "
+            f"{receipt.rejection.message}"
+        )
+        if future is None or future.done():
+            raise error
+        future.set_exception(error)
+
+    def _resume(self, welcome: trainer_service_pb2.Welcome) -> None:
+        """The server is up to date again: what it was asked before the loss is asked once more."""
+        if welcome.active_weight_version == self._held:
+            future = self._switches.pop(self._held, None)
+            if future is not None and not future.done():
+                future.set_result(SwitchReceipt(self._held, 0.0))
+        self._ready.set()
+        self._send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
+        if self._owed:
+            self._send(Request(demand=Demand(group_count=self._owed)))
+        log.warning("connected again; the server samples version %d", welcome.active_weight_version)
+
+    def _settle(self, group_id: str, step: int) -> int:
+        self._settled[group_id] = step
+        while len(self._settled) > REMEMBERED_GROUPS:
+            self._settled.popitem(last=False)
+        return self._in_hand.pop(group_id)
+
+    def _send(self, request: trainer_service_pb2.ExchangeRequest) -> None:
+        # Without a stream nothing is kept: each kind of message is made good when it is back.
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(request)
+
+
+async def _drain(
+    queue: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None],
+) -> AsyncIterator[trainer_service_pb2.ExchangeRequest]:
+    """The stream's requests; None half-closes it."""
+    while (request := await queue.get()) is not None:
+        yield request

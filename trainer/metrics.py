@@ -1,0 +1,265 @@
+"""What each step was like: one record, shown to a person, kept as JSONL and for TensorBoard, and
+traced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from opentelemetry import metrics, trace
+from opentelemetry.trace import Link, Span
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from penstock.wire import telemetry
+
+ROWS_SHOWN = 16
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step; the field names are the keys of `metrics.jsonl`. Times are unix seconds."""
+
+    step: int
+    weight_version: int = 0
+    """Version of the weights the step made."""
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    lag_mean: float = 0.0
+    """Versions behind the trainer, over the tokens young enough to be trained."""
+    lag_max: int = 0
+    tokens: int = 0
+    """Policy tokens in the batch."""
+    tokens_trained: int = 0
+    """Tokens in the loss: young enough, and of a group that has a gradient."""
+    tokens_masked: int = 0
+    """Policy tokens left out for their age."""
+    groups: int = 0
+    groups_without_gradient: int = 0
+    groups_failed: int = 0
+    """Groups refused since the step before, because every trajectory had failed."""
+    failures: int = 0
+    """Failed trajectories, those of refused groups included."""
+    applied: bool = True
+    """Whether the weights changed."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    clip_fraction: float = 0.0
+    logprob_diff_mean: float = 0.0
+    logprob_diff_max: float = 0.0
+    seconds: float = 0.0
+    """From the beginning of this step's gathering to that of the next one's."""
+    seconds_wait: float = 0.0
+    seconds_train: float = 0.0
+    """Packing, forward and backward passes, optimizer."""
+    seconds_upload: float = 0.0
+    seconds_switch: float = 0.0
+    """From the request to its receipt; the next step's gathering has begun meanwhile."""
+    seconds_checkpoint: float = 0.0
+    idle_ratio: float = 0.0
+    """Part of the step in which the trainer waited for groups."""
+    pause_seconds: float = 0.0
+    """How long generation stood still for the switch."""
+    upload_bytes: int = 0
+    time: float = 0.0
+    """When the record was made."""
+    time_gather_start: float = 0.0
+    time_gather_end: float = 0.0
+    time_train_start: float = 0.0
+    time_train_end: float = 0.0
+    time_upload_start: float = 0.0
+    time_upload_end: float = 0.0
+    time_switch_start: float = 0.0
+    time_switch_end: float = 0.0
+    traceparents: list[str] = field(default_factory=list[str])
+    """Trace context of each trajectory in the batch; traced, not written."""
+
+
+class Scalars(Protocol):
+    """The part of TensorBoard's writer that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Writes each record wherever records go."""
+
+    def __init__(self, folder: Path, scalars: Scalars, console: Console, *, steps: int) -> None:
+        """`folder` gets `metrics.jsonl`, to whose end records are added."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._scalars = scalars
+        self._display = _Display(console, steps)
+        self._tracer = trace.get_tracer("penstock.trainer")
+        self._instruments = _Instruments()
+
+    def begin_step(self, step: int) -> Span:
+        """The step's span, in a trace of its own; `write` ends it."""
+        return self._tracer.start_span("penstock.step", attributes={"penstock.step": step})
+
+    def write(self, record: StepRecord, span: Span) -> None:
+        """The step is over, its switch answered."""
+        figures = asdict(record)
+        traceparents = record.traceparents
+        del figures["traceparents"]
+        self._file.write(json.dumps(figures) + "\n")
+        self._file.flush()
+        for name, value in figures.items():
+            if isinstance(value, int | float) and not name.startswith("time"):
+                self._scalars.add_scalar(f"train/{name}", float(value), record.step)
+        self._scalars.flush()
+        self._trace(record, span, traceparents)
+        self._instruments.record(record)
+        self._display.show(record)
+
+    def close(self) -> None:
+        """Flushes and ends the display."""
+        self._file.close()
+        self._scalars.close()
+        self._display.close()
+
+    def _trace(self, record: StepRecord, span: Span, traceparents: Sequence[str]) -> None:
+        """Ties both ways: the step's span links to the trajectories' spans, and each of their
+        traces gets a child that lies where the step computed and links to it."""
+        start, end = int(record.time_train_start * 1e9), int(record.time_train_end * 1e9)
+        attributes = {
+            "penstock.step": record.step,
+            "penstock.weight_version": record.weight_version,
+        }
+        for traceparent in traceparents:
+            context = telemetry.from_traceparent(traceparent)
+            caller = trace.get_current_span(context).get_span_context()
+            if not caller.is_valid:
+                continue
+            span.add_link(caller)
+            child = self._tracer.start_span(
+                "penstock.train",
+                context=context,
+                links=[Link(span.get_span_context())],
+                start_time=start,
+                attributes=attributes,
+            )
+            child.end(end)
+        span.set_attributes(
+            {
+                **attributes,
+                "penstock.reward_mean": record.reward_mean,
+                "penstock.lag_mean": record.lag_mean,
+                "penstock.tokens": record.tokens,
+                "penstock.pause_seconds": record.pause_seconds,
+            }
+        )
+        span.end()
+
+
+class _Instruments:
+    """OpenTelemetry's instruments; no-ops without an SDK."""
+
+    def __init__(self) -> None:
+        meter = metrics.get_meter("penstock.trainer")
+        self._reward = meter.create_histogram("penstock.trainer.reward_mean")
+        self._lag = meter.create_histogram("penstock.trainer.lag_mean", unit="{version}")
+        self._idle = meter.create_histogram("penstock.trainer.idle_ratio", unit="1")
+        self._seconds = meter.create_histogram("penstock.trainer.step.duration", unit="s")
+        self._pause = meter.create_histogram("penstock.trainer.pause.duration", unit="s")
+        self._tokens = meter.create_counter("penstock.trainer.tokens", unit="{token}")
+        self._masked = meter.create_counter("penstock.trainer.tokens_masked", unit="{token}")
+        self._bytes = meter.create_counter("penstock.trainer.upload", unit="By")
+        self._failures = meter.create_counter("penstock.trainer.failures", unit="{trajectory}")
+
+    def record(self, record: StepRecord) -> None:
+        self._reward.record(record.reward_mean)
+        self._lag.record(record.lag_mean)
+        self._idle.record(record.idle_ratio)
+        self._seconds.record(record.seconds)
+        self._pause.record(record.pause_seconds)
+        self._tokens.add(record.tokens)
+        self._masked.add(record.tokens_masked)
+        self._bytes.add(record.upload_bytes)
+        self._failures.add(record.failures)
+
+
+class _Display:
+    """A live table in a terminal, plain lines otherwise."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._recent: list[StepRecord] = []
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        if self._live is not None:
+            self._live.start()
+
+    def show(self, record: StepRecord) -> None:
+        if self._live is None:
+            self._console.print(self._line(record), soft_wrap=True, highlight=False, markup=False)
+            return
+        self._recent = [*self._recent, record][-ROWS_SHOWN:]
+        self._live.update(self._table(), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self, r: StepRecord) -> str:
+        return (
+            f"step {r.step}/{self._steps}  reward {r.reward_mean:.3f}  lag {r.lag_mean:.2f}"
+            f" (max {r.lag_max})  masked {r.tokens_masked}  tokens {r.tokens}"
+            f"  seconds {r.seconds:.2f} = wait {r.seconds_wait:.2f} + train {r.seconds_train:.2f}"
+            f" + upload {r.seconds_upload:.2f}  idle {r.idle_ratio:.0%}"
+            f"  pause {r.pause_seconds:.3f}  {r.upload_bytes / 1e6:.0f} MB"
+            f"  logprob diff {r.logprob_diff_mean:.4f} (max {r.logprob_diff_max:.3f})"
+            f"  no gradient {r.groups_without_gradient}/{r.groups}  failed {r.failures}"
+        )
+
+    def _table(self) -> Table:
+        table = Table(title=f"penstock train: step {self._recent[-1].step} of {self._steps}")
+        names = (
+            "step", "reward", "lag", "max", "masked", "tokens", "seconds", "wait", "train",
+            "upload", "idle", "pause", "MB", "diff", "flat", "failed",
+        )  # fmt: skip
+        for name in names:
+            table.add_column(name, justify="right")
+        for r in self._recent:
+            table.add_row(
+                str(r.step),
+                f"{r.reward_mean:.3f}",
+                f"{r.lag_mean:.2f}",
+                str(r.lag_max),
+                str(r.tokens_masked),
+                str(r.tokens),
+                f"{r.seconds:.2f}",
+                f"{r.seconds_wait:.2f}",
+                f"{r.seconds_train:.2f}",
+                f"{r.seconds_upload:.2f}",
+                f"{r.idle_ratio:.0%}",
+                f"{r.pause_seconds:.3f}",
+                f"{r.upload_bytes / 1e6:.0f}",
+                f"{r.logprob_diff_mean:.4f}",
+                f"{r.groups_without_gradient}/{r.groups}",
+                str(r.failures),
+            )
+        return table
+
+
+def keep_until(folder: Path, step: int) -> None:
+    """Removes from `metrics.jsonl` what a resumed run is about to do again; all of it at step
+    zero."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            break  # The killed trainer wrote half a line.
+    path.write_text("".join(kept), encoding="utf-8")

@@ -1,0 +1,67 @@
+"""The policy seam: what the trainer asks of a model and its optimizer, and nothing of how it is
+done.
+
+`fsdp_policy.FsdpPolicy` is the default. All methods are called from one thread, which is not the
+event loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.trainer.batching import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did; the means are over trained tokens, zero where there were
+    none."""
+
+    applied: bool
+    """Whether the weights changed; they do not without a gradient, or with one that is not
+    finite."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+    learning_rate: float = 0.0
+    clip_fraction: float = 0.0
+    """Part of the trained tokens whose gradient the ratio's clip removed."""
+    logprob_diff_mean: float = 0.0
+    """Mean |recomputed - sampled log-probability|: the trainer's and the engine's arithmetic, and
+    lag."""
+    logprob_diff_max: float = 0.0
+
+
+class Policy(Protocol):
+    """A model being trained."""
+
+    def step(self, batches: Sequence[MicroBatch], token_count: int) -> StepResult:
+        """One optimizer step; `token_count` is the denominator of the token mean.
+
+        Without batches nothing changes, the schedule and the optimizer's moments included.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a full upload with its Hugging Face name, always in the same order.
+
+        The tensors are the live ones: they hold until the next `step`. Tied ones come once.
+        """
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """Writes a model folder that transformers loads, tokenizer included."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes `save_model` and what it takes to go on: optimizer, schedule, random state."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, exactly. Raises CheckpointUnusable."""
+        ...
