@@ -12,6 +12,7 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from penstock.server.admission import Admission
 from penstock.server.errors import DomainError, FieldInvalid
@@ -38,6 +39,16 @@ Failure = twin(trajectory_pb2.Failure)
 KEPT_UNGROUPED = 1_000
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What a close came to."""
+
+    group_completed: bool = False
+    """Whether it was the group's last."""
+    retried: bool = False
+    """Whether the attempt failed and will be made again."""
+
+
 class Closing:
     """Closes what agents judged, and what leases gave back."""
 
@@ -62,8 +73,8 @@ class Closing:
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason, retried ones included."""
 
-    async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> bool:
-        """Closes a trajectory with its outcome; returns whether that completed its group.
+    async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
+        """Closes a trajectory with its outcome.
 
         Raises TRAJECTORY_UNKNOWN, LEASE_EXPIRED, TURN_IN_FLIGHT, OUTCOME_DIFFERS.
         """
@@ -79,7 +90,7 @@ class Closing:
                 )
             # Whoever repeats a close may have to wait for the first one's append.
             await self._journal.append([])
-            return mark.group_completed
+            return Closed(mark.group_completed, mark.retried)
         record = self._store.find(trajectory_id)
         if record is None:
             if attempt is None:
@@ -108,13 +119,13 @@ class Closing:
         closing: list[TrajectoryRecord],
         attempt: Attempt | None,
         outcome: trajectory_pb2.Outcome,
-    ) -> bool:
+    ) -> Closed:
         record = closing[-1]
         failed = outcome.HasField("failure")
         if failed:
             self.failures[outcome.failure.reason] += 1
         for member in closing:
-            self._store.close(member, outcome, group_completed=False)
+            self._store.close(member, outcome)
         records: list[Record] = [
             OutcomeRecorded(
                 member.trajectory_id, member.group_id, member.message().SerializeToString()
@@ -125,18 +136,23 @@ class Closing:
             if not record.parent_trajectory_id:
                 self._keep_ungrouped(record)
             await self._journal.append(records)
-            return False
+            return Closed()
         settled = self._queue.settle(attempt, failed=failed)
         if not settled.final:
             for member in closing:
                 self._store.forget(member.trajectory_id)
         completed = self._put_together(settled, records)
-        if completed is not None:
-            self._store.remember(record.trajectory_id, outcome, group_completed=True)
+        closed = Closed(completed is not None, retried=not settled.final)
+        self._store.remember(
+            record.trajectory_id,
+            outcome,
+            group_completed=closed.group_completed,
+            retried=closed.retried,
+        )
         await self._journal.append(records)
         if completed is not None:
             self._offer(completed)
-        return completed is not None
+        return closed
 
     def _put_together(self, settled: Settled, records: list[Record]) -> BufferedGroup | None:
         for trajectory_id in settled.discarded:
@@ -256,7 +272,7 @@ class Closing:
             )
             self._store.add(record, bounded=False)
         for member in (*record.open_branches(), record):
-            self._store.close(member, outcome, group_completed=False)
+            self._store.close(member, outcome)
             records.append(
                 OutcomeRecorded(
                     member.trajectory_id, member.group_id, member.message().SerializeToString()

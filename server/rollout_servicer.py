@@ -499,7 +499,10 @@ class RolloutServicer:
         attempt = self._attempt_of_root(record)
         if attempt is not None:
             self._queue.renew(attempt.trajectory_id)
-        return GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
+        response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
+        if record.turn is not None and not record.turn.in_flight:
+            response.last_turn.CopyFrom(self._finished(record.turn))
+        return response
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class Attempt:
     holder: Holder | None = None
     deadline: float = 0.0
     open_calls: int = 0
+    orphaned: bool = False
+    """Its lease stream was lost, and no call has reached it since."""
     leased: bool = False
     final: bool = False
 
@@ -323,17 +325,24 @@ class TaskQueue:
         attempt = self._attempts.get(trajectory_id)
         if attempt is None:
             return False
+        attempt.orphaned = False
         self._touch(attempt)
         return True
 
     def call_began(self, attempt: Attempt) -> None:
         """A call on the trajectory is open: its lease does not run."""
         attempt.open_calls += 1
+        attempt.orphaned = False
 
     def call_ended(self, attempt: Attempt) -> None:
-        """The call is over: the lease runs from now."""
-        attempt.open_calls -= 1
-        self._touch(attempt)
+        """The call is over: the lease runs from now, or what the grace leaves of it."""
+        attempt.open_calls = max(0, attempt.open_calls - 1)
+        if attempt.orphaned:
+            # A call that broke off with the stream is no sign of life.
+            attempt.deadline = self._clock() + self.rules.grace_seconds
+            self._arm(attempt.deadline)
+        else:
+            self._touch(attempt)
 
     def _touch(self, attempt: Attempt) -> None:
         deadline = self._clock() + self.rules.seconds
@@ -354,7 +363,7 @@ class TaskQueue:
         for trajectory_id in list(holder.held):
             attempt = self._attempts[trajectory_id]
             attempt.deadline = min(attempt.deadline, limit)
-            attempt.holder = None
+            attempt.holder, attempt.orphaned = None, True
             self._arm(attempt.deadline)
         holder.held.clear()
         for group in self._groups.values():
@@ -396,6 +405,7 @@ class TaskQueue:
         if attempt.holder is not None:
             attempt.holder.held.discard(attempt.trajectory_id)
         attempt.holder, attempt.leased, attempt.open_calls = None, False, 0
+        attempt.orphaned = False
         retry = (
             failed and group.task is not None and attempt.retry_count + 1 < self.rules.max_attempts
         )

@@ -117,5 +117,7 @@ class TaskServicer:
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         if not request.HasField("outcome"):
             raise FieldInvalid("outcome", "must be set")
-        completed = await self._closing.complete(trajectory_id, request.outcome)
-        return CompleteTrajectoryResponse(group_completed=completed)
+        closed = await self._closing.complete(trajectory_id, request.outcome)
+        return CompleteTrajectoryResponse(
+            group_completed=closed.group_completed, retried=closed.retried
+        )

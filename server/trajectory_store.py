@@ -177,6 +177,7 @@ class ClosedMark:
     outcome: bytes
     """The outcome, serialized deterministically, to recognise a repeated close."""
     group_completed: bool
+    retried: bool
 
 
 def outcome_bytes(outcome: trajectory_pb2.Outcome) -> bytes:
@@ -244,19 +245,22 @@ class TrajectoryStore:
         """What is remembered of a closed trajectory."""
         return self._closed.get(trajectory_id)
 
-    def close(
-        self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome, group_completed: bool
-    ) -> None:
+    def close(self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome) -> None:
         """Closes an open trajectory; its record stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
-        self.remember(record.trajectory_id, outcome, group_completed)
+        self.remember(record.trajectory_id, outcome)
 
     def remember(
-        self, trajectory_id: str, outcome: trajectory_pb2.Outcome, group_completed: bool
+        self,
+        trajectory_id: str,
+        outcome: trajectory_pb2.Outcome,
+        *,
+        group_completed: bool = False,
+        retried: bool = False,
     ) -> None:
         """Notes how an id was closed, so that a repeated close is recognised."""
-        self._closed[trajectory_id] = ClosedMark(outcome_bytes(outcome), group_completed)
+        self._closed[trajectory_id] = ClosedMark(outcome_bytes(outcome), group_completed, retried)
         while len(self._closed) > self._max_remembered:
             self._closed.popitem(last=False)
 

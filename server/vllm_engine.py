@@ -19,12 +19,13 @@ import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportU
 
 # isort: split
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -48,6 +49,7 @@ from penstock.server.vllm_options import describe_options, engine_arguments
 from penstock.server.vllm_process import SHUTDOWN_SECONDS, EngineOwner, LoadReport
 
 if TYPE_CHECKING:
+    import zmq
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -58,6 +60,7 @@ __all__ = ["VllmEngine", "describe_options", "engine_arguments"]
 T = TypeVar("T")
 
 BASE_VERSION = 0
+EXIT_SECONDS = 2.0
 # vLLM silently raises a temperature between zero and this to it.
 LOWEST_TEMPERATURE = 0.01
 
@@ -107,18 +110,24 @@ class VllmEngine:
         # The first step of a process costs seconds on the CPU; nobody's turn should pay for it.
         prompt = np.zeros(1, np.int32)
         sampling = Sampling(max_tokens=2)
-        async for _ in self.generate(EngineRequest("warm-up", prompt, sampling, "warm-up")):
+        warm_up = EngineRequest("warm-up", prompt, sampling, "warm-up")
+        async for _ in await self.generate(warm_up):
             pass
 
     @property
     def description(self) -> EngineDescription:
         return self._description
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
+        # The engine process reads its commands in order: it has this request before a later pause.
         collector = await self._submit(request)
         # vLLM appends to this list as labels change, before it hands over their tokens.
         state = self._llm.output_processor.request_states.get(collector.request_id)
-        starts = state.weight_version_starts if state else None
+        return self._deltas(collector, state.weight_version_starts if state else None)
+
+    async def _deltas(
+        self, collector: RequestOutputCollector, starts: Sequence[tuple[str, int]] | None
+    ) -> AsyncGenerator[Delta]:
         finished = False
         position = 0
         try:
@@ -184,13 +193,14 @@ class VllmEngine:
             handler.cancel()
             await asyncio.wait([handler])
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
-        self._llm.engine_core.resources.ctx.destroy(linger=0)
+        context = cast("zmq.Context[zmq.Socket[bytes]]", self._llm.engine_core.resources.ctx)  # pyright: ignore[reportUnknownMemberType]
+        context.destroy(linger=0)
         self._owner.release()
 
     async def _submit(self, request: EngineRequest) -> RequestOutputCollector:
-        params = self._sampling_params(request)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.cache_salt)
         try:
+            params = self._sampling_params(request)
             return await self._llm.add_request(
                 request.request_id,
                 prompt,
@@ -200,6 +210,8 @@ class VllmEngine:
             )
         except EngineDeadError as error:
             raise EngineLost(self._reason()) from error
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
     def _cut(
         self,
@@ -279,16 +291,24 @@ class VllmEngine:
         return cast("asyncio.Task[None] | None", self._llm.output_handler)  # pyright: ignore[reportUnknownMemberType]
 
     def _note_death(self, _: asyncio.Task[None]) -> None:
-        if not self._closing and not self._death.done():
+        if not self._closing:
+            self._mourning = asyncio.create_task(self._mourn())
+
+    async def _mourn(self) -> None:
+        # A dying process closes its pipes, which is what vLLM notices, before it has an exit code.
+        for process in self._manager.processes:
+            await asyncio.to_thread(process.join, EXIT_SECONDS)
+        if not self._death.done():
             self._death.set_result(self._reason())
+
+    @property
+    def _manager(self) -> CoreEngineProcManager:
+        return cast("CoreEngineProcManager", self._llm.engine_core.resources.engine_manager)
 
     def _reason(self) -> str:
         if self._closing:
             return "the engine was closed"
-        manager = cast(
-            "CoreEngineProcManager | None", self._llm.engine_core.resources.engine_manager
-        )
-        ended = manager.finished_procs() if manager else {}
+        ended = self._manager.finished_procs()
         exits = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
         return f"the vLLM engine process ended: {exits or 'no exit code yet'}"
 

@@ -80,6 +80,18 @@ def test_the_answer_is_found_in_a_reply(text: str, expected: str, answer: str) -
     assert rewards.extract_answer(text, expected) == answer
 
 
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "letter_counting", "leg_counting"])
+def test_the_right_answer_to_any_data_set_is_rewarded(name: str) -> None:
+    from penstock.trainer.config import ReasoningGymConfig
+    from penstock.trainer.tasks import ReasoningGymSource
+
+    problem = ReasoningGymSource(ReasoningGymConfig(name=name)).problem(3)
+    task = Task("t", prompt=problem.messages[-1][1], metadata=problem.metadata)
+    right = f"Let me see. <answer>{problem.metadata['answer']}</answer>"
+    assert rewards.reasoning_gym_score(task, Answer(right)) == 1.0
+    assert rewards.reasoning_gym_score(task, Answer("I would rather not say")) < 0.5
+
+
 def test_printable_characters_are_a_share_of_the_tokens() -> None:
     task = Task("t", prompt="x")
     assert rewards.printable_share(task, Answer("ab\n\ufffd", token_count=8)) == 0.25
@@ -197,14 +209,14 @@ async def test_the_first_process_to_die_is_named_with_the_end_of_its_log(tmp_pat
     worker = Process.start(shell(tmp_path, "worker", "echo out of luck; kill -9 $$"))
     with pytest.raises(ProcessFailed, match=r"(?s)worker was ended by SIGKILL.*out of luck"):
         await wait_for(trainer, [worker])
-    await processes.stop_all([trainer, worker])
+    await processes.break_off([trainer, worker])
 
 
 async def test_the_run_is_over_when_the_trainer_has_ended_well(tmp_path: Path) -> None:
     trainer = Process.start(shell(tmp_path, "trainer", "exit 0"))
     worker = Process.start(shell(tmp_path, "worker", "exec sleep 60"))
     await wait_for(trainer, [worker])
-    await processes.stop_all([trainer, worker])
+    await processes.end([trainer, worker])
 
 
 async def test_a_worker_that_ends_early_fails_the_run_even_without_an_error(tmp_path: Path) -> None:
@@ -212,7 +224,7 @@ async def test_a_worker_that_ends_early_fails_the_run_even_without_an_error(tmp_
     worker = Process.start(shell(tmp_path, "worker", "exit 0"))
     with pytest.raises(ProcessFailed, match="worker exited 0"):
         await wait_for(trainer, [worker])
-    await processes.stop_all([trainer, worker])
+    await processes.break_off([trainer, worker])
 
 
 async def test_stopping_a_process_takes_its_children_along(tmp_path: Path) -> None:
@@ -220,19 +232,16 @@ async def test_stopping_a_process_takes_its_children_along(tmp_path: Path) -> No
     command = shell(tmp_path, "server", "sleep 60 & echo child $!; wait")
     process = Process.start(command, lines.put_nowait)
     child = int(await first_match(re.compile(r"child (\d+)"), lines, process))
-    await process.stop()
+    await process.stop(patience=10)
     await until_gone(child)
 
 
-async def test_a_process_that_ignores_the_request_to_end_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "SECONDS_TO_STOP", 0.2)
+async def test_a_process_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     command = shell(tmp_path, "server", "trap '' TERM; echo ready now; while :; do sleep 1; done")
     process = Process.start(command, lines.put_nowait)
     await first_match(re.compile("(ready)"), lines, process)
-    await process.stop()
+    await process.stop(patience=0.2)
     assert await process.wait() == -signal.SIGKILL
 
 

@@ -94,7 +94,7 @@ def request(
 
 
 async def run(engine: VllmEngine, asked: EngineRequest) -> Turn:
-    return merge([delta async for delta in engine.generate(asked)])
+    return merge([delta async for delta in await engine.generate(asked)])
 
 
 def merge(deltas: list[Delta]) -> Turn:
@@ -216,7 +216,7 @@ async def test_a_seed_makes_a_turn_repeatable(engine: VllmEngine):
 async def test_deltas_are_gathered_but_the_first_and_the_last_never_wait(
     engine: VllmEngine, interval: int
 ):
-    deltas = [d async for d in engine.generate(request(stream_interval=interval))]
+    deltas = [d async for d in await engine.generate(request(stream_interval=interval))]
     assert len(deltas[0].token_ids) == 1
     assert all(len(d.token_ids) >= interval for d in deltas[1:-1])
     assert merge(deltas).token_ids == (await run(engine, request())).token_ids
@@ -234,7 +234,7 @@ async def test_aborted_and_continued_greedy_text_is_that_of_one_turn(
         sampling = replace(GREEDY, max_tokens=120 - len(token_ids))
         asked = request((*PROMPT, *token_ids), sampling, stream_interval=interval, cache_salt="c")
         deltas: list[Delta] = []
-        async for delta in engine.generate(asked):
+        async for delta in await engine.generate(asked):
             deltas.append(delta)
             if len(deltas) == 3 and delta.finish is None:
                 await engine.abort([asked.request_id, "nobody"])
@@ -258,7 +258,7 @@ async def test_an_abort_leaves_the_engine_idle(engine: VllmEngine):
 
 
 async def test_closing_the_iterator_stops_the_request(engine: VllmEngine):
-    deltas = engine.generate(request(sampling=replace(GREEDY, max_tokens=900)))
+    deltas = await engine.generate(request(sampling=replace(GREEDY, max_tokens=900)))
     await anext(deltas)
     await deltas.aclose()
     assert engine.stats().running == 0
@@ -272,7 +272,7 @@ async def first_token(engine: VllmEngine) -> None:
 
 async def test_nothing_is_sampled_while_paused(engine: VllmEngine):
     asked = request(sampling=replace(GREEDY, max_tokens=60))
-    deltas = engine.generate(asked)
+    deltas = await engine.generate(asked)
     got = [await anext(deltas)]
     await engine.pause(drop_cache=False)
     other = asyncio.create_task(run(engine, request()))
@@ -291,7 +291,7 @@ async def test_nothing_is_sampled_while_paused(engine: VllmEngine):
 
 async def test_an_abort_while_paused_keeps_what_was_sampled(engine: VllmEngine):
     asked = request(sampling=replace(GREEDY, max_tokens=900), stream_interval=50)
-    deltas = engine.generate(asked)
+    deltas = await engine.generate(asked)
     got = [await anext(deltas)]
     await engine.pause(drop_cache=False)
     await engine.abort([asked.request_id])
@@ -365,7 +365,8 @@ async def test_every_token_carries_the_version_whose_weights_sampled_it(
     sampling = Sampling(max_tokens=400, temperature=1.0, ignore_eos=True)
     prompts = [(*PROMPT, index) for index in range(4)]
     streams = [
-        engine.generate(request(prompt, sampling, stream_interval=interval)) for prompt in prompts
+        await engine.generate(request(prompt, sampling, stream_interval=interval))
+        for prompt in prompts
     ]
     turns = [asyncio.create_task(gather(stream)) for stream in streams]
     for step in range(1, 5):
@@ -456,7 +457,8 @@ def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
     return [
         child
         for child in parent.children(recursive=True)
-        if "resource_tracker" not in " ".join(child.cmdline())
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "resource_tracker" not in " ".join(child.cmdline())
     ]
 
 
@@ -496,7 +498,7 @@ async def main():
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     request = EngineRequest("traced", np.arange(9, dtype=np.int32), Sampling(max_tokens=3), "s",
                             trace_headers={"traceparent": parent})
-    async for delta in engine.generate(request):
+    async for delta in await engine.generate(request):
         pass
     for span in spans.get_finished_spans():
         if span.name == "llm_request" and span.parent:

@@ -13,12 +13,17 @@ from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure
 from tests.fakes import expected_tokens
 from tests.harness import (
+    CompleteTrajectoryRequest,
+    Failure,
     GenerateRequest,
+    GetTrajectoryRequest,
     Harness,
     LeaseTasksRequest,
+    Outcome,
     RenewLeaseRequest,
     SubmitTasksRequest,
     Task,
+    Wire,
     collect,
     hello,
     sampling,
@@ -304,3 +309,42 @@ async def test_the_queue_is_bounded_and_says_so(tmp_path: Path) -> None:
         assert found.reason == "QUEUE_FULL"
         assert found.retry_after_seconds
         assert (await submit(harness, task("c")))[0] == 1
+
+
+async def test_a_turn_cut_off_with_its_agent_leaves_only_the_grace(tmp_path: Path) -> None:
+    async with serve(tmp_path, "leases.grace_seconds=0.3", step_seconds=0.02) as harness:
+        await submit(harness, task("a", 1, sampling_params=sampling(400)))
+        channel = grpc.aio.insecure_channel(harness.address)
+        dying = Wire(channel)
+        leases = dying.LeaseTasks(LeaseTasksRequest(agent_id="dying", concurrency=1))
+        attempt = await take(leases)
+        turn = dying.Generate(GenerateRequest(trajectory_id=attempt.trajectory_id))
+        await turn.read()
+        # What a kill -9 looks like: every call of the process ends at once.
+        await channel.close()
+        again = await take(lease(harness, 1), seconds=3)
+        assert again.retry_count == 1
+        assert not harness.serving.turns.in_flight
+
+
+async def test_a_close_says_whether_the_attempt_is_made_again(harness: Harness) -> None:
+    await submit(harness, task("a", 1))
+    call = lease(harness, 1)
+    for retried in (True, True, False):
+        attempt = await take(call)
+        for _ in range(2):  # Said again, it is answered the same.
+            answer = await harness.wire.CompleteTrajectory(
+                CompleteTrajectoryRequest(
+                    trajectory_id=attempt.trajectory_id,
+                    outcome=Outcome(failure=Failure(reason="X")),
+                )
+            )
+            assert answer.retried == retried
+            assert answer.group_completed != retried
+
+
+async def test_a_lost_stream_finds_how_the_turn_ended(harness: Harness) -> None:
+    turn = await harness.generate("t", text="hello", sampling_params=sampling(5))
+    answer = await harness.wire.GetTrajectory(GetTrajectoryRequest(trajectory_id="t"))
+    assert answer.last_turn == turn.finished
+    assert answer.last_turn.text

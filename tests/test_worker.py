@@ -352,7 +352,7 @@ async def test_a_close_that_is_refused_fails_or_loses_the_attempt_and_no_more(pe
     async def agent(task, trajectory):
         return 1.0
 
-    statistics = await penstock.work(agent, concurrency=1, attempts=3)
+    statistics = await penstock.work(agent, concurrency=2, attempts=3)
     # The first reward and its failure are both refused, then the second reward alone.
     assert reasons(server) == {"MESSAGE_TOO_LARGE": 1} and rewards(server) == [1.0]
     assert (statistics.lost_count, statistics.failed_count, statistics.scored_count) == (1, 1, 1)

@@ -27,7 +27,7 @@ class Section(BaseModel):
 class ServerConfig(Section):
     """The rollout server."""
 
-    address: str = "127.0.0.1:50151"
+    address: str = "127.0.0.1:50051"
     """HOST:PORT it listens on."""
     give_up_after_seconds: float = Field(default=120.0, gt=0)
     """How long the server may be away, at the start or in mid-run, before the trainer stops."""

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import grpc
@@ -60,6 +60,8 @@ class SwitchReceipt:
     weight_version: int
     pause_seconds: float
     """How long generation stood still; zero where a lost stream took the figure with it."""
+    received_at: float = field(default_factory=time.time)
+    """Unix seconds."""
 
 
 class Exchange:

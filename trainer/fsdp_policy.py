@@ -1,7 +1,7 @@
-"""The default policy: a Hugging Face causal language model, AdamW, on one process.
+"""The default policy: a Hugging Face causal language model and AdamW.
 
-The one module of the trainer that imports transformers. Suffixes as in `batching`; V is the
-vocabulary.
+The one module of the trainer that imports transformers. On one process the model is held whole:
+`fully_shard` would add its hooks and shard nothing. Suffixes as in `batching`; V is the vocabulary.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 
@@ -22,6 +22,7 @@ from safetensors.torch import (
 )
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import ModelConfig, TrainConfig
@@ -191,7 +192,14 @@ class FsdpPolicy:
             )
             self._steps = progress["optimizer_steps"]
             torch.set_rng_state(tensors.pop("random_state"))
-        except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
+        except (
+            ConfigInvalid,
+            OSError,
+            RuntimeError,
+            SafetensorError,
+            ValueError,
+            KeyError,
+        ) as error:
             raise CheckpointUnusable(f"{folder}: {error}") from error
         parameters = dict(self._module.named_parameters())
         self._optimizer.state.clear()
@@ -275,6 +283,8 @@ def learning_rate(step: int, train: TrainConfig, total_steps: int) -> float:
 
 
 def _load(path: str) -> tuple[_CausalModel, _Tokenizer]:
+    # Its bars would run through the live table.
+    transformers_logging.disable_progress_bar()
     try:
         model = cast("_Loader", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
         tokenizer = cast("_Loader", AutoTokenizer).from_pretrained(path)

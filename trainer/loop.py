@@ -107,23 +107,31 @@ class TrainingLoop:
         Ends after the last step or, sooner, when it is asked to stop.
         """
         async with asyncio.TaskGroup() as concluding:
-            conclusion = None
+            self._exchange.on_notice = lambda notice: self._heed(notice, concluding)
+            try:
+                await self._steps(concluding)
+            finally:
+                self._exchange.on_notice = None
+
+    async def _steps(self, concluding: asyncio.TaskGroup) -> None:
+        conclusion = None
+        if self.step < self._config.run.steps:
             self._exchange.demand(self._config.train.groups_per_step)
-            while self.step < self._config.run.steps:
-                record = StepRecord(self.step + 1, time_gather_start=time.time())
-                span = self._metrics.begin_step(record.step)
-                batch = await self._gather(record)
-                if batch is None:
-                    return
-                result = await self._train(batch, record)
-                if conclusion is not None:
-                    # The payload is the server's until it has answered the switch before.
-                    await conclusion
-                await self._publish(result, record)
-                switch = self._switch(batch, record)
-                await self._save_if_due(record)
-                record.seconds = time.time() - record.time_gather_start
-                conclusion = concluding.create_task(self._conclude(switch, record, span))
+        while self.step < self._config.run.steps:
+            record = StepRecord(self.step + 1, time_gather_start=time.time())
+            span = self._metrics.begin_step(record.step)
+            batch = await self._gather(record)
+            if batch is None:
+                return
+            result = await self._train(batch, record)
+            if conclusion is not None:
+                # The payload is the server's until it has answered the switch before.
+                await conclusion
+            await self._publish(result, record)
+            switch = self._switch(batch, record)
+            await self._save_if_due(record)
+            record.seconds = time.time() - record.time_gather_start
+            conclusion = concluding.create_task(self._conclude(switch, record, span))
 
     async def begin(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Agrees with the server on weights and tasks before the first step.
@@ -185,6 +193,12 @@ class TrainingLoop:
         _describe(batch, record)
         await self._retry(self._tasks.fill)
         return batch
+
+    def _heed(self, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup) -> None:
+        """A dropped group took its task with it; a requeued one did not."""
+        if notice.reason == "GROUP_DROPPED":
+            self._tasks.arrived()
+            group.create_task(self._retry(self._tasks.fill))
 
     async def _next_delivery(self) -> trajectory_pb2.TrajectoryGroup | None:
         """The next group, or None as soon as the run is to stop."""
@@ -283,7 +297,7 @@ class TrainingLoop:
         self, switch: asyncio.Future[SwitchReceipt], record: StepRecord, span: Span
     ) -> None:
         receipt = await switch
-        record.time_switch_end = record.time = time.time()
+        record.time_switch_end = record.time = receipt.received_at
         record.seconds_switch = record.time_switch_end - record.time_switch_start
         record.pause_seconds = receipt.pause_seconds
         record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0

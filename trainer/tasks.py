@@ -7,6 +7,7 @@ group that arrives, or that the server reports as dropped, means one less.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -172,6 +173,8 @@ class TaskFeeder:
         self._next_index = next_index
         self._outstanding = dict.fromkeys(outstanding)
         self._pending = 0
+        # Two fillers at once would submit the same indices.
+        self._filling = asyncio.Lock()
 
     @property
     def next_index(self) -> int:
@@ -196,20 +199,22 @@ class TaskFeeder:
     async def submit_again(self) -> None:
         """Submits what is outstanding to a server that may have lost it; what it knows is
         unharmed."""
-        indices = list(self._outstanding)
-        for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
-            await self._submit(indices[begin : begin + MOST_TASKS_PER_CALL])
+        async with self._filling:
+            indices = list(self._outstanding)
+            for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
+                await self._submit(indices[begin : begin + MOST_TASKS_PER_CALL])
         await self.fill()
 
     async def fill(self) -> None:
         """Submits until enough tasks wait, or the server's queue is full."""
-        while self._pending < self._target:
-            count = min(self._target - self._pending, MOST_TASKS_PER_CALL)
-            indices = range(self._next_index, self._next_index + count)
-            if not await self._submit(indices):
-                return
-            self._next_index = indices.stop
-            self._outstanding.update(dict.fromkeys(indices))
+        async with self._filling:
+            while self._pending < self._target:
+                count = min(self._target - self._pending, MOST_TASKS_PER_CALL)
+                indices = range(self._next_index, self._next_index + count)
+                if not await self._submit(indices):
+                    return
+                self._next_index = indices.stop
+                self._outstanding.update(dict.fromkeys(indices))
 
     async def _submit(self, indices: Sequence[int]) -> bool:
         """Whether the server took them. Raises ServerLost and SessionRefused."""

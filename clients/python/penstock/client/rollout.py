@@ -36,8 +36,15 @@ def rollout(options: RolloutOptions) -> int:
     try:
         generate, reward = _load(options)
         telemetry.configure("penstock-rollout")
-    except (BadFunction, ImportError) as error:
+    except BadFunction as error:
         logger.error("%s", error)
+        return 2
+    except ImportError as error:
+        logger.error(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s: install opentelemetry-sdk and "
+            "opentelemetry-exporter-otlp-proto-grpc",
+            error,
+        )
         return 2
     try:
         return asyncio.run(_work(options, generate, reward))

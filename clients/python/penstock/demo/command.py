@@ -113,7 +113,8 @@ def main(arguments: list[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
+        # The last of them where a second interruption came while the first one was obeyed.
         click.echo("interrupted; nothing was left running", err=True)
         return INTERRUPTED
     return 0

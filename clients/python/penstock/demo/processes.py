@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 PR_SET_PDEATHSIG = 1
-SECONDS_TO_STOP = 20.0
-"""From SIGTERM to SIGKILL: a server drains, a trainer finishes its metrics."""
+SECONDS_TO_END = 20.0
+"""From SIGTERM to SIGKILL at the end of a run: a server drains."""
+
+SECONDS_TO_BREAK_OFF = 5.0
+"""The same where the run is broken off: nobody waits for a step that will not be used."""
 
 SECONDS_FOR_LAST_WORDS = 5.0
 """How long the output of a process that has ended may still arrive."""
@@ -95,12 +98,12 @@ class Process:
         await asyncio.wait((self._copying,), timeout=SECONDS_FOR_LAST_WORDS)
         return status
 
-    async def stop(self) -> None:
-        """Asks it to end, then makes it; afterwards nothing of its process group is left."""
+    async def stop(self, patience: float) -> None:
+        """Asks it to end, and makes it after `patience` seconds; nothing of its group is left then."""
         if not self._ended.done():
             self._process.terminate()
         try:
-            await asyncio.wait((self._ended,), timeout=SECONDS_TO_STOP)
+            await asyncio.wait((self._ended,), timeout=patience)
         finally:
             self.kill()
         await self.wait()
@@ -185,11 +188,20 @@ async def wait_for(wanted: Process, others: Sequence[Process]) -> None:
             task.cancel()
 
 
-async def stop_all(processes: Sequence[Process]) -> None:
-    """Stops them one after another, the last started first; a second interruption kills them."""
+async def end(processes: Sequence[Process]) -> None:
+    """Stops them one after another, the last started first; an interruption kills what is left."""
     try:
         for process in reversed(processes):
-            await process.stop()
+            await process.stop(SECONDS_TO_END)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+async def break_off(processes: Sequence[Process]) -> None:
+    """Stops them all at once, soon; an interruption kills what is left."""
+    try:
+        await asyncio.gather(*(process.stop(SECONDS_TO_BREAK_OFF) for process in processes))
     finally:
         for process in processes:
             process.kill()

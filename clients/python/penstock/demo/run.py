@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.demo import settings
 from penstock.demo.activity import record_activity
-from penstock.demo.processes import Command, Process, first_match, stop_all, wait_for
+from penstock.demo.processes import Command, Process, break_off, end, first_match, wait_for
 from penstock.demo.tasks import write_printable, write_sums
 
 if TYPE_CHECKING:
@@ -42,13 +42,16 @@ async def run_plan(plan: Plan, console: Console) -> float:
         loop.add_signal_handler(number, task.cancel)
     running: list[Process] = []
     started = time.monotonic()
+    stop = break_off
     try:
         await _run(plan, console, running)
+        stop = end
     except asyncio.CancelledError:
+        say(console, "demo", "interrupted; stopping the processes")
         raise KeyboardInterrupt from None
     finally:
         seconds = time.monotonic() - started
-        await stop_all(running)
+        await stop(running)
     return seconds
 
 

@@ -772,21 +772,27 @@ class GetTrajectoryResponse(_message.Message):
 
     TRAJECTORY_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
+    LAST_TURN_FIELD_NUMBER: _builtins.int
     open: _builtins.bool
     """Whether it can still be extended."""
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory:
         """The trajectory."""
 
+    @_builtins.property
+    def last_turn(self) -> Global___TurnFinished:
+        """How the last turn ended, for a caller that lost the stream before; unset while one is in flight."""
+
     def __init__(
         self,
         *,
         trajectory: _trajectory_pb2.Trajectory | None = ...,
         open: _builtins.bool = ...,
+        last_turn: Global___TurnFinished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_turn", b"last_turn", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_turn", b"last_turn", "open", b"open", "trajectory", b"trajectory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

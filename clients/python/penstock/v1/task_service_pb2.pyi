@@ -310,16 +310,20 @@ class CompleteTrajectoryResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_COMPLETED_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
     group_completed: _builtins.bool
     """Whether this close completed its group."""
+    retried: _builtins.bool
+    """Whether the attempt failed and will be made again, under another trajectory id."""
     def __init__(
         self,
         *,
         group_completed: _builtins.bool = ...,
+        retried: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_completed", b"group_completed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_completed", b"group_completed", "retried", b"retried"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

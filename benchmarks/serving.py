@@ -1,0 +1,330 @@
+"""Output tokens per second through Generate, next to the raw engine and vLLM's own HTTP server.
+
+    python benchmarks/serving.py [--model DIR] [--rounds 5] [--turns 1,8,32,64] [--tokens 128]
+
+Every system samples the same model with the same options and parameters, with log-probabilities of
+the sampled tokens, in a process of its own; the load comes from another process where the system is a
+server. Rounds are interleaved and ratios are taken within a round, because machines are shared and
+noisy. The raw engine runs in whichever of its output modes is faster here.
+
+The last line is one JSON object, all ratios to the raw engine's tokens per second:
+{"ratio_to_raw": {turns: ratio}, "http_stream": {...}, "http_unary": {...}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import grpc
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock.demo.model import prepare_model
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+
+GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
+SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
+TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+
+PROMPT_TOKENS = 32
+ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "64"]
+SAMPLING = {"temperature": 1.0, "ignore_eos": True}
+
+Run = Callable[[int, int], Awaitable[float]]
+
+
+def prompt() -> list[int]:
+    """A prompt no cache has seen."""
+    return [random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
+
+
+# The raw engine, in a process of its own: a line of JSON in, a line of JSON out.
+
+
+async def raw_main(model: str) -> None:
+    """Answers {"turns", "tokens", "mode"} with the seconds they took."""
+    from penstock.server import vllm_environment
+    from penstock.server.vllm_options import engine_arguments
+
+    # The same settings as in `penstock serve`.
+    vllm_environment.set_cpu_defaults()
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(engine_arguments(["--model", model, *ENGINE]))
+    count = 0
+
+    async def turn(tokens: int, mode: str) -> None:
+        nonlocal count
+        count += 1
+        delta = mode != "final"
+        params = VllmSamplingParams(
+            **SAMPLING,
+            max_tokens=tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
+            stream_interval=int(mode) if delta else None,
+        )
+        got = 0
+        async for output in engine.generate(tokens_input(prompt()), params, f"raw-{count}"):
+            completion = output.outputs[0]
+            assert completion.logprobs is not None
+            got += len(completion.token_ids)
+        assert got == tokens, got
+
+    print("ready", flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        request = json.loads(line)
+        began = time.perf_counter()
+        await asyncio.gather(
+            *(turn(request["tokens"], request["mode"]) for _ in range(request["turns"]))
+        )
+        print(json.dumps(time.perf_counter() - began), flush=True)
+    engine.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def raw_engine(model: str) -> AsyncIterator[Callable[[int, int, str], Awaitable[float]]]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "--raw", model),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    while (line := await process.stdout.readline()).strip() != b"ready":
+        assert line, "the raw engine ended"
+
+    async def run(turns: int, tokens: int, mode: str) -> float:
+        request = {"turns": turns, "tokens": tokens, "mode": mode}
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        return float(json.loads(await process.stdout.readline()))
+
+    try:
+        yield run
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def penstock_server(model: str) -> AsyncIterator[dict[str, Run]]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.client", "serve", "--model", model),
+        *("--listen", "127.0.0.1:0", *ENGINE),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    address = line.split(" on ")[1].split()[0]
+    channel = grpc.aio.insecure_channel(address, options=client_options())
+    generate = channel.unary_stream(
+        "/penstock.v1.RolloutService/Generate",
+        request_serializer=codec.encode,
+        response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
+    )
+    count = 0
+
+    async def turn(tokens: int) -> None:
+        nonlocal count
+        count += 1
+        request = GenerateRequest(
+            trajectory_id=f"bench-{count}",
+            tokens=TokenSequence(token_ids=codec.array_bytes(np.asarray(prompt(), np.int32))),
+            sampling_params=SamplingParams(max_tokens=tokens, **SAMPLING),
+        )
+        got = 0
+        async for event in generate(request):
+            if event.WhichOneof("event") == "segment":
+                ids, logprobs = codec.token_ids(event.segment), codec.logprobs(event.segment)
+                assert len(ids) == len(logprobs)
+                got += len(ids)
+        assert got == tokens, got
+
+    async def run(turns: int, tokens: int) -> float:
+        began = time.perf_counter()
+        await asyncio.gather(*(turn(tokens) for _ in range(turns)))
+        return time.perf_counter() - began
+
+    try:
+        yield {"penstock": run}
+    finally:
+        await channel.close()
+        process.terminate()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    from penstock.server import vllm_environment  # noqa: F401  sets what the other two run with
+
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+        *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
+        *("--enforce-eager", "--block-size", "32", "--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm", "--served-model-name", "m", *ENGINE),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+        | {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")},
+    )
+    base = f"http://127.0.0.1:{port}"
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
+    )
+    async with asyncio.timeout(300):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{base}/health") as answer:
+                    if answer.status == 200:
+                        break
+            assert process.returncode is None, "vLLM's HTTP server ended"
+            await asyncio.sleep(0.5)
+
+    async def turn(tokens: int, stream: bool) -> None:
+        body = {
+            "model": "m",
+            "prompt": prompt(),
+            "max_tokens": tokens,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": stream,
+            **SAMPLING,
+        }
+        got = 0
+        async with session.post(f"{base}/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            if stream:
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        got += _count(json.loads(line[6:]))
+            else:
+                got = _count(await answer.json())
+        assert got == tokens, got
+
+    def runner(stream: bool) -> Run:
+        async def run(turns: int, tokens: int) -> float:
+            began = time.perf_counter()
+            await asyncio.gather(*(turn(tokens, stream) for _ in range(turns)))
+            return time.perf_counter() - began
+
+        return run
+
+    try:
+        yield {"http_stream": runner(True), "http_unary": runner(False)}
+    finally:
+        await session.close()
+        process.terminate()
+        await process.wait()
+
+
+def _count(answer: dict[str, list[dict[str, object]]]) -> int:
+    choice = answer["choices"][0]
+    ids, logprobs = choice.get("token_ids") or [], choice["logprobs"]
+    assert isinstance(ids, list) and isinstance(logprobs, dict)
+    assert len(logprobs["token_logprobs"]) == len(ids)
+    return len(ids)
+
+
+async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, dict[str, float]]:
+    model = str(prepare_model(arguments.model, console.print))
+    counts = [int(count) for count in arguments.turns.split(",")]
+    speeds: dict[str, dict[int, list[float]]] = {}
+    ratios: dict[str, dict[int, list[float]]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        console.print(f"starting three engines on {model}")
+        raw = await stack.enter_async_context(raw_engine(model))
+        systems = await stack.enter_async_context(penstock_server(model))
+        if not arguments.no_http:
+            systems |= await stack.enter_async_context(http_server(model))
+        modes: dict[str, list[float]] = {mode: [] for mode in ("final", "1", "8", "32")}
+        await raw(8, 32, "final")
+        for _ in range(3):
+            for mode, seconds in modes.items():
+                seconds.append(await raw(32, arguments.tokens // 2, mode))
+        mode = min(modes, key=lambda m: statistics.median(modes[m]))
+        console.print(f"the raw engine is fastest here in output mode {mode!r}")
+        for run in systems.values():
+            await run(8, 32)
+        for number in range(arguments.rounds):
+            for turns in counts:
+                order = ["raw", *systems]
+                random.shuffle(order)
+                round_speeds: dict[str, float] = {}
+                for name in order:
+                    seconds = (
+                        await raw(turns, arguments.tokens, mode)
+                        if name == "raw"
+                        else await systems[name](turns, arguments.tokens)
+                    )
+                    round_speeds[name] = turns * arguments.tokens / seconds
+                for name, speed in round_speeds.items():
+                    speeds.setdefault(name, {}).setdefault(turns, []).append(speed)
+                    ratio = speed / round_speeds["raw"]
+                    ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
+            console.print(f"round {number + 1} of {arguments.rounds}")
+    table = Table(title=f"output tokens per second (ratio to raw), median of {arguments.rounds}")
+    table.add_column("turns in flight", justify="right")
+    for name in speeds:
+        table.add_column(name, justify="right")
+    for turns in counts:
+        table.add_row(
+            str(turns),
+            *(
+                f"{statistics.median(speeds[name][turns]):.0f} "
+                f"({statistics.median(ratios[name][turns]):.3f})"
+                for name in speeds
+            ),
+        )
+    console.print(table)
+    return {
+        "ratio_to_raw" if name == "penstock" else name: {
+            str(turns): round(statistics.median(values), 4) for turns, values in by_turns.items()
+        }
+        for name, by_turns in ratios.items()
+        if name != "raw"
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="model directory or hub name; default: the demo's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", default="1,8,32,64")
+    parser.add_argument("--tokens", type=int, default=128, help="output tokens per turn")
+    parser.add_argument("--no-http", action="store_true", help="leave out vLLM's HTTP server")
+    parser.add_argument("--raw", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.raw:
+        asyncio.run(raw_main(arguments.raw))
+        return
+    console = Console(width=110)
+    print(json.dumps(asyncio.run(measure(arguments, console))))
+
+
+if __name__ == "__main__":
+    main()
