@@ -533,6 +533,7 @@ def _start_span(
     span = tracer.start_span(
         "penstock.turn",
         context,
+        trace.SpanKind.SERVER,
         attributes={
             "gen_ai.operation.name": "chat",
             "penstock.trajectory_id": record.trajectory_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 
 from google.protobuf import duration_pb2
@@ -14,6 +15,8 @@ from penstock.server.journal import Journal, TaskSubmitted
 from penstock.server.task_queue import Holder, TaskQueue
 from penstock.v1 import task_service_pb2
 from penstock.wire.codec import twin
+
+logger = logging.getLogger(__name__)
 
 SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 LeaseTasksResponse = twin(task_service_pb2.LeaseTasksResponse)
@@ -82,6 +85,7 @@ class TaskServicer:
             )
         length = duration_pb2.Duration()
         length.FromNanoseconds(int(self._queue.rules.seconds * 1e9))
+        logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
         try:
             while True:
                 if self._draining is not None:
@@ -99,6 +103,12 @@ class TaskServicer:
                     lease=length,
                 )
         finally:
+            logger.info(
+                "agent %s is gone; %d of its attempts go back in %.0f s unless it calls",
+                holder.agent_id,
+                len(holder.held),
+                self._queue.rules.grace_seconds,
+            )
             self._queue.holder_lost(holder)
 
     async def renew_lease(

@@ -11,6 +11,7 @@ again, and what it contains is not.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from penstock.server.weight_switch import InFlight, Switched
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
 
 ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
 Welcome = twin(trainer_service_pb2.Welcome)
@@ -148,6 +151,9 @@ class TrainerServicer:
             session.ended.cancel()
             if self._session is session:
                 self._session = None
+                logger.info(
+                    "the trainer is gone; %d groups are kept for it", self._buffer.held_count
+                )
                 # A trainer that is away does not starve.
                 self._admission.select(0)
 
@@ -186,6 +192,13 @@ class TrainerServicer:
         welcome = Welcome(
             active_weight_version=self._weights.active_version,
             buffered_group_count=self._buffer.waiting_count,
+        )
+        logger.info(
+            "trainer of run %s holds version %d, resumes after step %d; %s",
+            hello.run_id,
+            hello.weight_version,
+            hello.resume_step,
+            contract,
         )
         await session.send(ExchangeResponse(welcome=welcome))
         return session

@@ -144,9 +144,11 @@ class FakeEngine:
         running.tokens.append(token)
         running.logprobs.append(logprob)
         running.count += 1
-        if (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
-            running.finish = Finish.STOP
-        elif any(stop in self._written(running) for stop in sampling.stop):
+        if (
+            (token == EOS and not sampling.ignore_eos)
+            or token in sampling.stop_token_ids
+            or any(stop in self._written(running) for stop in sampling.stop)
+        ):
             running.finish = Finish.STOP
         elif running.count >= sampling.max_tokens:
             running.finish = Finish.LENGTH

@@ -16,8 +16,8 @@ import xxhash
 from google.protobuf.message_factory import GetMessageClass
 
 from penstock.server import config
-from penstock.server.serving import Serving, bind
 from penstock.server.service import SERVICES
+from penstock.server.serving import Serving, bind
 from penstock.v1 import (
     conversation_pb2,
     rollout_service_pb2,

@@ -194,20 +194,31 @@ def test_a_sample_without_advantage_counts_but_costs_nothing() -> None:
 
 def test_siblings_share_what_they_have_in_common() -> None:
     message = group(
-        trajectory([context([1, 2, 3]), written([7, 8, 9], logprobs=[-1, -2, -3])], 1.0),
-        trajectory([context([1, 2, 3]), written([7, 8, 5], logprobs=[-4, -5, -6])], 0.0),
+        trajectory([context([1, 2, 3]), written([7, 8, 9, 4], logprobs=[-1, -2, -3, -9])], 1.0),
+        trajectory([context([1, 2, 3]), written([7, 8, 5, 4], logprobs=[-4, -5, -6, -8])], 0.0),
     )
     (batch,) = build_micro_batches([read(message)], token_budget=100)
+    # The last token of each is predicted and predicts nothing.
     assert batch.token_ids_BT.tolist() == [[1, 2, 3, 7, 8, 9, 5]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5, 5]]
     assert batch.attention_mask_B1TT is not None
-    # The last token sees its own ancestors, and not its cousin.
+    # The last position sees its own ancestors, and not its cousin.
     assert batch.attention_mask_B1TT[0, 0, 6].tolist() == [True] * 5 + [False, True]
-    # Four distinct predictions for six trained tokens.
-    assert batch.targets_M.tolist() == [7, 8, 9, 5]
-    assert batch.sources_M.tolist() == [2, 3, 4, 4]
-    assert batch.predictions_N.tolist() == [0, 1, 2, 0, 1, 3]
-    assert batch.behaviour_logprobs_N.tolist() == [-1, -2, -3, -4, -5, -6]
+    # Six distinct predictions for eight trained tokens.
+    assert batch.targets_M.tolist() == [7, 8, 9, 4, 5, 4]
+    assert batch.sources_M.tolist() == [2, 3, 4, 5, 4, 6]
+    assert batch.predictions_N.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
+    assert batch.behaviour_logprobs_N.tolist() == [-1, -2, -3, -9, -4, -5, -6, -8]
+
+
+def test_a_plain_sequence_needs_no_mask() -> None:
+    message = group(
+        trajectory([context([1, 2]), written([7, 8])], 1.0),
+        trajectory([context([1, 2]), written([7])], 0.0),
+    )
+    (batch,) = build_micro_batches([read(message)], token_budget=100)
+    assert batch.token_ids_BT.tolist() == [[1, 2, 7]]
+    assert batch.attention_mask_B1TT is None
 
 
 def test_micro_batches_respect_the_budget() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -178,14 +177,10 @@ def test_a_status_carries_what_its_message_says() -> None:
     assert "-1" in failure.message
 
 
-def _arrays() -> Iterator[Any]:
-    yield st.binary(max_size=40)
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=200), which=st.integers(0, len(RPCS) - 1))
 def test_raw_bytes_never_reach_unknown_or_internal(body: bytes, which: int) -> None:
-    from penstock.server.service import _checked, _deserializer  # noqa: PLC0415
+    from penstock.server.service import _checked, _deserializer
 
     typed = GetMessageClass(RPCS[which][1].input_type)
     try:

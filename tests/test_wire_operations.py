@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.server.serving import AddressInUse, bind
 from penstock.server.service import SERVICES
+from penstock.server.serving import AddressInUse, bind
 from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure
 from tests.fakes import expected_tokens
@@ -85,7 +85,7 @@ async def test_buf_curl_calls_through_reflection(harness: Harness) -> None:
         harness, "-d", json.dumps(request), f"{url}/penstock.v1.RolloutService/Generate"
     )
     events = [json.loads(event) for event in answer.replace("}\n{", "}\0{").split("\0")]
-    tokens = sum((e["segment"]["tokenIds"] for e in events if "segment" in e), [])
+    tokens = [token for e in events if "segment" in e for token in e["segment"]["tokenIds"]]
     assert tokens == expected_tokens([1, 2, 3], [0] * 5)[0]
 
 

@@ -130,7 +130,9 @@ async def test_abort_and_continue_many_times_gives_the_uninterrupted_tokens(slow
         assert found[0][1] == sum(len(t.tokens) for t in turns)
         calls = asyncio.ensure_future(slow.resume("t"))
     assert aborts >= 3
-    assert sum((t.tokens for t in turns), []) == expected_tokens([1, 2, 3], [0] * total)[0]
+    assert [token for t in turns for token in t.tokens] == expected_tokens([1, 2, 3], [0] * total)[
+        0
+    ]
     assert turns[-1].finished.finish_reason == LENGTH
     assert turns[-1].finished.policy_token_count == total
     assert {t.finished.policy_token_count for t in turns if t.finished} <= set(range(total + 1))
@@ -165,8 +167,7 @@ async def test_a_lost_caller_aborts_the_turn_and_the_trajectory_can_be_continued
     await asyncio.sleep(0.05)
     call.cancel()
     async with asyncio.timeout(5):
-        while slow.serving.turns.in_flight:
-            await asyncio.sleep(0.01)
+        await slow.serving.turns.wait_idle()
     kept = all_tokens(await stored(slow, "t"))[3:]
     assert 0 < len(kept) < 200
     rest = await slow.resume("t", sampling_params=sampling(len(kept) + 20))
@@ -185,8 +186,7 @@ async def test_a_detached_turn_goes_on_without_its_caller(slow: Harness) -> None
     await call.read()
     call.cancel()
     async with asyncio.timeout(5):
-        while slow.serving.turns.in_flight or not (await stored(slow, "t")).segments[1:]:
-            await asyncio.sleep(0.01)
+        await slow.serving.turns.wait_idle()
     trajectory = await stored(slow, "t")
     assert all_tokens(trajectory)[3:] == expected_tokens([1, 2, 3], [0] * 60)[0]
     assert trajectory.finish_reason == LENGTH

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter
     from penstock.trainer.publisher import Publisher
+    from penstock.trainer.tasks import TaskFeeder
 
 # Not __name__, which is "__main__" where this module is run.
 log = logging.getLogger("penstock.trainer")
@@ -181,36 +182,13 @@ def _wire(
     from torch.utils.tensorboard import SummaryWriter
 
     from penstock.trainer.checkpoint import TrainerState, save_checkpoint
-    from penstock.trainer.exchange import Contract, Exchange
-    from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
+    from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter, keep_until
     from penstock.trainer.publisher import Publisher
-    from penstock.trainer.tasks import TaskFeeder, open_source
 
     run, state = config.run, start.state
-    batches = config.staleness.max_lag + 1 + SPARE_BATCHES
-    tasks = TaskFeeder(
-        channel,
-        open_source(config.data, run.seed),
-        config.data,
-        run_id=run.id,
-        pending_target=batches * config.train.groups_per_step,
-        next_index=state.next_index,
-        outstanding=state.outstanding,
-    )
-    exchange = Exchange(
-        channel,
-        run_id=run.id,
-        contract=Contract(
-            max_lag=config.staleness.max_lag,
-            late_policy=LATE_POLICIES[config.staleness.late_policy],
-            groups_per_step=config.train.groups_per_step,
-        ),
-        in_flight=IN_FLIGHT[config.weights.in_flight],
-        weight_version=state.weight_version,
-        step=state.step,
-        give_up_after_seconds=config.server.give_up_after_seconds,
-    )
+    tasks = _make_feeder(config, state, channel)
+    exchange = _make_exchange(config, state, channel)
     publisher = Publisher(bulk, compute, shared_memory=config.weights.transport == "auto")
     keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
@@ -235,6 +213,44 @@ def _wire(
         share_prefixes=start.share_prefixes,
     )
     return _Parts(exchange, publisher, metrics, loop)
+
+
+def _make_feeder(
+    config: TrainerConfig, state: TrainerState, channel: grpc.aio.Channel
+) -> TaskFeeder:
+    from penstock.trainer.tasks import TaskFeeder, open_source
+
+    batches = config.staleness.max_lag + 1 + SPARE_BATCHES
+    return TaskFeeder(
+        channel,
+        open_source(config.data, config.run.seed),
+        config.data,
+        run_id=config.run.id,
+        pending_target=batches * config.train.groups_per_step,
+        next_index=state.next_index,
+        outstanding=state.outstanding,
+    )
+
+
+def _make_exchange(
+    config: TrainerConfig, state: TrainerState, channel: grpc.aio.Channel
+) -> Exchange:
+    from penstock.trainer.exchange import Contract, Exchange
+    from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES
+
+    return Exchange(
+        channel,
+        run_id=config.run.id,
+        contract=Contract(
+            max_lag=config.staleness.max_lag,
+            late_policy=LATE_POLICIES[config.staleness.late_policy],
+            groups_per_step=config.train.groups_per_step,
+        ),
+        in_flight=IN_FLIGHT[config.weights.in_flight],
+        weight_version=state.weight_version,
+        step=state.step,
+        give_up_after_seconds=config.server.give_up_after_seconds,
+    )
 
 
 def _log_to_console() -> Console:

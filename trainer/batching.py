@@ -184,8 +184,10 @@ class _Row:
     parents: list[int] = field(default_factory=list[int])
     depths: list[int] = field(default_factory=list[int])
     children: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    predictions: dict[tuple[int, float], int] = field(default_factory=dict[tuple[int, float], int])
-    """(node predicted, temperature) -> its place among the row's predictions."""
+    predictions: dict[tuple[int, int, float], int] = field(
+        default_factory=dict[tuple[int, int, float], int]
+    )
+    """(node that predicts, token, temperature) -> its place among the row's predictions."""
     trained: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
     """(prediction, behaviour log-probability, advantage) of each trained token."""
     chain: bool = True
@@ -202,7 +204,7 @@ class _Row:
         return len(ids) - shared
 
     def add(self, sample: Sample) -> None:
-        node = -1
+        node, last = -1, len(sample.token_ids) - 1
         rows = zip(
             sample.token_ids.tolist(),
             sample.trained.tolist(),
@@ -211,11 +213,13 @@ class _Row:
             strict=True,
         )
         for depth, (token, trained, behaviour, temperature) in enumerate(rows):
-            node = self._extend(node, token, depth)
             if trained:
-                key = (node, temperature)
+                key = (node, token, temperature)
                 prediction = self.predictions.setdefault(key, len(self.predictions))
                 self.trained.append((prediction, behaviour, sample.advantage))
+            # The last token is predicted and predicts nothing: it needs no position.
+            if depth < last:
+                node = self._extend(node, token, depth)
 
     def _extend(self, parent: int, token: int, depth: int) -> int:
         node = self.children.get((parent, token))
@@ -269,11 +273,12 @@ def _build_rows(group: TrainingGroup, token_budget: int, share_prefixes: bool) -
             continue
         row = rows[-1] if rows else None
         # Past its last trained token a sequence has no part in the loss.
-        used = sample.token_ids[: int(np.flatnonzero(sample.trained)[-1]) + 1].tolist()
-        if row is None or not share_prefixes or len(row.tokens) + row.new_tokens(used) > budget:
+        length = int(np.flatnonzero(sample.trained)[-1]) + 1
+        seen = sample.token_ids[: length - 1].tolist()
+        if row is None or not share_prefixes or len(row.tokens) + row.new_tokens(seen) > budget:
             row = _Row()
             rows.append(row)
-        row.add(_cut(sample, len(used)))
+        row.add(_cut(sample, length))
     return rows
 
 
@@ -300,9 +305,9 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         length, offset = len(row.tokens), len(sources)
         token_ids_BT[b, :length] = row.tokens
         positions_BT[b, :length] = row.depths
-        for node, temperature in row.predictions:
-            sources.append(b * width + row.parents[node])
-            targets.append(row.tokens[node])
+        for node, token, temperature in row.predictions:
+            sources.append(b * width + node)
+            targets.append(token)
             temperatures.append(temperature)
         trained += [(offset + p, logprob, advantage) for p, logprob, advantage in row.trained]
     mask = None

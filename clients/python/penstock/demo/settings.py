@@ -177,6 +177,8 @@ def environment(threads: int) -> Mapping[str, str]:
     """What each process is told beside its command line."""
     return {
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin while they wait take the core that the other side needs.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",

@@ -29,12 +29,10 @@ def read_failure(error: grpc.RpcError) -> Failure:
             status.ParseFromString(value)
     reason, metadata, retry_after = "", dict[str, str](), None
     for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        # Unpack says whether the detail is of the message's type.
+        if detail.Unpack(info):
             reason, metadata = info.reason, dict(info.metadata)
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
+        elif detail.Unpack(retry):
             retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     return Failure(call.code(), call.details() or "", reason, metadata, retry_after)
