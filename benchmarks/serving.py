@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import socket
 import statistics
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.demo.model import prepare_model
+from penstock.server import vllm_environment
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -42,6 +42,7 @@ TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 PROMPT_TOKENS = 32
 ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "64"]
+ENGINE += ["--kv-cache-memory-bytes", str(2 << 30)]
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
 Run = Callable[[int, int], Awaitable[float]]
@@ -57,15 +58,12 @@ def prompt() -> list[int]:
 
 async def raw_main(model: str) -> None:
     """Answers {"turns", "tokens", "mode"} with the seconds they took."""
-    from penstock.server import vllm_environment
-    from penstock.server.vllm_options import engine_arguments
-
-    # The same settings as in `penstock serve`.
-    vllm_environment.set_cpu_defaults()
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from penstock.server.vllm_options import engine_arguments
 
     engine = AsyncLLM.from_engine_args(engine_arguments(["--model", model, *ENGINE]))
     count = 0
@@ -108,7 +106,6 @@ async def raw_engine(model: str) -> AsyncIterator[Callable[[int, int, str], Awai
         *(sys.executable, __file__, "--raw", model),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
     )
     assert process.stdin is not None and process.stdout is not None
     while (line := await process.stdout.readline()).strip() != b"ready":
@@ -178,8 +175,6 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    from penstock.server import vllm_environment  # noqa: F401  sets what the other two run with
-
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
@@ -187,10 +182,6 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
         *("--generation-config", "vllm", "--served-model-name", "m", *ENGINE),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        env=os.environ
-        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-        | {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")},
     )
     base = f"http://127.0.0.1:{port}"
     session = aiohttp.ClientSession(
@@ -323,6 +314,8 @@ def main() -> None:
         asyncio.run(raw_main(arguments.raw))
         return
     console = Console(width=110)
+    # All three engines run with the settings that `penstock serve` gives its own.
+    vllm_environment.set_cpu_defaults()
     print(json.dumps(asyncio.run(measure(arguments, console))))
 
 

@@ -17,21 +17,38 @@ from penstock.server.config import ConfigError, ServeConfig
 
 HELP = """Serve a model: rollouts, tasks and weight updates over penstock.v1.
 
-Every option of vLLM's engine may be given under its own name, such as --dtype or
---max-model-len. Everything may also stand in a TOML file: the server's own settings at the
-top and in [leases], [weights], [streaming] and [limits], vLLM's in [engine].
+Every option of vLLM's engine may be given under its own name:
+
+    penstock serve --model HuggingFaceTB/SmolLM2-135M-Instruct --dtype bfloat16 --max-model-len 2048
+
+Everything may also stand in a TOML file: the server's own settings at the top and in [leases],
+[weights], [streaming] and [limits], vLLM's in [engine]. --dry-run prints such a file, with every
+setting as it would be.
 """
 
 
 @click.command(
-    help=HELP, context_settings={"ignore_unknown_options": True, "max_content_width": 100}
+    help=HELP,
+    context_settings={
+        "ignore_unknown_options": True,
+        "max_content_width": 100,
+        "help_option_names": ["-h", "--help"],
+    },
 )
-@click.option("--model", help="Model directory or hub name.")
+@click.option("--model", help="Model directory or hub name; here or in the file.")
 @click.option("--listen", help="HOST:PORT; port 0 takes a free one.  [default: 127.0.0.1:50051]")
-@click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file.")
-@click.option("--set", "settings", multiple=True, help="SECTION.KEY=VALUE over the file.")
+@click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file of settings.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A setting over the file's, such as leases.seconds=30; repeatable.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
-@click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM OPTIONS]...")
+@click.argument(
+    "engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[--VLLM-OPTION VALUE]..."
+)
 @click.pass_context
 def serve(
     context: click.Context,

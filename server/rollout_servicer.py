@@ -270,7 +270,8 @@ class RolloutServicer:
         _check_extensible(record)
         record.sampling = sampling
         last = record.turn
-        index = 0 if last is None else last.index + 1
+        # A turn that found the context full took no place, and may be asked for again.
+        index = 0 if last is None else last.index + (last.budget > 0)
         room = self._engine.description.max_context_length - record.token_count
         if len(observation) + 1 > room:
             # The context is full: what no turn would see is not appended.

@@ -154,7 +154,7 @@ class TaskQueue:
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._waiting: deque[Attempt] = deque()
         self._attempts: dict[str, Attempt] = {}
-        self._expired: OrderedDict[str, None] = OrderedDict()
+        self._expired: OrderedDict[str, bool] = OrderedDict()
         self._armed: float | None = None
         self._changed = changed
         self.deadline_sooner = Broadcast()
@@ -312,11 +312,13 @@ class TaskQueue:
 
         Raises LEASE_EXPIRED where it stood for one.
         """
-        if trajectory_id in self._expired:
+        retried = self._expired.get(trajectory_id)
+        if retried is not None:
             raise DomainError(
                 Reason.LEASE_EXPIRED,
-                f"the lease of {trajectory_id} ran out; its attempt went back to the queue",
-                {"trajectory_id": trajectory_id},
+                f"the lease of {trajectory_id} ran out; "
+                f"its attempt {'is made again' if retried else 'counts as failed'}",
+                {"trajectory_id": trajectory_id, "retried": str(retried).lower()},
             )
         return self._attempts.get(trajectory_id)
 
@@ -391,12 +393,20 @@ class TaskQueue:
         expired: list[tuple[Attempt, str, Settled]] = []
         for attempt in due:
             trajectory_id = attempt.trajectory_id
+            settled = self.settle(attempt, failed=True)
             if trajectory_id:
-                self._expired[trajectory_id] = None
-                while len(self._expired) > self._max_pending:
-                    self._expired.popitem(last=False)
-            expired.append((attempt, trajectory_id, self.settle(attempt, failed=True)))
+                self._remember_expired(trajectory_id, retried=not settled.final)
+            expired.append((attempt, trajectory_id, settled))
         return expired
+
+    def _remember_expired(self, trajectory_id: str, *, retried: bool) -> None:
+        self._expired[trajectory_id] = retried
+        while len(self._expired) > self._max_pending:
+            self._expired.popitem(last=False)
+
+    def retried(self, trajectory_id: str) -> bool:
+        """Whether the attempt of an expired lease is made again."""
+        return self._expired.get(trajectory_id, False)
 
     def settle(self, attempt: Attempt, *, failed: bool) -> Settled:
         """Closes an attempt: it is final, or, failed with retries left, goes back to the queue."""
@@ -409,22 +419,21 @@ class TaskQueue:
         retry = (
             failed and group.task is not None and attempt.retry_count + 1 < self.rules.max_attempts
         )
+        attempt.final = not retry
         discarded: list[str] = []
         if retry:
             self._make_again(attempt)
-            if group.whole and group.holder is None:
-                # Whoever judged the siblings together is gone: they are made together again.
-                for sibling in group.attempts:
-                    if sibling.final:
-                        discarded.append(sibling.trajectory_id)
-                        self._make_again(sibling)
-        else:
-            attempt.final = True
+        if group.whole and group.holder is None and any(_waits(a) for a in group.attempts):
+            # Whoever judged the siblings together is gone: they are made together again.
+            for sibling in group.attempts:
+                if sibling.final:
+                    discarded.append(sibling.trajectory_id)
+                    self._make_again(sibling)
         completed = None
         if group.complete:
             completed = self._groups.pop(group.group_id)
         self._changed.notify()
-        return Settled(not retry, completed, tuple(discarded))
+        return Settled(attempt.final, completed, tuple(discarded))
 
     def _make_again(self, attempt: Attempt) -> None:
         attempt.retry_count += 1
@@ -446,7 +455,7 @@ class TaskQueue:
         for group in groups:
             for attempt in group.attempts:
                 if attempt.leased:
-                    self._expired[attempt.trajectory_id] = None
+                    self._remember_expired(attempt.trajectory_id, retried=False)
                     self._attempts.pop(attempt.trajectory_id, None)
                     if attempt.holder is not None:
                         attempt.holder.held.discard(attempt.trajectory_id)
@@ -463,6 +472,10 @@ def _effective(purpose: trajectory_pb2.Purpose.ValueType) -> trajectory_pb2.Purp
 
 def _wanted(holder: Holder, purpose: trajectory_pb2.Purpose.ValueType) -> bool:
     return holder.purpose in (trajectory_pb2.PURPOSE_UNSPECIFIED, purpose)
+
+
+def _waits(attempt: Attempt) -> bool:
+    return not attempt.final and not attempt.leased
 
 
 def _can_expire(attempt: Attempt) -> bool:

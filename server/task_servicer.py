@@ -116,8 +116,10 @@ class TaskServicer:
     ) -> task_service_pb2.RenewLeaseResponse:
         """Extends leases; names those that have run out."""
         ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
+        expired = [found for found in ids if not self._queue.renew(found)]
         return RenewLeaseResponse(
-            expired_trajectory_ids=[found for found in ids if not self._queue.renew(found)]
+            expired_trajectory_ids=expired,
+            retried_trajectory_ids=[found for found in expired if self._queue.retried(found)],
         )
 
     async def complete_trajectory(

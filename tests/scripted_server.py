@@ -61,6 +61,16 @@ class Record:
     finish: int = trajectory.FINISH_REASON_UNSPECIFIED
     outcome: trajectory.Outcome | None = None
 
+    def finished(self) -> rollout.TurnFinished:
+        """How the last turn ended."""
+        written = self.turns[-1]
+        return rollout.TurnFinished(
+            finish_reason=self.finish,
+            policy_token_count=len(written),
+            cached_token_count=4,
+            text=" ".join(map(str, written)),
+        )
+
 
 @dataclass
 class Script:
@@ -70,6 +80,8 @@ class Script:
     """Tokens of a turn."""
     break_after: deque[int] = field(default_factory=deque)
     """Each turn's stream breaks after so many tokens; the record goes on holding them."""
+    in_flight_answers: int = 0
+    """So many answers to GetTrajectory say that a turn is in flight."""
     unsent: int = 0
     """Tokens that were recorded but never sent when a stream breaks."""
     abort_after: deque[int] = field(default_factory=deque)
@@ -96,6 +108,7 @@ class ScriptedServer:
         self.outcomes: list[tuple[str, trajectory.Outcome]] = []
         self.renewed: list[str] = []
         self.leased: dict[str, tasks.LeaseTasksResponse] = {}
+        self.retried: set[str] = set()
         self.in_flight_peak = 0
         self.changed = asyncio.Condition()
         self.address = ""
@@ -229,14 +242,7 @@ class ScriptedServer:
                 await script.hold_turns.wait()
         if len(written) == script.length:
             record.finish = trajectory.FINISH_REASON_STOP
-        yield response(
-            finished=rollout.TurnFinished(
-                finish_reason=record.finish,
-                policy_token_count=len(written),
-                cached_token_count=4,
-                text=" ".join(map(str, written)),
-            )
-        )
+        yield response(finished=record.finished())
 
     def _segment(self, index: int, tokens: list[int]) -> trajectory.Segment:
         return trajectory.Segment(
@@ -258,6 +264,8 @@ class ScriptedServer:
         if record is None:
             await context.abort_with_status(TRAJECTORY_UNKNOWN)
             raise AssertionError
+        in_flight = self.script.in_flight_answers > 0
+        self.script.in_flight_answers -= in_flight
         segments = [self._segment(i, tokens) for i, tokens in enumerate(record.turns) if tokens]
         return rollout.GetTrajectoryResponse(
             trajectory=trajectory.Trajectory(
@@ -268,6 +276,7 @@ class ScriptedServer:
                 outcome=record.outcome,
             ),
             open=record.outcome is None,
+            last_turn=None if in_flight else record.finished(),
         )
 
     async def get_server_info(self, request, context) -> rollout.GetServerInfoResponse:
@@ -325,8 +334,9 @@ class ScriptedServer:
             record.outcome = request.outcome
         self.outcomes.append((request.trajectory_id, request.outcome))
         lease = self.leased.pop(request.trajectory_id, None)
-        retries = lease is not None and lease.retry_count + 1 < self.script.max_attempts
-        if retries and request.outcome.HasField("failure"):
+        failed = request.outcome.HasField("failure")
+        if lease is not None and failed and lease.retry_count + 1 < self.script.max_attempts:
+            self.retried.add(request.trajectory_id)
             retry = tasks.LeaseTasksResponse()
             retry.CopyFrom(lease)
             retry.retry_count += 1
@@ -334,7 +344,9 @@ class ScriptedServer:
             self.script.tasks.appendleft(retry)
         async with self.changed:
             self.changed.notify_all()
-        return tasks.CompleteTrajectoryResponse(group_completed=True)
+        return tasks.CompleteTrajectoryResponse(
+            group_completed=True, retried=request.trajectory_id in self.retried
+        )
 
 
 def expected_tokens(turn: int, length: int = 10) -> list[int]:

@@ -111,12 +111,23 @@ async def test_an_observation_that_never_arrived_is_sent_again(penstock, server)
     assert server.records[trajectory.trajectory_id].turns[1] == expected_tokens(1)
 
 
-async def test_a_turn_of_tokens_that_ended_unheard_is_complete(penstock, server):
+@pytest.mark.parametrize("prompt", ["hello", TOKENS])
+async def test_a_turn_that_ended_unheard_is_complete(penstock, server, prompt):
     server.script.break_after += [3]
     server.script.unsent = 7
-    turn = await penstock.trajectory().turn(TOKENS)
+    turn = await penstock.trajectory().turn(prompt)
     assert_turn(turn, 0)
     assert turn.finish_reason is FinishReason.STOP
+    assert turn.text == " ".join(map(str, expected_tokens(0)))
+    assert (turn.context_token_count, turn.cached_token_count) == (5, 4)
+    assert server.calls.count("Continue") == 0
+
+
+async def test_a_turn_that_began_after_its_abort_is_aborted_again(penstock, server):
+    server.script.break_after += [3]
+    server.script.in_flight_answers = 1
+    assert_turn(await penstock.trajectory().turn("hello"), 0)
+    assert server.calls.count("Abort") == 2
 
 
 async def test_a_server_that_forgot_the_trajectory_is_not_waited_for(penstock, server):

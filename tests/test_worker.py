@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -184,29 +185,131 @@ async def test_a_group_reward_sees_all_siblings_once(penstock, server):
     assert lease.whole_groups
 
 
-async def test_a_failed_sibling_is_made_again_before_the_group_is_scored(penstock, server):
-    add_group(server, 3)
-    failed = False
-    sizes = []
+def group_of(fails: Callable[[Trajectory, int], bool]):
+    """Functions for a group in which some fail, each after its siblings have ended."""
+    made = Counter[int]()
+    ended = asyncio.Semaphore(0)
+    scored: list[list[int]] = []
 
     async def generate(task, trajectory):
-        nonlocal failed
+        made[trajectory.sample_index] += 1
+        if fails(trajectory, made[trajectory.sample_index]):
+            await ended.acquire()
+            raise ValueError("as told")
         await trajectory.turn()
-        if trajectory.sample_index == 0 and not failed:
-            failed = True
-            raise ValueError("once")
-        if trajectory.sample_index:
-            # Still at work when the failed one is made again.
-            await server.wait_until(lambda: "group-0-1" in server.records)
+        ended.release()
 
-    def reward(task, trajectories):
-        sizes.append(len(trajectories))
+    @group_reward
+    async def reward(task, trajectories):
+        scored.append([trajectory.sample_index for trajectory in trajectories])
+        return [1.0 * trajectory.sample_index for trajectory in trajectories]
+
+    return generate, reward, scored
+
+
+async def test_a_failed_sibling_is_made_again_before_the_group_is_scored(penstock, server):
+    add_group(server, 3)
+    generate, reward, scored = group_of(lambda t, count: t.sample_index == 0 and count < 3)
+    settings = WorkerSettings(concurrency=3, attempts=5)
+    await asyncio.wait_for(penstock.worker(settings, generate, reward).run(), 10)
+    assert scored == [[0, 1, 2]] and sorted(rewards(server)) == [0.0, 1.0, 2.0]
+    assert reasons(server) == {"VALUE_ERROR": 2}
+
+
+async def test_a_sibling_that_failed_for_good_is_left_out_and_not_waited_for(penstock, server):
+    add_group(server, 3)
+    server.script.max_attempts = 2
+    generate, reward, scored = group_of(lambda t, count: t.sample_index == 1)
+    worker = penstock.worker(WorkerSettings(concurrency=3), generate, reward)
+    running = asyncio.create_task(worker.run())
+    await asyncio.wait_for(server.wait_until(lambda: len(server.outcomes) == 4), 10)
+    worker.stop()
+    await running
+    assert scored == [[0, 2]] and sorted(rewards(server)) == [0.0, 2.0]
+    assert reasons(server) == {"VALUE_ERROR": 2}
+
+
+async def test_a_group_of_failures_is_not_scored(penstock, server):
+    add_group(server, 2)
+    server.script.max_attempts = 1
+
+    async def generate(task, trajectory):
+        raise ValueError("always")
+
+    settings = WorkerSettings(concurrency=2, attempts=2, group_reward=True)
+    await penstock.worker(settings, generate, lambda task, trajectories: 1 / 0).run()
+    assert reasons(server) == {"VALUE_ERROR": 2}
+
+
+async def test_siblings_that_wait_for_a_retry_are_given_back_when_the_attempts_are_made(
+    penstock, server
+):
+    add_group(server, 2)
+    server.script.max_attempts = 2
+    generate, reward, scored = group_of(lambda t, count: t.sample_index == 1)
+    settings = WorkerSettings(concurrency=2, attempts=2)
+    statistics = await penstock.worker(settings, generate, reward).run()
+    assert not scored and reasons(server) == {"VALUE_ERROR": 1, "WORKER_STOPPED": 1}
+    assert statistics.failed_count == 2
+
+
+async def test_a_sibling_whose_score_failed_is_made_again_and_the_other_scores_stand(
+    penstock, server
+):
+    add_group(server, 3)
+    seen = []
+
+    @group_reward
+    async def reward(task, trajectories):
+        seen.append([t.sample_index for t in trajectories])
+        middle = Failed("JUDGE_SILENT") if len(seen) == 1 else 0.5
+        return [float(len(seen)), middle, float(len(seen))]
+
+    settings = WorkerSettings(concurrency=3, attempts=4)
+    await asyncio.wait_for(penstock.worker(settings, single_turn, reward).run(), 10)
+    assert seen == [[0, 1, 2]] * 2
+    assert sorted(rewards(server)) == [0.5, 1.0, 1.0] and reasons(server) == {"JUDGE_SILENT": 1}
+
+
+async def test_a_group_reward_that_raises_does_not_wait_for_a_sibling_out_of_retries(
+    penstock, server
+):
+    add_group(server, 2)
+    server.script.max_attempts = 2
+    generate, reward, scored = group_of(lambda t, count: t.sample_index == 0 and count == 1)
+
+    @group_reward
+    async def raises_once(task, trajectories):
+        scores = await reward(task, trajectories)
+        if len(scored) == 1:
+            raise RuntimeError("once")
+        return scores
+
+    # 0 and 1; 0 again; both scored in vain, 0 for the last time; 1 again, alone.
+    settings = WorkerSettings(concurrency=2, attempts=4)
+    await asyncio.wait_for(penstock.worker(settings, generate, raises_once).run(), 10)
+    assert scored == [[0, 1], [1]] and rewards(server) == [1.0]
+    assert reasons(server) == {"VALUE_ERROR": 1, "RUNTIME_ERROR": 2}
+
+
+async def test_a_sibling_that_its_function_failed_is_not_scored(penstock, server):
+    add_group(server, 2)
+    seen = []
+
+    async def generate(task, trajectory):
+        await trajectory.turn()
+        if trajectory.sample_index == 0 and not server.retried:
+            assert (await trajectory.fail("SANDBOX_SILENT")).retried
+
+    @group_reward
+    async def reward(task, trajectories):
+        seen.append([t.trajectory_id for t in trajectories])
         return [1.0] * len(trajectories)
 
-    settings = WorkerSettings(concurrency=4, attempts=4, group_reward=True)
-    await penstock.worker(settings, generate, reward).run()
-    assert sizes == [3] and rewards(server) == [1.0] * 3
-    assert reasons(server) == {"VALUE_ERROR": 1}
+    settings = WorkerSettings(concurrency=2, attempts=3)
+    statistics = await penstock.worker(settings, generate, reward).run()
+    assert seen == [["group-0-1", "group-1-0"]] and rewards(server) == [1.0] * 2
+    assert statistics.failures == {"SANDBOX_SILENT": 1}
 
 
 async def test_a_group_reward_of_the_wrong_length_fails_every_sibling(penstock, server):
@@ -376,50 +479,62 @@ def attempt(index: int, retry_count: int = 0, size: int = 3) -> Attempt:
     return Attempt(task, None, "g", index, retry_count)  # type: ignore[arg-type]
 
 
-def test_a_group_book_scores_a_late_retry_next_to_its_siblings():
-    book = GroupBook(keep=4)
+def test_a_group_book_scores_a_late_retry_next_to_siblings_that_were_closed():
+    book = GroupBook(4)
     first = [attempt(index) for index in range(3)]
     for one in first:
         book.begin(one)
-    assert book.end(first[0], failed=False) is None
-    assert book.end(first[1], failed=False) is None
-    ready = book.end(first[2], failed=True)
-    assert ready is not None and ready.siblings == ready.unscored == first[:2]
+    assert book.end(first[0]) is None
+    assert book.end(first[1]) is None
+    ready = book.end(first[2])
+    assert ready is not None and ready.siblings == ready.unscored == first
+    assert book.close(first[0], failed=False) is None
+    book.lose(first[2])
     again = attempt(2, retry_count=1)
     book.begin(again)
-    ready = book.end(again, failed=False)
+    # The second close is still on its way.
+    ready = book.end(again)
     assert ready is not None
     assert ready.siblings == [*first[:2], again] and ready.unscored == [again]
+    assert book.close(again, failed=False) is None
+    assert len(book._groups) == 1
+    assert book.close(first[1], failed=True) is None
+    assert not book._groups
 
 
 def test_a_group_book_ignores_the_end_of_an_attempt_that_was_made_again():
-    book = GroupBook(keep=4)
+    book = GroupBook(4)
     old, new = attempt(0, size=1), attempt(0, retry_count=1, size=1)
     book.begin(old)
     book.begin(new)
-    assert book.end(old, failed=True) is None
-    ready = book.end(new, failed=False)
+    book.lose(old)
+    assert book.close(old, failed=True) is None
+    ready = book.end(new)
     assert ready is not None and ready.unscored == [new]
 
 
 def test_a_group_book_waits_anew_for_a_sibling_whose_lease_was_lost():
-    book = GroupBook(keep=4)
+    book = GroupBook(4)
     a, b = attempt(0, size=2), attempt(1, size=2)
     book.begin(a)
     book.begin(b)
-    assert book.end(a, failed=False) is None
+    assert book.end(a) is None
     book.lose(a)
-    assert book.end(b, failed=False) is None
+    assert book.end(b) is None
     assert book.waiting() == [b]
+    again = attempt(0, retry_count=1, size=2)
+    book.begin(again)
+    ready = book.end(again)
+    assert ready is not None and ready.unscored == [again, b]
 
 
-def test_a_group_book_forgets_failed_groups_in_the_end():
-    book = GroupBook(keep=2)
+def test_a_group_book_forgets_groups_the_server_has_dropped():
+    book = GroupBook(2)
     for number in range(10):
-        one = Attempt(Task("t"), None, f"g{number}", 0, 0)  # type: ignore[arg-type]
+        one = Attempt(Task("t", group_size=2), None, f"g{number}", 0, 0)  # type: ignore[arg-type]
         book.begin(one)
-        assert book.end(one, failed=True) is None
-    assert len(book._groups) == 2
+        assert book.close(one, failed=True) is None
+    assert len(book._groups) == 3
 
 
 def test_failures_are_named_after_their_class():

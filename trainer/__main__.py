@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,9 @@ def train(config_path: Path, overrides: list[str], resume: bool, dry_run: bool) 
 
 
 def _train(config: TrainerConfig, resume: bool) -> None:
+    # Before torch is loaded, which reads it. Threads that spin while they wait for each other starve
+    # a sampler on the same cores, and where one of them is not scheduled, all the others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from penstock.trainer.compute import ComputeThread
     from penstock.wire import telemetry
 

@@ -28,7 +28,12 @@ _SERVE_EXTRAS = "server,cpu (or server,cuda)"
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("penstock"), prog_name="penstock")
 def main() -> None:
-    """Reinforcement learning for language models over one typed gRPC protocol."""
+    """Reinforcement learning for language models over one typed gRPC protocol.
+
+    Three processes: `serve` samples from the model, `rollout` takes the turns of tasks and scores
+    them, `train` submits the tasks, learns from what was scored and sends the new weights back.
+    `demo` runs all three on this machine.
+    """
 
 
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -44,17 +49,22 @@ def serve(options: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint.")
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.option(
     "--set",
     "overrides",
     multiple=True,
-    metavar="KEY=VALUE",
-    help="Override one value of the configuration; may be repeated.",
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG; may be repeated.",
 )
 def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...]) -> None:
-    """Train a policy as CONFIG, a TOML file, says."""
+    """Train a policy as CONFIG, a TOML file, says.
+
+    The file names the rollout server, the model and where the tasks come from; what it leaves out
+    has a default, which --dry-run prints. Reward, lag and times are shown for every step, and written
+    to the run's folder.
+    """
     run = _load("penstock.trainer.__main__", "train", "trainer")
     _exit(run, "trainer", config, list(overrides), resume, dry_run)
 
@@ -64,7 +74,8 @@ def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...])
 @click.option(
     "--generate",
     metavar="PKG.MODULE:FUNCTION",
-    help="generate(task, trajectory): takes the turns. Default: one turn on the task's prompt.",
+    help="generate(task, trajectory): takes any number of turns. "
+    "Default: one, on the task's prompt.",
 )
 @click.option(
     "--reward",
@@ -74,23 +85,29 @@ def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...])
 @click.option(
     "--group-reward",
     is_flag=True,
-    help="Call reward(task, trajectories) once per group; it returns a list of numbers.",
+    help="Call reward(task, trajectories) once for all attempts at a task; it returns a list of "
+    "numbers. --concurrency must be at least the size of a group.",
 )
 @click.option(
     "--concurrency",
     default=8,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Attempts in flight.",
+    metavar="N",
+    help="Attempts in flight at a time.",
 )
-@click.option("--agent-id", metavar="NAME", help="Default: host name and process id.")
+@click.option(
+    "--agent-id", metavar="NAME", help="Names this process to the server. Default: HOST-PID."
+)
 @click.option("--purpose", type=click.Choice(["train", "eval"]), help="Only tasks of this purpose.")
-@click.option("--attempts", type=click.IntRange(min=1), help="Exit after so many attempts.")
+@click.option(
+    "--attempts", type=click.IntRange(min=1), metavar="N", help="Exit after so many attempts."
+)
 @click.option(
     "--attempt-timeout",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="After which an attempt, reward included, fails with ATTEMPT_TIMEOUT.",
+    help="Fail an attempt that takes longer, reward included. Default: no limit.",
 )
 @click.option(
     "--drain-timeout",
@@ -98,7 +115,7 @@ def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...])
     show_default=True,
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="How long attempts in flight may go on after SIGTERM.",
+    help="After SIGTERM or Ctrl-C, give attempts in flight this long to end.",
 )
 def rollout(
     server: str,
@@ -112,7 +129,20 @@ def rollout(
     attempt_timeout: float | None,
     drain_timeout: float,
 ) -> None:
-    """Lease attempts, take their turns and score them, until stopped."""
+    """Lease attempts at tasks, take their turns and score them.
+
+    Goes on until stopped, over restarts of the server. Give --reward, or a --generate that returns
+    the reward; modules of the working directory are found. Functions may be async or plain; a plain
+    one runs in a thread. One that raises fails its attempt, which the server has made again.
+
+    \b
+    # score.py
+    def reward(task, trajectory):
+        return float(task.metadata["answer"] in trajectory.text)
+
+    \b
+    $ penstock rollout --server 127.0.0.1:50051 --reward score:reward
+    """
     from penstock.client.leases import default_agent_id
     from penstock.client.rollout import RolloutOptions
     from penstock.client.rollout import rollout as run
@@ -134,7 +164,7 @@ def rollout(
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def demo(options: tuple[str, ...]) -> None:
-    """Go once round on this machine: server, worker and trainer, and a reward that climbs."""
+    """Run all three on this machine: a reward climbs."""
     extras = "server,trainer,cpu"
     _exit(_load("penstock.demo.__main__", "main", extras), extras, list(options))
 

@@ -1,23 +1,46 @@
-"""Groups under a group reward: which siblings have ended, and when they can be scored."""
+"""Groups under a group reward: how far each sibling is, and when they can be scored."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.client.leases import Attempt
 
 
+class _State(Enum):
+    RUNNING = auto()
+    ENDED = auto()
+    """Waits for its siblings."""
+    SCORING = auto()
+    SCORED = auto()
+    """Closed with its score."""
+    FAILED = auto()
+    """Closed as failed, and not made again."""
+
+
+_LIVE = {_State.RUNNING, _State.ENDED, _State.SCORING}
+
+
+@dataclass
+class _Place:
+    attempt: Attempt
+    state: _State = _State.RUNNING
+
+
 @dataclass
 class _Group:
     size: int
-    retry_counts: dict[int, int] = field(default_factory=dict[int, int])
-    """sample_index -> the newest attempt that was begun."""
-    ended: dict[int, Attempt | None] = field(default_factory=dict[int, "Attempt | None"])
-    """sample_index -> the attempt that waits for its siblings or was scored; None: it failed."""
-    scored: set[int] = field(default_factory=set[int])
+    places: dict[int, _Place] = field(default_factory=dict[int, _Place])
+    """sample_index -> its newest attempt; none while one is awaited."""
+
+    def in_state(self, *states: _State) -> list[Attempt]:
+        """The attempts in these states, by sample_index."""
+        places = (self.places[index] for index in sorted(self.places))
+        return [place.attempt for place in places if place.state in states]
 
 
 @dataclass(frozen=True)
@@ -27,73 +50,72 @@ class ReadyGroup:
     siblings: list[Attempt]
     """Those that did not fail, by sample_index."""
     unscored: list[Attempt]
-    """Those of them still to be closed: all, unless a failed one was made again afterwards."""
+    """Those of them to be scored and closed now: all, unless one is made again after its siblings
+    were closed, because its own close failed; their scores stand."""
 
 
 class GroupBook:
-    """Siblings by group. Pure: it decides, and others call and close.
+    """Siblings by group. Pure: it decides, and others call and close."""
 
-    A sibling that failed is made again by the server, as long as that has patience; the agent is not told
-    when it has none. So a group is ready when every sibling has ended *as far as is known*, and one that
-    is made again later is scored next to its siblings, whose scores stand.
-    """
-
-    def __init__(self, keep: int) -> None:
+    def __init__(self, concurrency: int) -> None:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
-        self._keep = keep
+        self._concurrency = concurrency
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt was taken."""
-        group = self._groups.setdefault(attempt.group_id, _Group(attempt.task.group_size))
-        group.retry_counts[attempt.sample_index] = attempt.retry_count
-        group.ended.pop(attempt.sample_index, None)
+        """An attempt was taken; it replaces an earlier one of its place."""
+        if attempt.group_id not in self._groups:
+            self._forget_abandoned()
+            self._groups[attempt.group_id] = _Group(attempt.task.group_size)
+        self._groups[attempt.group_id].places[attempt.sample_index] = _Place(attempt)
 
-    def end(self, attempt: Attempt, *, failed: bool) -> ReadyGroup | None:
-        """An attempt ended; the group, where it was the last."""
-        group = self._groups.get(attempt.group_id)
-        if group is None or group.retry_counts.get(attempt.sample_index) != attempt.retry_count:
-            # Its next attempt has begun already, or the group was given up.
-            return None
-        group.ended[attempt.sample_index] = None if failed else attempt
-        return self._take_ready(attempt.group_id, group)
+    def end(self, attempt: Attempt) -> ReadyGroup | None:
+        """An attempt is ready to be scored; the group, where no sibling is awaited any more."""
+        return self._move(attempt, _State.ENDED)
+
+    def close(self, attempt: Attempt, *, failed: bool) -> ReadyGroup | None:
+        """An attempt was closed for good; the group, where no sibling is awaited any more."""
+        return self._move(attempt, _State.FAILED if failed else _State.SCORED)
 
     def lose(self, attempt: Attempt) -> None:
-        """An attempt went to another agent, or will be leased anew."""
+        """An attempt will be made again, here or by another agent."""
         group = self._groups.get(attempt.group_id)
-        if group and group.retry_counts.get(attempt.sample_index) == attempt.retry_count:
-            del group.retry_counts[attempt.sample_index]
-            group.ended.pop(attempt.sample_index, None)
-            if not group.retry_counts:
+        if group is not None and self._holds(group, attempt):
+            del group.places[attempt.sample_index]
+            if not group.places:
                 del self._groups[attempt.group_id]
 
     def waiting(self) -> list[Attempt]:
         """Attempts that have ended and wait for their siblings."""
-        return [
-            attempt
-            for group in self._groups.values()
-            for index, attempt in group.ended.items()
-            if attempt is not None and index not in group.scored
-        ]
+        return [a for group in self._groups.values() for a in group.in_state(_State.ENDED)]
 
     def clear(self) -> None:
         """Gives every group up."""
         self._groups.clear()
 
-    def _take_ready(self, group_id: str, group: _Group) -> ReadyGroup | None:
-        if len(group.ended) < group.size:
+    def _move(self, attempt: Attempt, state: _State) -> ReadyGroup | None:
+        group = self._groups.get(attempt.group_id)
+        if group is None or not self._holds(group, attempt):
+            # Its next attempt has begun already, or the group was given up.
             return None
-        siblings = [group.ended[index] for index in sorted(group.ended)]
-        whole = [attempt for attempt in siblings if attempt is not None]
-        unscored = [attempt for attempt in whole if attempt.sample_index not in group.scored]
-        group.scored.update(attempt.sample_index for attempt in unscored)
-        if len(whole) == group.size:
-            del self._groups[group_id]
-        else:
-            self._groups.move_to_end(group_id)
-            self._forget_oldest()
-        return ReadyGroup(whole, unscored) if unscored else None
+        group.places[attempt.sample_index].state = state
+        if len(group.places) < group.size or group.in_state(_State.RUNNING):
+            return None
+        unscored = group.in_state(_State.ENDED)
+        for one in unscored:
+            group.places[one.sample_index].state = _State.SCORING
+        if not group.in_state(*_LIVE):
+            del self._groups[attempt.group_id]
+        if not unscored:
+            return None
+        return ReadyGroup(group.in_state(_State.SCORING, _State.SCORED), unscored)
 
-    def _forget_oldest(self) -> None:
-        settled = [key for key, group in self._groups.items() if len(group.ended) == group.size]
-        for key in settled[: -self._keep]:
+    def _holds(self, group: _Group, attempt: Attempt) -> bool:
+        place = group.places.get(attempt.sample_index)
+        return place is not None and place.attempt is attempt
+
+    def _forget_abandoned(self) -> None:
+        """A server that dropped a group does not say so. Of groups that only await attempts to be made
+        again it holds at most `concurrency`: each took a place, and takes the next one free."""
+        idle = [key for key, group in self._groups.items() if not group.in_state(*_LIVE)]
+        for key in idle[: -self._concurrency]:
             del self._groups[key]

@@ -45,6 +45,8 @@ class Closed:
 
     group_completed: bool
     """Whether this close completed its group."""
+    retried: bool = False
+    """Whether the attempt failed and will be made again, under another trajectory id."""
 
 
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
@@ -80,4 +82,4 @@ def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:
 
 def read_closed(response: task_service_pb2.CompleteTrajectoryResponse) -> Closed:
     """The answer to a close."""
-    return Closed(response.group_completed)
+    return Closed(response.group_completed, response.retried)

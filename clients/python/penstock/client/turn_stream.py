@@ -28,6 +28,7 @@ from penstock.client.turns import (
     SegmentView,
     TrajectoryRecord,
     TurnProgress,
+    read_finish_reason,
     read_segment,
     read_trajectory,
 )
@@ -84,8 +85,8 @@ class TurnStream:
                         for segment in stand.missing:
                             progress.add(segment)
                             yield segment
-                        if stand.finish_reason is not None:
-                            progress.finish_unheard(stand.finish_reason)
+                        if stand.ended is not None:
+                            progress.finish(stand.ended)
                     if request is not None:
                         events = self._calls.turn_events(request, remaining, metadata)
                         async with contextlib.aclosing(_tokens(events, progress)) as segments:
@@ -122,7 +123,7 @@ class TurnStream:
         try:
             async with asyncio.timeout(timeout):
                 await abort_turn(self._calls, self._trajectory_id, "stream lost", patient=True)
-                record = await get_trajectory(self._calls, self._trajectory_id, patient=True)
+                held = await _ask_trajectory(self._calls, self._trajectory_id, patient=True)
         except NotFound:
             if progress.index or progress.token_count:
                 raise
@@ -134,18 +135,19 @@ class TurnStream:
                 f"no answer from {self._calls.address} within the turn's time",
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
             ) from error
-        if not record.has_turn(progress.index):
+        record = read_trajectory(held.trajectory, is_open=held.open)
+        if record.turn_count <= progress.index:
             return _Stand([], progress.request)
-        progress.started = True
-        missing = progress.missing(record)
-        if record.finish_reason in (None, FinishReason.ABORTED):
-            return _Stand(missing, self._resume)
-        if self._kind is not PromptKind.TOKENS:
-            raise PenstockError(
-                f"turn {progress.index} of {self._trajectory_id} ended while the connection "
-                "was lost, and its text with it"
+        if not held.HasField("last_turn"):
+            # The request was still on its way when the abort overtook it.
+            raise ServerUnavailable(
+                f"turn {progress.index} of {self._trajectory_id} is still in flight",
+                code=grpc.StatusCode.UNAVAILABLE,
             )
-        return _Stand(missing, None, record.finish_reason)
+        missing = progress.catch_up(record)
+        if read_finish_reason(held.last_turn.finish_reason) is FinishReason.ABORTED:
+            return _Stand(missing, self._resume)
+        return _Stand(missing, None, held.last_turn)
 
     @contextlib.contextmanager
     def _span(self) -> Generator[telemetry.Metadata]:
@@ -187,7 +189,8 @@ class _Stand:
     """Tokens that it holds and that did not arrive."""
     request: TurnRequest | None
     """What to ask next; None where the turn has ended."""
-    finish_reason: FinishReason | None = None
+    ended: rollout_service_pb2.TurnFinished | None = None
+    """How the turn ended, where it did while nobody heard it."""
 
 
 async def _tokens(
@@ -223,10 +226,14 @@ async def abort_turn(
     return sum(turn.policy_token_count for turn in response.aborted_turns)
 
 
-async def get_trajectory(
-    calls: Calls, trajectory_id: str, *, patient: bool = False
-) -> TrajectoryRecord:
+async def get_trajectory(calls: Calls, trajectory_id: str) -> TrajectoryRecord:
     """A trajectory as the server holds it."""
-    request = codec.twin(rollout_service_pb2.GetTrajectoryRequest)(trajectory_id=trajectory_id)
-    response = await calls.get_trajectory(request, patient=patient)
+    response = await _ask_trajectory(calls, trajectory_id)
     return read_trajectory(response.trajectory, is_open=response.open)
+
+
+async def _ask_trajectory(
+    calls: Calls, trajectory_id: str, *, patient: bool = False
+) -> rollout_service_pb2.GetTrajectoryResponse:
+    request = codec.twin(rollout_service_pb2.GetTrajectoryRequest)(trajectory_id=trajectory_id)
+    return await calls.get_trajectory(request, patient=patient)

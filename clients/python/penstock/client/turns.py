@@ -127,14 +127,6 @@ class TrajectoryRecord:
     open: bool
     """Whether it can still be extended."""
 
-    def has_turn(self, index: int) -> bool:
-        """Whether that turn has begun."""
-        return (
-            index == 0
-            or self.turn_count > index
-            or any(segment.turn_index >= index for segment in self.segments)
-        )
-
     def policy_segments(self, turn_index: int) -> list[SegmentView]:
         """What the policy wrote in one turn."""
         return [s for s in self.segments if s.from_policy and s.turn_index == turn_index]
@@ -172,14 +164,19 @@ class TurnProgress:
         self.segments.append(segment)
         self.token_count += len(segment.token_ids)
 
-    def missing(self, record: TrajectoryRecord) -> list[SegmentView]:
-        """What the server holds of this turn beyond what has arrived.
+    def catch_up(self, record: TrajectoryRecord) -> list[SegmentView]:
+        """The server has begun it: what the record holds of it beyond what has arrived.
 
         Raises PenstockError where it holds less: what was sent must have been recorded first.
         """
+        self.started = True
+        written = record.policy_segments(self.index)
+        if not self.context_token_count:
+            held, own = (sum(len(s.token_ids) for s in part) for part in (record.segments, written))
+            self.context_token_count = held - own
         skip = self.token_count
         missing: list[SegmentView] = []
-        for segment in record.policy_segments(self.index):
+        for segment in written:
             taken = min(skip, len(segment.token_ids))
             skip -= taken
             if taken < len(segment.token_ids):
@@ -205,11 +202,6 @@ class TurnProgress:
             event.cached_token_count,
         )
         return self.finished
-
-    def finish_unheard(self, reason: FinishReason) -> None:
-        """Ends a turn of tokens that ended while the connection was lost."""
-        segments, context = tuple(_merge_runs(self.segments)), self.context_token_count
-        self.finished = Turn(self.index, segments, reason, context_token_count=context)
 
     def refused(self, error: PenstockError) -> bool:
         """Whether an error means that the server never began it."""

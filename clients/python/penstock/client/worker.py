@@ -77,7 +77,7 @@ class Worker:
         self._generate, self._reward = generate, reward
         self._settings = settings
         self._per_group = settings.group_reward or is_group_reward(reward)
-        self._book = GroupBook(keep=settings.concurrency)
+        self._book = GroupBook(settings.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._judged: set[str] = set()
         """Those of them whose outcome is known, and is being sent."""
@@ -124,7 +124,11 @@ class Worker:
                     await asyncio.wait(self._running.values())
                 if self._stopped.is_set():
                     await stopper
-                stopper.cancel()
+                else:
+                    # `attempts` ran out, and what some may wait for is no longer taken here.
+                    stopper.cancel()
+                    await leases.stop_leasing()
+                    await self._give_back_waiting()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -167,16 +171,20 @@ class Worker:
         logger.info("stopping: %d attempts in flight", len(self._running))
         await self._wait_running(self._settings.drain_seconds)
         self._draining = True
-        waiting = self._book.waiting()
-        self._book.clear()
         self._cancel_unjudged()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GIVE_BACK_SECONDS):
-                stopped = Failed("WORKER_STOPPED", "its siblings did not end in time")
-                await asyncio.gather(*(self._close(attempt, stopped) for attempt in waiting))
+                await self._give_back_waiting()
                 await self._wait_running(None)
         for task in self._running.values():
             task.cancel()
+
+    async def _give_back_waiting(self) -> None:
+        """Fails the attempts that wait for siblings: the server has whole groups made again."""
+        stopped = Failed("WORKER_STOPPED", "its siblings did not end in time")
+        waiting = self._book.waiting()
+        self._book.clear()
+        await asyncio.gather(*(self._close(attempt, stopped) for attempt in waiting))
 
     def _cancel_unjudged(self) -> None:
         for trajectory_id, task in self._running.items():
@@ -202,18 +210,21 @@ class Worker:
             self._judged.add(attempt.trajectory.trajectory_id)
             if isinstance(outcome, Failed):
                 span.set_attribute("error.type", outcome.reason)
-            if outcome is not None:
-                await self._close(attempt, outcome)
-            if self._per_group and not self._draining:
-                ready = self._book.end(attempt, failed=outcome is not None)
-                if ready is not None:
-                    await self._close_group(ready)
+            if outcome is None:
+                ready = self._book.end(attempt)
+            else:
+                ready = await self._close(attempt, outcome)
+            if ready is not None:
+                await self._close_group(ready)
 
     async def _run(self, attempt: Attempt) -> Outcome | Failed | None:
         """Runs the functions on an attempt; None where it is scored with its siblings."""
         score = await call(self._generate, attempt.task, attempt.trajectory)
         if isinstance(score, Failed):
             return score
+        if attempt.trajectory.closed:
+            # By the function itself.
+            return attempt.trajectory.outcome
         if self._per_group:
             return None
         if self._reward is not None:
@@ -259,21 +270,27 @@ class Worker:
         ]
         await asyncio.gather(*closes)
 
-    async def _close(self, attempt: Attempt, outcome: Outcome | Failed) -> None:
+    async def _close(self, attempt: Attempt, outcome: Outcome | Failed) -> ReadyGroup | None:
+        """Sends an outcome; returns the group, where it waited for nothing but this."""
         trajectory = attempt.trajectory
+        if trajectory.closed and trajectory.outcome is not None:
+            # By the function itself: asked again, the server says again what came of it.
+            outcome = trajectory.outcome
         try:
-            if not trajectory.closed:
-                await trajectory.close(outcome)
+            closed = await trajectory.close(outcome)
         except (PenstockError, TypeError, ValueError) as error:
             # The outcome itself may be what cannot be sent, such as metadata that JSON does not have.
             refused = isinstance(error, InvalidRequest | Overloaded | TypeError | ValueError)
             if refused and isinstance(outcome, Outcome):
-                await self._close(attempt, self._failed(error))
-            else:
-                logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
-                self._lose(attempt)
-        else:
-            self._statistics.add(trajectory.outcome or outcome, _token_count(attempt))
+                return await self._close(attempt, self._failed(error))
+            logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
+            self._lose(attempt)
+            return None
+        self._statistics.add(outcome, _token_count(attempt))
+        if closed.retried:
+            self._book.lose(attempt)
+            return None
+        return self._book.close(attempt, failed=isinstance(outcome, Failed))
 
     def _lose(self, attempt: Attempt) -> None:
         self._statistics.add(None, _token_count(attempt))

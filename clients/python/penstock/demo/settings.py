@@ -55,7 +55,7 @@ class Scale:
 
 
 SMALL_MODEL = Scale(
-    steps=40,
+    steps=90,
     groups_per_step=8,
     group_size=8,
     max_tokens=24,
@@ -219,6 +219,8 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "groups_per_step": scale.groups_per_step,
                 "learning_rate": scale.learning_rate,
                 "warmup_steps": scale.warmup_steps,
+                # Ends on small steps: what a person sees last is what was learned, not its noise.
+                "schedule": "cosine",
             },
             "staleness": {"max_lag": scale.max_lag},
         }

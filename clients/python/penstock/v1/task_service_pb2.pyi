@@ -258,18 +258,24 @@ class RenewLeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPIRED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    RETRIED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expired_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Trajectories whose lease has run out; their work is lost to another agent."""
+
+    @_builtins.property
+    def retried_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them whose attempt is made again, under another trajectory id; the others count as failed."""
 
     def __init__(
         self,
         *,
         expired_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        retried_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired_trajectory_ids", b"expired_trajectory_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired_trajectory_ids", b"expired_trajectory_ids", "retried_trajectory_ids", b"retried_trajectory_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,15 +127,33 @@ def _twin_class(typed: type[Message]) -> type[Message]:
     )
 
 
+@cache
+def _holds_arrays(full_name: str) -> bool:
+    """Whether a message of `penstock.v1` can hold an array, itself or further down."""
+    if full_name in ARRAY_FIELDS:
+        return True
+    descriptor = descriptor_pool.Default().FindMessageTypeByName(full_name)
+    return any(
+        _holds_arrays(field.message_type.full_name)
+        for field in descriptor.fields
+        # Messages of other packages hold none, and Struct holds itself.
+        if field.message_type is not None
+        and field.message_type.full_name.startswith("penstock.v1.")
+        and field.message_type.full_name != full_name
+    )
+
+
 def decode(typed: type[M], data: bytes) -> M:
     """Reads `data` as the twin of `typed`.
 
-    Raises MalformedMessage where the bytes are no such message, or where an array's length is no
-    multiple of four bytes. That `logprobs` match `token_ids` is checked where segments are read.
+    Raises MalformedMessage where the bytes are no such message. An array whose length is no multiple of
+    four bytes is refused when it is read, and by whoever reads segments one that does not match the other.
     """
     message_class = twin(typed)
     try:
         message = message_class.FromString(data)
+        if not _holds_arrays(typed.DESCRIPTOR.full_name):
+            return message
         message.DiscardUnknownFields()
         if message.ByteSize() != len(data):
             # Unpacked or split arrays, an unknown field, or merely another legal encoding.
