@@ -560,7 +560,7 @@ async def test_a_server_killed_while_it_starts_takes_its_engine_along(
     models: dict[tuple[bool, int], Path], tmp_path: Path
 ):
     async with server_process(tmp_path, models[True, 0]) as process:
-        while not engine_processes(psutil.Process(process.pid)):  # noqa: ASYNC110  No event of ours.
+        while not engine_processes(psutil.Process(process.pid)):
             await asyncio.sleep(0.02)
         await kill_and_check(process)
 

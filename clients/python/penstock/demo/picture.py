@@ -33,12 +33,12 @@ def draw_picture(path: Path, run: Run, plan: Plan) -> None:
         3, 1, figsize=(9, 7.2), sharex=True, height_ratios=(3, 2, 2), layout="constrained"
     )
     start = min(step.time_gather_start for step in run.steps)
-    times = [(step.time - start) / 60 for step in run.steps]
+    times = [step.time - start for step in run.steps]
     draw_reward(reward, times, run.steps)
     draw_lag(lag, times, run.steps, plan.scale.max_lag)
     draw_activity(activity, run, start, plan.scale.attempts_in_flight)
     reward.set_title(f"{plan.model_name} on {plan.task}: {len(run.steps)} steps", loc="left")
-    activity.set_xlabel("minutes")
+    activity.set_xlabel("seconds")
     activity.set_xlim(0, times[-1])
     for axes in (reward, lag, activity):
         axes.spines[["top", "right"]].set_visible(False)
@@ -70,7 +70,7 @@ def draw_activity(axes: Any, run: Run, start: float, in_flight: int) -> None:
     """Turns the server was sampling, and when the trainer waited, trained and uploaded."""
     load = [sample for sample in run.load if sample.time >= start]
     axes.fill_between(
-        [(sample.time - start) / 60 for sample in load],
+        [sample.time - start for sample in load],
         [sample.running / in_flight for sample in load],
         step="post",
         color=SERVER,
@@ -85,7 +85,7 @@ def draw_activity(axes: Any, run: Run, start: float, in_flight: int) -> None:
     )
     for label, color, begin, end in spans:
         bars = [
-            ((getattr(step, begin) - start) / 60, (getattr(step, end) - getattr(step, begin)) / 60)
+            (getattr(step, begin) - start, getattr(step, end) - getattr(step, begin))
             for step in run.steps
         ]
         axes.broken_barh(bars, TRAINER_ROW, color=color, linewidth=0, label=label)
