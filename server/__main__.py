@@ -8,12 +8,17 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from penstock.server import config as configuration
 from penstock.server.config import ConfigError, ServeConfig
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+logger = logging.getLogger(__name__)
 
 HELP = """Serve a model: rollouts, tasks and weight updates over penstock.v1.
 
@@ -102,55 +107,65 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
 
-    from penstock.server.conversation import TokenizerRenderer
-    from penstock.server.serving import AddressInUse, Serving, bind
-    from penstock.server.vllm_engine import VllmEngine
+    from penstock.server.serving import AddressInUse
     from penstock.wire import telemetry
-
-    async def serving() -> int:
-        # First the port: one in use must not cost the minutes a model takes to load.
-        server, port = bind(config.listen, config.limits.concurrent_calls)
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        starting = asyncio.ensure_future(VllmEngine.start(arguments))
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            return 0
-        engine = starting.result()
-        renderer = TokenizerRenderer.load(
-            str(arguments.tokenizer or arguments.model), engine.description.eos_token_ids
-        )
-        rollouts = Serving(server, engine, renderer, config)
-        await rollouts.start()
-        host = config.listen.rpartition(":")[0]
-        click.echo(
-            f"penstock serving {arguments.model} on {host}:{port} "
-            f"(weight version {rollouts.switch.active_version})"
-        )
-        sys.stdout.flush()
-        failing = asyncio.ensure_future(rollouts.failed())
-        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            click.echo(f"penstock serve: {failing.result()}", err=True)
-            await rollouts.stop(0.0)
-            return 1
-        failing.cancel()
-        await rollouts.stop()
-        return 0
 
     telemetry.configure("penstock-server")
     try:
-        return asyncio.run(serving())
+        return asyncio.run(_serve(config, arguments))
     except AddressInUse as error:
         click.echo(f"penstock serve: {error}", err=True)
         return 1
     finally:
         telemetry.shutdown()
+
+
+async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
+    """From the first bind to the last answer; see `serving` for the order."""
+    from penstock.server.conversation import TokenizerRenderer
+    from penstock.server.serving import Serving, bind
+    from penstock.server.vllm_engine import VllmEngine
+
+    # First the port: one in use must not cost the minutes a model takes to load.
+    server, port = bind(config.listen, config.limits.concurrent_calls)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.ensure_future(VllmEngine.start(arguments))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return 0
+    try:
+        engine = starting.result()
+    except Exception as error:
+        # vLLM raises whatever it likes at a model it cannot load; the operator wants the reason.
+        logger.debug("the engine did not start", exc_info=True)
+        click.echo(f"penstock serve: cannot serve {arguments.model}: {error}", err=True)
+        return 1
+    renderer = TokenizerRenderer.load(
+        str(arguments.tokenizer or arguments.model), engine.description.eos_token_ids
+    )
+    rollouts = Serving(server, engine, renderer, config)
+    await rollouts.start()
+    host = config.listen.rpartition(":")[0]
+    click.echo(
+        f"penstock serving {arguments.model} on {host}:{port} "
+        f"(weight version {rollouts.switch.active_version})"
+    )
+    sys.stdout.flush()
+    failing = asyncio.ensure_future(rollouts.failed())
+    await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if failing.done():
+        click.echo(f"penstock serve: {failing.result()}", err=True)
+        await rollouts.stop(0.0)
+        return 1
+    failing.cancel()
+    await rollouts.stop()
+    return 0
 
 
 def _without_none(value: object) -> object:

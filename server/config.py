@@ -13,6 +13,7 @@ seconds = 60
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Literal, cast
@@ -99,6 +100,10 @@ class ServeConfig(_Section):
                 options.append(flag)
             elif value is False:
                 options.append(f"--no-{flag[2:]}")
+            elif isinstance(value, dict):
+                options += [flag, json.dumps(value)]
+            elif isinstance(value, list):
+                options += [flag, *(str(item) for item in cast("list[object]", value))]
             else:
                 options += [flag, str(value)]
         return options

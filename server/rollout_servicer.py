@@ -1,37 +1,28 @@
 """RolloutService: turns, and what the server knows of them. Weight uploads are in `weight_versions`.
 
-A call on a turn only subscribes to it: the turn belongs to the server. Order of a Generate: fields
-checked -> prompt rendered -> lease or group joined -> record opened -> turn started -> streamed.
-Whatever is refused is refused before the record is opened, so that the same id can be tried again.
+A call on a turn only subscribes to it: the turn belongs to the server (`opening` starts it, `turns`
+runs it).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from typing import TypedDict
 
-import numpy as np
-from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from penstock.server import requests
 from penstock.server.conversation import Renderer
-from penstock.server.engine import Engine, Finish
+from penstock.server.engine import Finish
 from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.opening import Opening, StreamWish
+from penstock.server.subscription import Subscription
 from penstock.server.task_queue import Attempt, TaskQueue
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
-from penstock.server.turns import Subscription, Turn, TurnRunner, TurnSampling
-from penstock.server.weight_switch import WeightSwitch
+from penstock.server.turns import Turn, TurnRunner
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
-from penstock.wire import telemetry
 from penstock.wire.codec import twin
-from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 GenerateResponse = twin(rollout_service_pb2.GenerateResponse)
 ContinueResponse = twin(rollout_service_pb2.ContinueResponse)
@@ -42,11 +33,6 @@ AbortedTurn = twin(rollout_service_pb2.AbortedTurn)
 GetTrajectoryResponse = twin(rollout_service_pb2.GetTrajectoryResponse)
 ChatMessage = twin(conversation_pb2.ChatMessage)
 
-# Longer texts are tokenized off the event loop.
-LONG_TEXT = 16_384
-
-tracer = trace.get_tracer("penstock.server")
-
 
 class _EventFields(TypedDict, total=False):
     """The one arm of an event that is set, as the response's constructor takes it."""
@@ -56,53 +42,22 @@ class _EventFields(TypedDict, total=False):
     finished: rollout_service_pb2.TurnFinished
 
 
-@dataclass(frozen=True)
-class StreamRules:
-    """How turns are streamed where the caller leaves it open."""
-
-    flush_seconds: float = 0.1
-    """Longest time tokens wait before they are sent."""
-    interval: int = 8
-    """Tokens the engine gathers before it hands them over."""
-    prompt_interval: int = 1
-    """The same, where the caller asks for a flush interval shorter than `flush_seconds`."""
-    final_interval: int = 64
-    """The same, where the caller wants only the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    kind: PromptKind
-    token_ids: NDArray[np.int32] = field(repr=False)
-
-
 class RolloutServicer:
     """Serves the turn rpcs."""
 
     def __init__(
         self,
-        engine: Engine,
+        opening: Opening,
         renderer: Renderer,
         store: TrajectoryStore,
         queue: TaskQueue,
         turns: TurnRunner,
-        switch: WeightSwitch,
-        clock: Callable[[], float],
-        streaming: StreamRules,
     ) -> None:
-        self._engine = engine
+        self._opening = opening
         self._renderer = renderer
         self._store = store
         self._queue = queue
         self._turns = turns
-        self._switch = switch
-        self._clock = clock
-        self._streaming = streaming
-        self._draining: DomainError | None = None
-
-    def drain(self, refusal: DomainError) -> None:
-        """Starts no turn any more."""
-        self._draining = refusal
 
     # Generate and Continue
 
@@ -110,8 +65,7 @@ class RolloutServicer:
         self, request: rollout_service_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.GenerateResponse]:
         """Opens a trajectory and streams its first turn."""
-        self._check_open()
-        turn, how = await self._open(request, context)
+        turn, how = await self._opening.open(request, context)
         async with contextlib.aclosing(self._events(turn, how, context)) as events:
             async for event in events:
                 yield GenerateResponse(**event)
@@ -120,265 +74,13 @@ class RolloutServicer:
         self, request: rollout_service_pb2.ContinueRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.ContinueResponse]:
         """Extends a trajectory and streams the turn."""
-        self._check_open()
-        turn, how = await self._extend(request, context)
+        turn, how = await self._opening.extend(request, context)
         async with contextlib.aclosing(self._events(turn, how, context)) as events:
             async for event in events:
                 yield ContinueResponse(**event)
 
-    def _check_open(self) -> None:
-        if self._draining is not None:
-            raise self._draining
-
-    async def _open(
-        self, request: rollout_service_pb2.GenerateRequest, context: Context
-    ) -> tuple[Turn, _How]:
-        trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
-        if request.required_weight_version < 0:
-            raise FieldInvalid(
-                "required_weight_version", "must not be negative", request.required_weight_version
-            )
-        how = self._how(request.stream_options)
-        attempt = self._queue.attempt_of(trajectory_id)
-        self._store.check_new(trajectory_id)
-        parent = self._parent(request)
-        leased = attempt is not None and attempt.group.task is not None
-        if attempt is None and parent is None:
-            requests.group(request)
-        params = request.sampling_params
-        if leased and attempt and attempt.group.task and not request.HasField("sampling_params"):
-            params = attempt.group.task.sampling_params
-        sampling = requests.sampling("sampling_params", params, self._engine.description.vocab_size)
-        prompt = await self._prompt(request, attempt)
-        self._check_length(len(prompt.token_ids))
-        # Nothing below awaits until the turn has started: the checks above still hold, but for these.
-        self._check_open()
-        self._store.check_new(trajectory_id)
-        if request.required_weight_version not in (0, self._switch.active_version):
-            raise DomainError(
-                Reason.WEIGHT_VERSION_NOT_ACTIVE,
-                f"weight version {request.required_weight_version} is required, "
-                f"{self._switch.active_version} is active",
-                {
-                    "required": request.required_weight_version,
-                    "active": self._switch.active_version,
-                },
-            )
-        record = TrajectoryRecord(
-            trajectory_id,
-            prompt.kind,
-            sampling,
-            priority=request.priority,
-            required_weight_version=request.required_weight_version,
-            traceparent=telemetry.traceparent(context),
-        )
-        self._place(record, request, attempt, parent)
-        record.append_context(prompt.token_ids, 0)
-        return self._begin_turn(record, 0, sampling, how, context), how
-
-    def _parent(self, request: rollout_service_pb2.GenerateRequest) -> TrajectoryRecord | None:
-        if not request.parent_trajectory_id:
-            return None
-        parent = self._store.get(
-            requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
-        )
-        _check_extensible(parent)
-        if request.group_id not in ("", parent.group_id):
-            raise FieldInvalid("group_id", "must be the parent's, or unset", request.group_id)
-        return parent
-
-    def _place(
-        self,
-        record: TrajectoryRecord,
-        request: rollout_service_pb2.GenerateRequest,
-        attempt: Attempt | None,
-        parent: TrajectoryRecord | None,
-    ) -> None:
-        """Finds the record its place: its lease, its parent's attempt, its caller's group, or none."""
-        if parent is not None:
-            record.group_id, record.sample_index = parent.group_id, parent.sample_index
-            record.parent_trajectory_id = parent.trajectory_id
-            parent.children.append(record)
-        elif attempt is not None:
-            group = attempt.group
-            given = (request.group_id, request.group_size, request.sample_index)
-            if any(given) and given != (group.group_id, group.size, attempt.sample_index):
-                raise FieldInvalid("group_id", "and its fellows differ from the lease", given)
-            record.group_id, record.sample_index = group.group_id, attempt.sample_index
-        elif request.group_id:
-            self._queue.join(
-                request.group_id,
-                request.group_size,
-                request.sample_index,
-                record.trajectory_id,
-                self._switch.active_version,
-            )
-            record.group_id, record.sample_index = request.group_id, request.sample_index
-        self._store.add(record)
-
-    async def _prompt(
-        self, request: rollout_service_pb2.GenerateRequest, attempt: Attempt | None
-    ) -> _Prompt:
-        source = request
-        if request.WhichOneof("prompt") is None and attempt is not None and attempt.group.task:
-            source = attempt.group.task
-        kind = source.WhichOneof("prompt")
-        if kind == "tokens":
-            found = requests.tokens("tokens", source, self._engine.description.vocab_size)
-            return _Prompt(PromptKind.TOKENS, found)
-        if kind == "text":
-            text = source.text
-            encoded = await _off_loop(
-                len(text), lambda: self._renderer.encode_text(text, first=True)
-            )
-            return _Prompt(PromptKind.TEXT, encoded)
-        if kind == "conversation":
-            messages, tools = requests.messages("conversation", source.conversation, first=True)
-            length = sum(len(message.content) for message in messages)
-            rendered = await _off_loop(length, lambda: self._renderer.render(messages, tools))
-            return _Prompt(PromptKind.CONVERSATION, rendered)
-        raise FieldInvalid("prompt", "must be set, here or in the leased task")
-
-    def _check_length(self, count: int) -> None:
-        limit = self._engine.description.max_context_length
-        if count == 0:
-            raise FieldInvalid("prompt", "must hold at least one token")
-        if count + 1 > limit:
-            raise DomainError(
-                Reason.PROMPT_TOO_LONG,
-                f"the prompt has {count} tokens; with one more it exceeds the context of {limit}",
-                {"token_count": count, "max_context_length": limit},
-            )
-
-    async def _extend(
-        self, request: rollout_service_pb2.ContinueRequest, context: Context
-    ) -> tuple[Turn, _How]:
-        trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
-        how = self._how(request.stream_options)
-        self._queue.attempt_of(trajectory_id)
-        record = self._store.get(trajectory_id)
-        _check_extensible(record)
-        sampling = record.sampling
-        if request.HasField("sampling_params"):
-            sampling = requests.sampling(
-                "sampling_params", request.sampling_params, self._engine.description.vocab_size
-            )
-        if request.WhichOneof("observation") is None:
-            return self._resume(record, request, sampling, how, context), how
-        observation = await self._observation(request, record)
-        self._check_open()
-        _check_extensible(record)
-        record.sampling = sampling
-        last = record.turn
-        # A turn that found the context full took no place, and may be asked for again.
-        index = 0 if last is None else last.index + (last.budget > 0)
-        room = self._engine.description.max_context_length - record.token_count
-        if len(observation) + 1 > room:
-            # The context is full: what no turn would see is not appended.
-            return self._full_turn(record, index, sampling, context), how
-        record.append_context(observation, index)
-        return self._begin_turn(record, index, sampling, how, context), how
-
-    def _resume(
-        self,
-        record: TrajectoryRecord,
-        request: rollout_service_pb2.ContinueRequest,
-        sampling: TurnSampling,
-        how: _How,
-        context: Context,
-    ) -> Turn:
-        turn = record.turn
-        if turn is None or not turn.resumable:
-            raise DomainError(
-                Reason.NOTHING_TO_RESUME,
-                "the last turn was not aborted; continue it with an observation",
-                {"trajectory_id": record.trajectory_id},
-            )
-        if request.HasField("sampling_params"):
-            record.sampling = turn.sampling = sampling
-            turn.budget = self._budget(turn.context_token_count, sampling)
-        turn.stream_interval = how.interval
-        turn.span, turn.trace_headers = _start_span(record, turn.index, context)
-        self._turns.start(turn)
-        return turn
-
-    async def _observation(
-        self, request: rollout_service_pb2.ContinueRequest, record: TrajectoryRecord
-    ) -> NDArray[np.int32]:
-        kind = request.WhichOneof("observation")
-        if kind == "tokens":
-            return requests.tokens("tokens", request, self._engine.description.vocab_size)
-        if kind == "text":
-            text = request.text
-            return await _off_loop(len(text), lambda: self._renderer.encode_text(text, first=False))
-        if record.kind is not PromptKind.CONVERSATION:
-            raise FieldInvalid(
-                "conversation", "may only extend a trajectory opened with a conversation"
-            )
-        messages, _ = requests.messages("conversation", request.conversation, first=False)
-        tokens = record.token_array()
-        last = int(tokens[-1]) if len(tokens) else None
-        length = sum(len(message.content) for message in messages)
-        return await _off_loop(length, lambda: self._renderer.render_next(messages, last))
-
-    def _begin_turn(
-        self,
-        record: TrajectoryRecord,
-        index: int,
-        sampling: TurnSampling,
-        how: _How,
-        context: Context,
-    ) -> Turn:
-        span, headers = _start_span(record, index, context)
-        turn = Turn(
-            record=record,
-            index=index,
-            sampling=sampling,
-            budget=self._budget(record.token_count, sampling),
-            context_token_count=record.token_count,
-            span=span,
-            trace_headers=headers,
-            stream_interval=how.interval,
-        )
-        record.turn = turn
-        record.turn_count = index + 1
-        self._turns.start(turn)
-        return turn
-
-    def _full_turn(
-        self, record: TrajectoryRecord, index: int, sampling: TurnSampling, context: Context
-    ) -> Turn:
-        span, headers = _start_span(record, index, context)
-        turn = Turn(
-            record=record,
-            index=index,
-            sampling=sampling,
-            budget=0,
-            context_token_count=record.token_count,
-            span=span,
-            trace_headers=headers,
-            stream_interval=1,
-        )
-        record.turn = turn
-        self._turns.start(turn)
-        return turn
-
-    def _budget(self, context_token_count: int, sampling: TurnSampling) -> int:
-        room = self._engine.description.max_context_length - context_token_count
-        return min(room, sampling.max_tokens or room)
-
-    def _how(self, options: rollout_service_pb2.StreamOptions) -> _How:
-        rules = self._streaming
-        if options.final_only:
-            return _How(0.0, True, options.detach, rules.final_interval)
-        if not options.HasField("flush_interval"):
-            return _How(rules.flush_seconds, False, options.detach, rules.interval)
-        seconds = requests.duration_seconds("stream_options.flush_interval", options.flush_interval)
-        interval = rules.interval if seconds >= rules.flush_seconds else rules.prompt_interval
-        return _How(seconds, False, options.detach, interval)
-
     async def _events(
-        self, turn: Turn, how: _How, context: Context
+        self, turn: Turn, how: StreamWish, context: Context
     ) -> AsyncGenerator[_EventFields]:
         """Subscribes to a turn: started, segments, finished."""
         subscription = Subscription(
@@ -504,52 +206,3 @@ class RolloutServicer:
         if record.turn is not None and not record.turn.in_flight:
             response.last_turn.CopyFrom(self._finished(record.turn))
         return response
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How one call wants its turn streamed."""
-
-    flush_seconds: float
-    final_only: bool
-    detach: bool
-    interval: int
-
-
-def _check_extensible(record: TrajectoryRecord) -> None:
-    where = {"trajectory_id": record.trajectory_id}
-    if record.closed:
-        raise DomainError(
-            Reason.TRAJECTORY_CLOSED, f"trajectory {record.trajectory_id} is closed", where
-        )
-    if record.turn is not None and record.turn.in_flight:
-        raise DomainError(
-            Reason.TURN_IN_FLIGHT, f"a turn of {record.trajectory_id} is in flight", where
-        )
-
-
-def _start_span(
-    record: TrajectoryRecord, index: int, context: Context
-) -> tuple[trace.Span, dict[str, str]]:
-    span = tracer.start_span(
-        "penstock.turn",
-        context,
-        trace.SpanKind.SERVER,
-        attributes={
-            "gen_ai.operation.name": "chat",
-            "penstock.trajectory_id": record.trajectory_id,
-            "penstock.group_id": record.group_id,
-            "penstock.turn_index": index,
-        },
-    )
-    headers: dict[str, str] = {}
-    propagate.inject(headers, trace.set_span_in_context(span, context))
-    if not record.traceparent:
-        record.traceparent = headers.get("traceparent", "")
-    return span, headers
-
-
-async def _off_loop(length: int, encode: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-    if length < LONG_TEXT:
-        return encode()
-    return await asyncio.to_thread(encode)

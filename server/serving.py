@@ -28,13 +28,14 @@ from penstock.server.engine import Engine
 from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.journal import Journal, MemoryJournal
+from penstock.server.opening import Opening, StreamRules
 from penstock.server.reflection import add_reflection
-from penstock.server.rollout_servicer import RolloutServicer, StreamRules
+from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
 from penstock.server.task_queue import LeaseRules, TaskQueue
 from penstock.server.task_servicer import TaskServicer
-from penstock.server.telemetry import ServerMetrics
+from penstock.server.telemetry import Gauge, ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.turns import TurnRunner
@@ -112,9 +113,10 @@ class Serving:
             self.store, self.queue, self.buffer, self.admission, self.turns, self._journal, clock
         )
         streaming = StreamRules(config.streaming.flush_seconds, config.streaming.interval)
-        self.rollouts = RolloutServicer(
-            engine, renderer, self.store, self.queue, self.turns, self.switch, clock, streaming
+        self.opening = Opening(
+            engine, renderer, self.store, self.queue, self.turns, self.switch, streaming
         )
+        self.rollouts = RolloutServicer(self.opening, renderer, self.store, self.queue, self.turns)
         self.tasks = TaskServicer(
             changed,
             self.queue,
@@ -152,63 +154,39 @@ class Serving:
                 )
 
         self.trainer.on_delivery = group_taken
-        observe, counts = self.metrics.observe, self.metrics.observe_counts
-        observe(
-            "penstock.groups.buffered",
-            "{group}",
-            "Groups finished and not delivered",
-            lambda: self.buffer.waiting_count,
+        self._observe_load()
+
+    def _observe_load(self) -> None:
+        stats = self._engine.stats
+        gauges: tuple[tuple[str, str, str, Gauge], ...] = (
+            (
+                "groups.buffered",
+                "{group}",
+                "finished, not delivered",
+                lambda: self.buffer.waiting_count,
+            ),
+            ("groups.redelivered", "{group}", "delivered again", lambda: self.buffer.redeliveries),
+            (
+                "groups.outstanding",
+                "{group}",
+                "admitted, not taken",
+                lambda: self.admission.outstanding,
+            ),
+            (
+                "groups.target",
+                "{group}",
+                "most that may be outstanding",
+                lambda: self.admission.target,
+            ),
+            ("trajectories.open", "{trajectory}", "open", lambda: self.store.open_count),
+            ("engine.running", "{turn}", "being sampled", lambda: stats().running),
+            ("engine.kv_cache_usage", "1", "part in use", lambda: stats().kv_cache_usage),
         )
-        observe(
-            "penstock.groups.outstanding",
-            "{group}",
-            "Groups admitted and not taken",
-            lambda: self.admission.outstanding,
-        )
-        observe(
-            "penstock.groups.target",
-            "{group}",
-            "Most groups that may be outstanding",
-            lambda: self.admission.target,
-        )
-        observe(
-            "penstock.trajectories.open",
-            "{trajectory}",
-            "Trajectories open",
-            lambda: self.store.open_count,
-        )
-        observe(
-            "penstock.engine.running",
-            "{turn}",
-            "Turns being sampled",
-            lambda: self._engine.stats().running,
-        )
-        observe(
-            "penstock.engine.kv_cache_usage",
-            "1",
-            "Part of the key-value cache in use",
-            lambda: self._engine.stats().kv_cache_usage,
-        )
-        observe(
-            "penstock.groups.redelivered",
-            "{group}",
-            "Groups delivered again",
-            lambda: self.buffer.redeliveries,
-        )
-        counts(
-            "penstock.groups.dropped",
-            "{group}",
-            "Groups that left without being trained",
-            "reason",
-            lambda: self.trainer.drops,
-        )
-        counts(
-            "penstock.attempts.failed",
-            "{attempt}",
-            "Attempts that failed or ran out of time",
-            "reason",
-            lambda: self.closing.failures,
-        )
+        for name, unit, description, read in gauges:
+            self.metrics.observe(f"penstock.{name}", unit, description, read)
+        counts = self.metrics.observe_counts
+        counts("penstock.groups.dropped", "{group}", "never trained", lambda: self.trainer.drops)
+        counts("penstock.attempts.failed", "{attempt}", "failed", lambda: self.closing.failures)
 
     def _handlers(self) -> Mapping[str, Handler]:
         rollouts, tasks = self.rollouts, self.tasks
@@ -265,7 +243,7 @@ class Serving:
         )
         self.info.draining = True
         await self._publish_health()
-        self.rollouts.drain(refusal)
+        self.opening.drain(refusal)
         self.tasks.drain(refusal)
         limit = self._drain_seconds if drain_seconds is None else drain_seconds
         try:

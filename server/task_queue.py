@@ -22,6 +22,7 @@ Pure but for the clock it is given; nothing here awaits.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -33,6 +34,8 @@ from penstock.server.errors import DomainError, FieldInvalid
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
 
 Task = twin(task_service_pb2.Task)
 Outcome = twin(trajectory_pb2.Outcome)
@@ -67,6 +70,19 @@ class Holder:
     whole_groups: bool = False
     held: set[str] = field(default_factory=set[str])
     """Trajectory ids leased to it and not yet given back."""
+    _noted_too_large: bool = False
+
+    def note_too_large(self, task: task_service_pb2.Task) -> None:
+        """Says, once, why an agent that wants whole groups gets none: it would wait in silence."""
+        if not self._noted_too_large:
+            self._noted_too_large = True
+            logger.warning(
+                "agent %s wants whole groups and works on %d attempts at a time; task %s has %d",
+                self.agent_id,
+                self.concurrency,
+                task.task_id,
+                task.group_size,
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -252,6 +268,7 @@ class TaskQueue:
             if not tasks or not _wanted(holder, purpose):
                 continue
             if holder.whole_groups and tasks[0].group_size > holder.concurrency:
+                holder.note_too_large(tasks[0])
                 continue
             if purpose == trajectory_pb2.PURPOSE_TRAIN and not self._admission.may_admit(
                 active_version

@@ -67,12 +67,10 @@ class ServerMetrics:
 
         self._meter.create_observable_gauge(name, [callback], unit, description)
 
-    def observe_counts(
-        self, name: str, unit: str, description: str, label: str, read: Breakdown
-    ) -> None:
-        """Exports running totals, one for each value of a label."""
+    def observe_counts(self, name: str, unit: str, description: str, read: Breakdown) -> None:
+        """Exports running totals, one for each reason."""
 
         def callback(_: CallbackOptions) -> Iterable[Observation]:
-            return tuple(Observation(value, {label: key}) for key, value in read().items())
+            return tuple(Observation(value, {"reason": key}) for key, value in read().items())
 
         self._meter.create_observable_counter(name, [callback], unit, description)

@@ -1,0 +1,83 @@
+"""`penstock serve`: configuration, and what it says when it cannot serve."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.server import config
+from penstock.server.config import ConfigError
+from tests.tiny_model import make_tiny_model
+
+pytest.importorskip("vllm")
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.client", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_dry_run_prints_a_file_that_means_the_same(model: Path, tmp_path: Path) -> None:
+    first = serve(
+        *("--model", str(model), "--dtype", "float32", "--max-model-len", "128", "--dry-run"),
+        *("--listen", "127.0.0.1:0", "--set", "leases.seconds=7"),
+    )
+    assert first.returncode == 0, first.stderr
+    resolved = tomllib.loads(first.stdout)
+    assert resolved["listen"] == "127.0.0.1:0"
+    assert resolved["leases"]["seconds"] == 7
+    assert resolved["engine"]["max_model_len"] == 128
+    assert resolved["engine"]["dtype"] == "float32"
+    file = tmp_path / "serve.toml"
+    file.write_text(first.stdout)
+    again = serve("--config", str(file), "--dry-run")
+    assert tomllib.loads(again.stdout) == resolved, again.stderr
+    # An option on the command line wins over the file.
+    changed = serve("--config", str(file), "--max-model-len", "64", "--dry-run")
+    assert tomllib.loads(changed.stdout)["engine"]["max_model_len"] == 64
+
+
+def test_what_cannot_be_served_is_said_in_a_line(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = serve("--model", str(model), "--listen", f"127.0.0.1:{port}")
+    assert refused.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in refused.stderr
+    missing = serve("--model", str(tmp_path / "nothing"), "--listen", "127.0.0.1:0")
+    assert missing.returncode == 1
+    assert "cannot serve" in missing.stderr
+    unknown = serve("--model", str(model), "--no-such-option", "1")
+    assert unknown.returncode == 2
+    assert "no-such-option" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["listen=nowhere"], "HOST:PORT"),
+        (["leases.seconds=-1"], "leases.seconds"),
+        (["leases.secnods=1"], "secnods"),
+        (["weights.in_flight=sometimes"], "sometimes"),
+        (["novalue"], "key=value"),
+        (["listen.x=1", "listen=a:1"], "listen"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config.load(None, settings)
