@@ -5,10 +5,11 @@
 Every system samples the same model with the same options and parameters, with log-probabilities of
 the sampled tokens, in a process of its own; the load comes from another process where the system is a
 server. Rounds are interleaved and ratios are taken within a round, because machines are shared and
-noisy. The raw engine runs in whichever of its output modes is faster here.
+noisy. The raw engine runs in whichever of its output modes is faster here. `penstock` asks for each turn
+as a whole, as agents do that wait for it (`trajectory.turn()`); `penstock_stream` for tokens as they come.
 
 The last line is one JSON object, all ratios to the raw engine's tokens per second:
-{"ratio_to_raw": {turns: ratio}, "http_stream": {...}, "http_unary": {...}}
+{"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "http_stream": {...}, "http_unary": {...}}
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from penstock.wire.channel import client_options
 
 GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
 SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
+StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 PROMPT_TOKENS = 32
@@ -144,11 +146,12 @@ async def penstock_server(model: str) -> AsyncIterator[dict[str, Run]]:
     )
     count = 0
 
-    async def turn(tokens: int) -> None:
+    async def turn(tokens: int, final_only: bool) -> None:
         nonlocal count
         count += 1
         request = GenerateRequest(
             trajectory_id=f"bench-{count}",
+            stream_options=StreamOptions(final_only=final_only),
             tokens=TokenSequence(token_ids=codec.array_bytes(np.asarray(prompt(), np.int32))),
             sampling_params=SamplingParams(max_tokens=tokens, **SAMPLING),
         )
@@ -160,13 +163,16 @@ async def penstock_server(model: str) -> AsyncIterator[dict[str, Run]]:
                 got += len(ids)
         assert got == tokens, got
 
-    async def run(turns: int, tokens: int) -> float:
-        began = time.perf_counter()
-        await asyncio.gather(*(turn(tokens) for _ in range(turns)))
-        return time.perf_counter() - began
+    def runner(final_only: bool) -> Run:
+        async def run(turns: int, tokens: int) -> float:
+            began = time.perf_counter()
+            await asyncio.gather(*(turn(tokens, final_only) for _ in range(turns)))
+            return time.perf_counter() - began
+
+        return run
 
     try:
-        yield {"penstock": run}
+        yield {"penstock": runner(True), "penstock_stream": runner(False)}
     finally:
         await channel.close()
         process.terminate()

@@ -56,9 +56,9 @@ class Weights(_Section):
 class Streaming(_Section):
     """How turns are streamed where the caller leaves it open."""
 
-    flush_seconds: float = Field(default=0.1, ge=0, le=60)
+    flush_seconds: float = Field(default=0.2, ge=0, le=60)
     """Longest time tokens wait before they are sent."""
-    interval: int = Field(default=8, ge=1)
+    interval: int = Field(default=16, ge=1)
     """Tokens the engine gathers before it hands them over."""
 
 

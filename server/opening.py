@@ -41,14 +41,14 @@ tracer = trace.get_tracer("penstock.server")
 class StreamRules:
     """How turns are streamed where the caller leaves it open."""
 
-    flush_seconds: float = 0.1
+    flush_seconds: float = 0.2
     """Longest time tokens wait before they are sent."""
-    interval: int = 8
+    interval: int = 16
     """Tokens the engine gathers before it hands them over."""
     prompt_interval: int = 1
     """The same, where the caller asks for a flush interval shorter than `flush_seconds`."""
-    final_interval: int = 64
-    """The same, where the caller wants only the end."""
+    final_interval: int = 1 << 20
+    """The same, where the caller wants only the end: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
