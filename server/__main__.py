@@ -16,7 +16,7 @@ from penstock.server import config as configuration
 from penstock.server.config import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from penstock.server.vllm_options import AsyncEngineArgs
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+__all__ = ["AsyncEngineArgs", "describe_options", "engine_arguments"]
+
 WORKER_EXTENSION = "penstock.server.vllm_weight_engine.WorkerExtension"
 WEIGHT_TRANSFER_BACKEND = "penstock"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"

@@ -152,7 +152,8 @@ class FakeEngine:
             running.finish = Finish.STOP
         elif running.count >= sampling.max_tokens:
             running.finish = Finish.LENGTH
-        if running.finish or len(running.tokens) >= running.request.stream_interval:
+        first = running.count == 1
+        if running.finish or first or len(running.tokens) >= running.request.stream_interval:
             self._hand_over(running)
 
     def _written(self, running: _Running) -> str:

@@ -476,12 +476,12 @@ async def test_one_trace_leads_from_the_attempt_to_the_turns_and_the_server(
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from penstock.client import turn_stream, worker
-    from penstock.server import rollout_servicer
+    from penstock.server import opening
 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    for module in (turn_stream, worker, rollout_servicer):
+    for module in (turn_stream, worker, opening):
         monkeypatch.setattr(module, "tracer", provider.get_tracer(module.__name__))
     await penstock.submit_tasks([Task("t", "go", sampling=SamplingParams(max_tokens=4))])
 
