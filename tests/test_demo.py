@@ -143,11 +143,21 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_the_converted_model_is_found_without_asking_anyone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     model.converted_folder().mkdir(parents=True)
     said: list[str] = []
     assert model.prepare_model(None, said.append) == model.converted_folder()
     assert said == []
+
+
+def test_the_model_is_kept_with_the_virtual_environment_or_else_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    assert model.cache_folder() == tmp_path / "venv" / "share" / "penstock"
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert model.cache_folder() == tmp_path / "cache" / "penstock"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,10 @@ class ModelUnavailable(Exception):
 
 
 def cache_folder() -> Path:
-    """Where what is made once is kept."""
+    """Where what is made once is kept: with the virtual environment, so that it goes when that goes;
+    without one, in the user's cache."""
+    if sys.prefix != sys.base_prefix:
+        return Path(sys.prefix) / "share" / "penstock"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "penstock"
 

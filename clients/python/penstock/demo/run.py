@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.demo import settings
@@ -60,7 +61,9 @@ async def _run(plan: Plan, console: Console, running: list[Process]) -> None:
         write_sums(plan.tasks_file)
     elif plan.task == settings.PRINTABLE:
         write_printable(plan.tasks_file)
-    say(console, "model", str(plan.model))
+    here = Path.cwd()
+    model = plan.model.relative_to(here) if plan.model.is_relative_to(here) else plan.model
+    say(console, "model", str(model))
     say(console, "task", f"{plan.task}, {plan.steps} steps, into {plan.out}")
     say(console, "server", "starting vLLM")
     lines: asyncio.Queue[str] = asyncio.Queue()
