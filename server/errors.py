@@ -45,10 +45,15 @@ _CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
         Reason.WEIGHT_VERSION_NOT_ACTIVE,
         Reason.BASE_VERSION_MISMATCH,
         Reason.STALE_EPOCH,
+        Reason.ADAPTER_ACTIVE,
         Reason.LEASE_EXPIRED,
         Reason.SOURCE_UNAVAILABLE,
     ),
-    grpc.StatusCode.ABORTED: (Reason.UPLOAD_IN_PROGRESS, Reason.SESSION_REPLACED),
+    grpc.StatusCode.ABORTED: (
+        Reason.UPLOAD_IN_PROGRESS,
+        Reason.SESSION_REPLACED,
+        Reason.WEIGHT_LOAD_FAILED,
+    ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         Reason.QUEUE_FULL,
         Reason.MEMORY_BUDGET,
@@ -60,7 +65,11 @@ _CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
         Reason.WEIGHTS_INCONSISTENT,
         Reason.DRAINING,
     ),
-    grpc.StatusCode.DATA_LOSS: (Reason.CHECKSUM_MISMATCH, Reason.JOURNAL_CORRUPT),
+    grpc.StatusCode.DATA_LOSS: (
+        Reason.CHECKSUM_MISMATCH,
+        Reason.PROBE_MISMATCH,
+        Reason.JOURNAL_CORRUPT,
+    ),
     grpc.StatusCode.INTERNAL: (Reason.INTERNAL_ERROR,),
 }
 STATUS_CODES: dict[Reason, grpc.StatusCode] = {

@@ -618,6 +618,9 @@ class GetServerInfoResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
+    DELTA_BASE_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    ADAPTER_WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     model: _builtins.str
@@ -630,6 +633,8 @@ class GetServerInfoResponse(_message.Message):
     """Size of the vocabulary."""
     weight_dtype: _builtins.str
     """Torch dtype name every uploaded tensor must have, such as "bfloat16"."""
+    delta_base_weight_version: _builtins.int
+    """Version whose bytes the server still holds, so that a delta can apply to it; zero for none."""
     @_builtins.property
     def staged_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions uploaded and verified but not yet switched to."""
@@ -646,6 +651,14 @@ class GetServerInfoResponse(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaInfo]:
         """One per engine behind this server."""
 
+    @_builtins.property
+    def lora(self) -> Global___LoraSupport:
+        """Set means that LoRA adapters can be uploaded."""
+
+    @_builtins.property
+    def adapter_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that are adapters and still sample, oldest first."""
+
     def __init__(
         self,
         *,
@@ -659,14 +672,43 @@ class GetServerInfoResponse(_message.Message):
         load: Global___ServerLoad | None = ...,
         replicas: _abc.Iterable[Global___ReplicaInfo] | None = ...,
         weight_dtype: _builtins.str = ...,
+        delta_base_weight_version: _builtins.int = ...,
+        lora: Global___LoraSupport | None = ...,
+        adapter_weight_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "load", b"load", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class LoraSupport(_message.Message):
+    """What a server offers for LoRA adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_RANK_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    max_rank: _builtins.int
+    """Largest rank."""
+    max_adapters: _builtins.int
+    """Most versions that sample at the same time."""
+    def __init__(
+        self,
+        *,
+        max_rank: _builtins.int = ...,
+        max_adapters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_adapters", b"max_adapters", "max_rank", b"max_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoraSupport: _TypeAlias = LoraSupport  # noqa: Y015
 
 @_typing.final
 class ServerLoad(_message.Message):

@@ -21,6 +21,54 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _IndexCoding:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IndexCodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexCoding.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INDEX_CODING_UNSPECIFIED: _IndexCoding.ValueType  # 0
+    """Never valid on the wire."""
+    INDEX_CODING_GAPS: _IndexCoding.ValueType  # 1
+    """One byte for each gap, the number of unchanged elements since the changed one before: 0 to 254. A
+    byte of 255 stands for 255 unchanged elements and goes on with the next byte.
+    """
+    INDEX_CODING_BITMAP: _IndexCoding.ValueType  # 2
+    """One bit for each element, the least significant bit of a byte first; set means changed."""
+
+class IndexCoding(_IndexCoding, metaclass=_IndexCodingEnumTypeWrapper):
+    """How the positions of changed elements are coded."""
+
+INDEX_CODING_UNSPECIFIED: IndexCoding.ValueType  # 0
+"""Never valid on the wire."""
+INDEX_CODING_GAPS: IndexCoding.ValueType  # 1
+"""One byte for each gap, the number of unchanged elements since the changed one before: 0 to 254. A
+byte of 255 stands for 255 unchanged elements and goes on with the next byte.
+"""
+INDEX_CODING_BITMAP: IndexCoding.ValueType  # 2
+"""One bit for each element, the least significant bit of a byte first; set means changed."""
+Global___IndexCoding: _TypeAlias = IndexCoding  # noqa: Y015
+
+class _Compression:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CompressionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Compression.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COMPRESSION_UNSPECIFIED: _Compression.ValueType  # 0
+    """Not at all."""
+    COMPRESSION_ZSTD: _Compression.ValueType  # 1
+    """One Zstandard frame that names its content size."""
+
+class Compression(_Compression, metaclass=_CompressionEnumTypeWrapper):
+    """How bytes are compressed."""
+
+COMPRESSION_UNSPECIFIED: Compression.ValueType  # 0
+"""Not at all."""
+COMPRESSION_ZSTD: Compression.ValueType  # 1
+"""One Zstandard frame that names its content size."""
+Global___Compression: _TypeAlias = Compression  # noqa: Y015
+
 class _WeightState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -167,13 +215,17 @@ Global___TensorEncoding: _TypeAlias = TensorEncoding  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
-    """One message of an upload: a header, then chunks where the source is inline, then a commit."""
+    """One message of an upload: a header, then chunks where the source is inline or rounds where it is a
+    collective, then a commit. Or a join, alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___WeightHeader:
         """First message of the stream."""
@@ -186,18 +238,30 @@ class UpdateWeightsRequest(_message.Message):
     def commit(self) -> Global___WeightCommit:
         """Last message; a stream that ends without it changes nothing."""
 
+    @_builtins.property
+    def join(self) -> Global___CollectiveJoin:
+        """Only message of a stream that joins a collective: answered with READY at once, so that both sides
+        meet in it, and with the end of the stream when the engine has joined.
+        """
+
+    @_builtins.property
+    def round(self) -> Global___CollectiveRound:
+        """One transfer of a collective upload; answered with READY when the engine has received it."""
+
     def __init__(
         self,
         *,
         header: Global___WeightHeader | None = ...,
         chunk: Global___WeightChunk | None = ...,
         commit: Global___WeightCommit | None = ...,
+        join: Global___CollectiveJoin | None = ...,
+        round: Global___CollectiveRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "join", b"join", "message", b"message", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "join", b"join", "message", b"message", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit", "join", "round"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -214,6 +278,7 @@ class UpdateWeightsResponse(_message.Message):
     ACTIVE_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     CHANGED_TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     """The version being uploaded."""
     state: Global___WeightState.ValueType
@@ -226,6 +291,10 @@ class UpdateWeightsResponse(_message.Message):
     def pause(self) -> _duration_pb2.Duration:
         """How long generation stood still; set with WEIGHT_STATE_ACTIVE."""
 
+    @_builtins.property
+    def probe(self) -> Global___WeightProbeResult:
+        """How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one."""
+
     def __init__(
         self,
         *,
@@ -234,10 +303,11 @@ class UpdateWeightsResponse(_message.Message):
         active_weight_version: _builtins.int = ...,
         pause: _duration_pb2.Duration | None = ...,
         changed_tensor_count: _builtins.int = ...,
+        probe: Global___WeightProbeResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "changed_tensor_count", b"changed_tensor_count", "pause", b"pause", "state", b"state", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "changed_tensor_count", b"changed_tensor_count", "pause", b"pause", "probe", b"probe", "state", b"state", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,10 +329,12 @@ class WeightHeader(_message.Message):
     ACTIVATION_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     """Strictly greater than every version this server has accepted."""
     base_weight_version: _builtins.int
-    """Version a delta applies to; zero for a full upload."""
+    """Version a delta applies to, which has to be the active one; zero for a full upload."""
     activation: Global___Activation.ValueType
     """What happens on commit."""
     in_flight: Global___InFlightPolicy.ValueType
@@ -289,6 +361,16 @@ class WeightHeader(_message.Message):
     def collective(self) -> Global___CollectiveSource:
         """Broadcast by a collective that both sides join."""
 
+    @_builtins.property
+    def probe(self) -> Global___WeightProbe:
+        """Scored by the engine after the switch and before any new turn; unset means no such check."""
+
+    @_builtins.property
+    def adapter(self) -> Global___LoraAdapter:
+        """Set means that the tensors are those of a LoRA adapter on the server's full weights, under their
+        PEFT names.
+        """
+
     def __init__(
         self,
         *,
@@ -302,16 +384,116 @@ class WeightHeader(_message.Message):
         activation: Global___Activation.ValueType = ...,
         in_flight: Global___InFlightPolicy.ValueType = ...,
         trainer_epoch: _builtins.int = ...,
+        probe: Global___WeightProbe | None = ...,
+        adapter: Global___LoraAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "collective", b"collective", "inline", b"inline", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "checkpoint", b"checkpoint", "collective", b"collective", "inline", b"inline", "probe", b"probe", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "base_weight_version", b"base_weight_version", "checkpoint", b"checkpoint", "collective", b"collective", "in_flight", b"in_flight", "inline", b"inline", "shared_memory", b"shared_memory", "source", b"source", "tensors", b"tensors", "trainer_epoch", b"trainer_epoch", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "adapter", b"adapter", "base_weight_version", b"base_weight_version", "checkpoint", b"checkpoint", "collective", b"collective", "in_flight", b"in_flight", "inline", b"inline", "probe", b"probe", "shared_memory", b"shared_memory", "source", b"source", "tensors", b"tensors", "trainer_epoch", b"trainer_epoch", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inline", "shared_memory", "checkpoint", "collective"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___WeightHeader: _TypeAlias = WeightHeader  # noqa: Y015
+
+@_typing.final
+class WeightProbe(_message.Message):
+    """A fixed sequence that the trainer scored itself. Checksums prove that bytes arrived; this proves
+    that the engine computes with them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOLERANCE_FIELD_NUMBER: _builtins.int
+    tolerance: _builtins.float
+    """Largest allowed mean of the absolute differences, in nats."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At least two tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Trainer's log-probability of each token but the first, given those before it, at temperature 1."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        tolerance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "tolerance", b"tolerance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightProbe: _TypeAlias = WeightProbe  # noqa: Y015
+
+@_typing.final
+class WeightProbeResult(_message.Message):
+    """What the engine's own score of a probe came to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    MAX_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    mean_difference: _builtins.float
+    """Mean of the absolute differences, in nats."""
+    max_difference: _builtins.float
+    """Largest of them."""
+    def __init__(
+        self,
+        *,
+        mean_difference: _builtins.float = ...,
+        max_difference: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_difference", b"max_difference", "mean_difference", b"mean_difference"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightProbeResult: _TypeAlias = WeightProbeResult  # noqa: Y015
+
+@_typing.final
+class LoraAdapter(_message.Message):
+    """A low-rank adapter, as PEFT's adapter_config.json has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    RANK_STABILIZED_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank of the matrices."""
+    alpha: _builtins.float
+    """Numerator of the scale."""
+    rank_stabilized: _builtins.bool
+    """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
+    @_builtins.property
+    def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the modules it changes, such as "q_proj"."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        rank_stabilized: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "rank_stabilized", b"rank_stabilized", "target_modules", b"target_modules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoraAdapter: _TypeAlias = LoraAdapter  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
@@ -326,6 +508,7 @@ class TensorSpec(_message.Message):
     LENGTH_BYTES_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
     XXH3_FIELD_NUMBER: _builtins.int
+    SPARSE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Hugging Face parameter name."""
     dtype: _builtins.str
@@ -342,6 +525,10 @@ class TensorSpec(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Dimension sizes."""
 
+    @_builtins.property
+    def sparse(self) -> Global___SparseCoding:
+        """How the payload codes what changed; set with TENSOR_ENCODING_SPARSE."""
+
     def __init__(
         self,
         *,
@@ -352,14 +539,53 @@ class TensorSpec(_message.Message):
         length_bytes: _builtins.int = ...,
         encoding: Global___TensorEncoding.ValueType = ...,
         xxh3: _builtins.int = ...,
+        sparse: Global___SparseCoding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sparse", b"sparse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "encoding", b"encoding", "length_bytes", b"length_bytes", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "xxh3", b"xxh3"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "encoding", b"encoding", "length_bytes", b"length_bytes", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "sparse", b"sparse", "xxh3", b"xxh3"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
+
+@_typing.final
+class SparseCoding(_message.Message):
+    """The changed elements of one tensor: first their positions, then their values, in the order of the
+    positions. Elements are unsigned integers of the dtype's width, little-endian. A value is new minus
+    old, modulo that width, folded so that small differences are small numbers (zigzag: 0, -1, 1, -2 ...
+    become 0, 1, 2, 3 ...), and stored byte plane by byte plane, the least significant plane first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_ELEMENT_COUNT_FIELD_NUMBER: _builtins.int
+    INDEX_CODING_FIELD_NUMBER: _builtins.int
+    INDEX_LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    COMPRESSION_FIELD_NUMBER: _builtins.int
+    changed_element_count: _builtins.int
+    """Elements that changed."""
+    index_coding: Global___IndexCoding.ValueType
+    """How positions are coded."""
+    index_length_bytes: _builtins.int
+    """Length of the positions in the payload; the rest of the tensor's payload are the values."""
+    compression: Global___Compression.ValueType
+    """How both parts are compressed, each by itself."""
+    def __init__(
+        self,
+        *,
+        changed_element_count: _builtins.int = ...,
+        index_coding: Global___IndexCoding.ValueType = ...,
+        index_length_bytes: _builtins.int = ...,
+        compression: Global___Compression.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_element_count", b"changed_element_count", "compression", b"compression", "index_coding", b"index_coding", "index_length_bytes", b"index_length_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SparseCoding: _TypeAlias = SparseCoding  # noqa: Y015
 
 @_typing.final
 class InlineSource(_message.Message):
@@ -411,13 +637,15 @@ Global___SharedMemorySource: _TypeAlias = SharedMemorySource  # noqa: Y015
 
 @_typing.final
 class CheckpointSource(_message.Message):
-    """Bytes in a directory of safetensors files."""
+    """Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums;
+    offsets and lengths are those of the files and stay zero here.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Directory."""
+    """Absolute path of the directory, as the server sees it."""
     def __init__(
         self,
         *,
@@ -433,29 +661,79 @@ Global___CheckpointSource: _TypeAlias = CheckpointSource  # noqa: Y015
 
 @_typing.final
 class CollectiveSource(_message.Message):
-    """Bytes by a collective, such as NCCL through the engine's own weight transfer."""
+    """Bytes by a collective that the engine joined before, through its own weight transfer. They go
+    straight into the live model, so the activation has to be immediate.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Name of the engine's weight transfer backend."""
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectiveSource: _TypeAlias = CollectiveSource  # noqa: Y015
+
+@_typing.final
+class CollectiveJoin(_message.Message):
+    """Joins a collective."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BACKEND_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_JSON_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
-    """Name of the engine's weight transfer backend."""
+    """Name of the engine's weight transfer backend, such as "nccl" or "gloo"."""
     rendezvous_json: _builtins.str
     """The backend's own rendezvous fields, a JSON object."""
+    trainer_epoch: _builtins.int
+    """Identifies the trainer process; a join by an older epoch is refused."""
     def __init__(
         self,
         *,
         backend: _builtins.str = ...,
         rendezvous_json: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "rendezvous_json", b"rendezvous_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "rendezvous_json", b"rendezvous_json", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CollectiveSource: _TypeAlias = CollectiveSource  # noqa: Y015
+Global___CollectiveJoin: _TypeAlias = CollectiveJoin  # noqa: Y015
+
+@_typing.final
+class CollectiveRound(_message.Message):
+    """One transfer of a collective upload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_JSON_FIELD_NUMBER: _builtins.int
+    update_json: _builtins.str
+    """The backend's own description of what it is about to send, a JSON object."""
+    def __init__(
+        self,
+        *,
+        update_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["update_json", b"update_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectiveRound: _TypeAlias = CollectiveRound  # noqa: Y015
 
 @_typing.final
 class WeightChunk(_message.Message):
@@ -519,6 +797,7 @@ class WeightReceipt(_message.Message):
     ACTIVE_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     REJECTION_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     """The version that was asked for."""
     active_weight_version: _builtins.int
@@ -531,6 +810,10 @@ class WeightReceipt(_message.Message):
     def pause(self) -> _duration_pb2.Duration:
         """How long generation stood still."""
 
+    @_builtins.property
+    def probe(self) -> Global___WeightProbeResult:
+        """How far the probe of this version was off, where there was one."""
+
     def __init__(
         self,
         *,
@@ -538,10 +821,11 @@ class WeightReceipt(_message.Message):
         active_weight_version: _builtins.int = ...,
         rejection: _rejection_pb2.Rejection | None = ...,
         pause: _duration_pb2.Duration | None = ...,
+        probe: Global___WeightProbeResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "rejection", b"rejection"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "probe", b"probe", "rejection", b"rejection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "pause", b"pause", "rejection", b"rejection", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "pause", b"pause", "probe", b"probe", "rejection", b"rejection", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

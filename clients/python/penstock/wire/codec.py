@@ -42,6 +42,7 @@ M = TypeVar("M", bound=Message)
 ARRAY_FIELDS = {
     "penstock.v1.Segment": ("token_ids", "logprobs"),
     "penstock.v1.TokenSequence": ("token_ids",),
+    "penstock.v1.WeightProbe": ("token_ids", "logprobs"),
 }
 TWIN_PACKAGE = "penstock.v1twin"
 TOKEN = np.dtype("<i4")
