@@ -145,7 +145,7 @@ async def test_rollout_works_until_its_attempts_are_done(functions):
         _, errors = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0, errors.decode()
         assert [outcome.reward for _, outcome in server.outcomes] == [1.0] * 6
-        assert "6 attempts ended: reward 1.000" in errors.decode()
+        assert "penstock rollout: 6 attempts ended: reward 1.000" in errors.decode()
 
 
 async def test_sigterm_gives_back_and_ends_with_0(functions):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from penstock.client import (
     Client,
+    Failed,
     FinishReason,
     InvalidRequest,
     Message,
@@ -24,7 +26,9 @@ from penstock.client import (
     connect,
     group_reward,
 )
-from penstock.client.scoring import single_turn
+from penstock.client.scoring import Agent, single_turn
+from penstock.server.errors import DomainError
+from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, expected_tokens
 from tests.harness import Harness, hello, serve
 
@@ -466,6 +470,267 @@ async def test_group_rewards_survive_a_lost_stream(tmp_path):
         await working
         assert harness.serving.buffer.waiting_count == 6
         assert set(sizes) == {3}
+
+
+async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run_out(harness: Harness, trajectory_id: str) -> None:
+    """The lease of an attempt is over, as if its agent had not renewed it in time."""
+    attempt = harness.serving.queue.attempt_of(trajectory_id)
+    assert attempt is not None
+    attempt.deadline = 0.0
+    harness.serving.queue.deadline_sooner.notify()
+
+
+def ran_out(harness: Harness, trajectory_id: str) -> bool:
+    try:
+        return harness.serving.queue.attempt_of(trajectory_id) is None
+    except DomainError as error:
+        return error.reason == Reason.LEASE_EXPIRED
+
+
+def group_tasks(count: int, size: int) -> list[Task]:
+    short = SamplingParams(max_tokens=4)
+    return [Task(f"t{i}", "go", group_size=size, index=i, sampling=short) for i in range(count)]
+
+
+async def delivered(harness: Harness, count: int) -> list[list[str]]:
+    """Of the next groups, each sibling's failure, or "" where it was scored."""
+    exchange = await hello(harness.wire, groups_per_step=count)
+    exchange.send(demand={"group_count": count})
+    groups = [(await exchange.receive("delivery")).group for _ in range(count)]
+    return [[t.outcome.failure.reason for t in group.trajectories] for group in groups]
+
+
+@contextlib.asynccontextmanager
+async def group_worker(
+    harness: Harness, penstock: Client, generate: Agent, reward: Agent, concurrency: int = 3
+):
+    """A worker that is told to stop at the end, and that does so at once."""
+    worker = penstock.worker(WorkerSettings(concurrency=concurrency), generate, reward)
+    working = asyncio.create_task(worker.run())
+    try:
+        yield worker
+        worker.stop()
+        await asyncio.wait_for(working, 5)
+    finally:
+        working.cancel()
+    assert not worker._final and not worker._book._groups
+
+
+LAST = ("leases.seconds=1.2", "leases.max_attempts=1")
+
+
+@pytest.mark.parametrize("stage", ["running", "waiting", "scoring", "stubborn"])
+async def test_a_group_does_not_wait_for_a_sibling_whose_lease_ran_out_for_the_last_time(
+    tmp_path, stage
+):
+    ended, lost, sizes = asyncio.Semaphore(0), asyncio.Event(), []
+
+    async def generate(task, trajectory):
+        await trajectory.turn()
+        if task.task_id == "t1":
+            return
+        if trajectory.sample_index == 1:
+            if stage in ("running", "stubborn"):
+                # The siblings wait for it by now.
+                await ended.acquire()
+                await ended.acquire()
+            if stage != "scoring":
+                run_out(harness, trajectory.trajectory_id)
+            if stage in ("running", "stubborn"):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    if stage != "stubborn":
+                        raise
+        elif stage == "waiting":
+            await lost.wait()
+        ended.release()
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        if stage == "scoring" and task.task_id == "t0":
+            run_out(harness, trajectories[1].trajectory_id)
+            await asyncio.sleep(1.0)
+        return [1.0] * len(trajectories)
+
+    async with serve(tmp_path, *LAST) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks(group_tasks(2, 3))
+        async with group_worker(harness, penstock, generate, reward) as worker:
+            if stage == "waiting":
+                await until(lambda: worker._statistics.lost_count == 1)
+                lost.set()
+            await until(lambda: harness.serving.buffer.waiting_count == 2)
+        assert worker._statistics.lost_count == 1 and worker._statistics.scored_count == 5
+        assert await delivered(harness, 2) == [["", "LEASE_EXPIRED", ""], [""] * 3]
+    assert sorted(sizes) == ([3, 3] if stage == "scoring" else [2, 3])
+
+
+async def test_a_sibling_whose_lease_ran_out_is_waited_for_while_it_is_made_again(tmp_path):
+    sizes, begun = [], Counter[int]()
+
+    async def generate(task, trajectory):
+        await trajectory.turn()
+        begun[trajectory.sample_index] += 1
+        if trajectory.sample_index == 1 and begun[1] < 3:
+            run_out(harness, trajectory.trajectory_id)
+            await asyncio.Event().wait()
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        return [1.0] * len(trajectories)
+
+    settings = ("leases.seconds=1.2", "leases.max_attempts=3")
+    async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks(group_tasks(1, 3))
+        async with group_worker(harness, penstock, generate, reward):
+            await until(lambda: harness.serving.buffer.waiting_count == 1)
+        assert sizes == [3] and begun == {0: 1, 1: 3, 2: 1}
+
+
+async def test_a_turn_refused_after_the_last_lease_leaves_the_group_to_its_siblings(tmp_path):
+    sizes = []
+
+    async def generate(task, trajectory):
+        if trajectory.sample_index == 1:
+            run_out(harness, trajectory.trajectory_id)
+            await until(lambda: ran_out(harness, trajectory.trajectory_id))
+        await trajectory.turn()
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        return [1.0] * len(trajectories)
+
+    # So long a lease that it is the refused turn that tells, and not a renewal.
+    async with (
+        serve(tmp_path, "leases.max_attempts=1") as harness,
+        client_of(harness) as penstock,
+    ):
+        await penstock.submit_tasks(group_tasks(1, 3))
+        async with group_worker(harness, penstock, generate, reward):
+            await until(lambda: harness.serving.buffer.waiting_count == 1, 2.0)
+        assert sizes == [2]
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2])
+async def test_a_sibling_whose_close_is_refused_is_known_to_be_lost_when_its_lease_runs_out(
+    tmp_path, max_attempts
+):
+    sizes, begun = [], Counter[int]()
+
+    async def generate(task, trajectory):
+        await trajectory.turn()
+        begun[trajectory.sample_index] += 1
+        if trajectory.sample_index == 1 and begun[1] == 1:
+            # A failure without a reason, which the server refuses.
+            return Failed("")
+        return None
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        return [1.0] * len(trajectories)
+
+    settings = ("leases.seconds=0.4", f"leases.max_attempts={max_attempts}")
+    async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks(group_tasks(1, 3))
+        async with group_worker(harness, penstock, generate, reward):
+            await until(lambda: harness.serving.buffer.waiting_count == 1)
+        assert begun[1] == max_attempts and sizes == [1 + max_attempts]
+
+
+async def test_a_sibling_that_failed_itself_unheard_is_waited_for_while_it_is_made_again(tmp_path):
+    sizes, begun = [], Counter[int]()
+
+    async def generate(task, trajectory):
+        await trajectory.turn()
+        begun[trajectory.sample_index] += 1
+        if trajectory.sample_index == 1 and begun[1] == 1:
+            await trajectory.fail("SANDBOX_SILENT")
+            # As if the answer had been lost.
+            trajectory.closed = False
+            raise RuntimeError("no answer")
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append(len(trajectories))
+        return [1.0] * len(trajectories)
+
+    async with serve(tmp_path) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks(group_tasks(1, 3))
+        async with group_worker(harness, penstock, generate, reward):
+            await until(lambda: harness.serving.buffer.waiting_count == 1)
+        assert sizes == [3] and begun[1] == 2
+
+
+async def test_an_attempt_whose_last_lease_ran_out_before_it_was_taken_is_not_waited_for(tmp_path):
+    begun, sizes = [], []
+
+    async def generate(task, trajectory):
+        begun.append((task.task_id, trajectory.sample_index))
+        if (task.task_id, trajectory.sample_index) == ("t0", 0):
+            # Its place is leased to the next group, whose attempt no slot is free for here.
+            run_out(harness, trajectory.trajectory_id)
+            await until(lambda: any(queue.attempt_of(i) for i in next_group()))
+            run_out(harness, next_group()[0])
+            await asyncio.Event().wait()
+        if task.task_id == "t0":
+            await until(lambda: worker._statistics.lost_count > 0)
+        await trajectory.turn()
+
+    def next_group() -> list[str]:
+        return [
+            f"{group.group_id}-0-0"
+            for group in queue._groups.values()
+            if group.task is not None and group.task.task_id == "t1"
+        ]
+
+    @group_reward
+    async def reward(task, trajectories):
+        sizes.append((task.task_id, len(trajectories)))
+        return [1.0] * len(trajectories)
+
+    async with serve(tmp_path, *LAST) as harness, client_of(harness) as penstock:
+        queue = harness.serving.queue
+        await penstock.submit_tasks(group_tasks(2, 2))
+        async with group_worker(harness, penstock, generate, reward, 2) as worker:
+            await until(lambda: harness.serving.buffer.waiting_count == 2)
+        assert ("t1", 0) not in begun and sorted(sizes) == [("t0", 1), ("t1", 1)]
+        assert await delivered(harness, 2) == [["LEASE_EXPIRED", ""]] * 2
+
+
+async def test_a_group_that_the_server_dropped_is_neither_scored_nor_waited_for(tmp_path):
+    seen, ended = [], asyncio.Semaphore(0)
+
+    async def generate(task, trajectory):
+        await trajectory.turn()
+        if task.task_id == "t0" and trajectory.sample_index == 1:
+            await ended.acquire()
+            await ended.acquire()
+            harness.serving.queue.drop_all()
+            await penstock.submit_tasks(group_tasks(3, 3)[1:])
+            await asyncio.Event().wait()
+        ended.release()
+
+    @group_reward
+    async def reward(task, trajectories):
+        seen.append((task.task_id, len(trajectories)))
+        return [1.0] * len(trajectories)
+
+    async with serve(tmp_path, *LAST) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks(group_tasks(1, 3))
+        async with group_worker(harness, penstock, generate, reward) as worker:
+            await until(lambda: harness.serving.buffer.waiting_count == 2)
+            await until(lambda: worker._statistics.lost_count == 3)
+        assert sorted(seen) == [("t1", 3), ("t2", 3)]
 
 
 async def test_one_trace_leads_from_the_attempt_to_the_turns_and_the_server(

@@ -78,11 +78,17 @@ class GroupBook:
 
     def lose(self, attempt: Attempt) -> None:
         """An attempt will be made again, here or by another agent."""
-        group = self._groups.get(attempt.group_id)
-        if group is not None and self._holds(group, attempt):
+        if self.holds(attempt):
+            group = self._groups[attempt.group_id]
             del group.places[attempt.sample_index]
             if not group.places:
                 del self._groups[attempt.group_id]
+
+    def holds(self, attempt: Attempt) -> bool:
+        """Whether an attempt is the newest of its place, in a group that was not given up."""
+        group = self._groups.get(attempt.group_id)
+        place = group.places.get(attempt.sample_index) if group is not None else None
+        return place is not None and place.attempt is attempt
 
     def waiting(self) -> list[Attempt]:
         """Attempts that have ended and wait for their siblings."""
@@ -93,10 +99,10 @@ class GroupBook:
         self._groups.clear()
 
     def _move(self, attempt: Attempt, state: _State) -> ReadyGroup | None:
-        group = self._groups.get(attempt.group_id)
-        if group is None or not self._holds(group, attempt):
+        if not self.holds(attempt):
             # Its next attempt has begun already, or the group was given up.
             return None
+        group = self._groups[attempt.group_id]
         group.places[attempt.sample_index].state = state
         if len(group.places) < group.size or group.in_state(_State.RUNNING):
             return None
@@ -108,10 +114,6 @@ class GroupBook:
         if not unscored:
             return None
         return ReadyGroup(group.in_state(_State.SCORING, _State.SCORED), unscored)
-
-    def _holds(self, group: _Group, attempt: Attempt) -> bool:
-        place = group.places.get(attempt.sample_index)
-        return place is not None and place.attempt is attempt
 
     def _forget_abandoned(self) -> None:
         """A server that dropped a group does not say so. Of groups that only await attempts to be made

@@ -34,7 +34,7 @@ from penstock.v1 import task_service_pb2
 from penstock.wire import codec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from types import TracebackType
 
 logger = logging.getLogger("penstock.client")
@@ -42,8 +42,11 @@ logger = logging.getLogger("penstock.client")
 # A server takes the leases of a lost stream back after a grace of some ten seconds, and may notice the
 # loss later than this side did; so even a long lease is renewed this often.
 _LONGEST_RENEWAL_SECONDS = 3.0
+_UNREACHABLE = (ServerUnavailable, Overloaded, DeadlineExceeded)
 # After which a server that does not answer is spoken of.
 _SILENCE_SECONDS = 2.0
+# By how much a lease is outwaited: the server may have begun it a little after this side did.
+_OUTWAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +74,12 @@ class LeaseListener(Protocol):
         """The server leases again, after so long."""
         ...
 
-    def leases_expired(self, trajectory_ids: Sequence[str]) -> None:
-        """These attempts went to another agent, or their server forgot them."""
+    def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
+        """The leases of these attempts ran out, or their server forgot them.
+
+        Those of them in `retried_ids` are made again, under another trajectory id; the others count
+        as failed.
+        """
         ...
 
 
@@ -87,7 +94,7 @@ class LoggedLeases:
         """Logs the return."""
         logger.warning("the server is back after %.1f s", seconds)
 
-    def leases_expired(self, trajectory_ids: Sequence[str]) -> None:
+    def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
         """Logs lost attempts."""
         logger.warning("leases ran out: %s", ", ".join(trajectory_ids))
 
@@ -101,7 +108,9 @@ class Leases:
     """Attempts as they are leased: `async for attempt in client.lease_tasks(concurrency=8)`.
 
     The server leases another when one is closed. An attempt whose trajectory is closed, released or
-    no longer referenced is not renewed. Iteration raises PenstockError where the server refuses.
+    no longer referenced is not renewed. Iteration raises PenstockError where the server refuses. With
+    `whole_groups` it also yields an attempt whose lease ran out for the last time before it was taken,
+    for its siblings' sake: `leases_expired` named it, and the server refuses every call on it.
     """
 
     def __init__(
@@ -133,6 +142,8 @@ class Leases:
         """Set when an attempt is ready, and when receiving or renewing has ended."""
         self._room = asyncio.Event()
         """Set when a ready attempt was taken."""
+        self._lease_seconds = 0.0
+        """Length of the last lease."""
         self._renew_seconds = _LONGEST_RENEWAL_SECONDS
         self._renew_sooner = asyncio.Event()
         self._down_since: float | None = None
@@ -176,6 +187,19 @@ class Leases:
         """Stops renewing everything, and forgets what nobody has taken yet."""
         self._held.clear()
         self._ready.clear()
+
+    async def run_out(self, trajectory_id: str) -> bool:
+        """Stops renewing an attempt, and waits until its lease has run out, however long a call on it
+        lasts; returns whether the attempt is made again. It must not be closed."""
+        self.release(trajectory_id)
+        request = codec.twin(task_service_pb2.RenewLeaseRequest)(trajectory_ids=[trajectory_id])
+        while True:
+            with contextlib.suppress(*_UNREACHABLE):
+                response = await self._calls.renew_lease(request)
+                if trajectory_id in response.expired_trajectory_ids:
+                    return trajectory_id in response.retried_trajectory_ids
+            # Asking has renewed it: not before its whole length does another question help.
+            await asyncio.sleep(self._lease_seconds + _OUTWAIT_SECONDS)
 
     async def stop_leasing(self) -> None:
         """Takes no more attempts; iteration ends; those taken are renewed until `aclose`."""
@@ -243,17 +267,17 @@ class Leases:
             on_closed=self.release,
         )
         attempt = Attempt(task, trajectory, lease.group_id, lease.sample_index, lease.retry_count)
-        lease_seconds = lease.lease.seconds + lease.lease.nanos / 1e9
-        if 0 < lease_seconds / 3 < self._renew_seconds:
-            self._renew_seconds = lease_seconds / 3
+        self._lease_seconds = lease.lease.seconds + lease.lease.nanos / 1e9
+        if 0 < self._lease_seconds / 3 < self._renew_seconds:
+            self._renew_seconds = self._lease_seconds / 3
             self._renew_sooner.set()
         self._held[lease.trajectory_id] = trajectory
-        # Bounded: after a loss the new stream leases while attempts of the old are still held.
-        while len(self._ready) >= self._concurrency:
-            self._room.clear()
-            await self._room.wait()
         self._ready.append(attempt)
         self._news.set()
+        # Bounded: after a loss the new stream leases while attempts of the old are still held.
+        while len(self._ready) > self._concurrency:
+            self._room.clear()
+            await self._room.wait()
 
     async def _renew_held(self) -> None:
         while True:
@@ -271,7 +295,7 @@ class Leases:
         request = codec.twin(task_service_pb2.RenewLeaseRequest)(trajectory_ids=held)
         try:
             response = await self._calls.renew_lease(request)
-        except (ServerUnavailable, Overloaded, DeadlineExceeded):
+        except _UNREACHABLE:
             # `_receive` notices a lost server by its stream, and renews when it is back.
             return
         expired = [
@@ -282,10 +306,13 @@ class Leases:
         for trajectory_id in expired:
             self.release(trajectory_id)
         if expired:
-            kept = [a for a in self._ready if a.trajectory.trajectory_id not in expired]
+            retried = frozenset(response.retried_trajectory_ids)
+            # The siblings of one that is not made again must learn of it from whoever takes it.
+            gone = retried if self._request.whole_groups else frozenset(expired)
+            kept = [a for a in self._ready if a.trajectory.trajectory_id not in gone]
             self._ready = deque(kept)
             self._room.set()
-            self._listener.leases_expired(expired)
+            self._listener.leases_expired(expired, retried)
 
     def _runs_out(self, trajectory_id: str) -> bool:
         trajectory = self._held.get(trajectory_id)

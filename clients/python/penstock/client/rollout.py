@@ -32,7 +32,9 @@ class RolloutOptions:
 
 def rollout(options: RolloutOptions) -> int:
     """Runs a worker until it is told to stop; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="rollout: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="penstock rollout: %(message)s", stream=sys.stderr
+    )
     try:
         generate, reward = _load(options)
         telemetry.configure("penstock-rollout")

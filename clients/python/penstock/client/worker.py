@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from penstock.client.scoring import (
 )
 from penstock.client.statistics import Reporter, Statistics
 from penstock.client.tasks import Purpose
+from penstock.wire.reasons import Reason
 
 T = TypeVar("T")
 
@@ -81,6 +82,9 @@ class Worker:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._judged: set[str] = set()
         """Those of them whose outcome is known, and is being sent."""
+        self._final: set[str] = set()
+        """Under a group reward: attempts whose lease ran out for the last time, until they are lost.
+        The server counts them as failed."""
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._stopped = asyncio.Event()
         self._draining = False
@@ -201,21 +205,34 @@ class Worker:
             span.set_attribute("penstock.task_id", attempt.task.task_id)
             span.set_attribute("penstock.group_id", attempt.group_id)
             span.set_attribute("gen_ai.conversation.id", attempt.trajectory.trajectory_id)
-            try:
-                outcome = await self._judge(self._run(attempt))
-            except asyncio.CancelledError:
-                # Its lease ran out, its stream was lost, or the worker as a whole is cancelled.
-                self._lose(attempt)
-                raise
-            self._judged.add(attempt.trajectory.trajectory_id)
-            if isinstance(outcome, Failed):
-                span.set_attribute("error.type", outcome.reason)
-            if outcome is None:
-                ready = self._book.end(attempt)
-            else:
-                ready = await self._close(attempt, outcome)
+            ready = await self._end_attempt(attempt, span)
             if ready is not None:
                 await self._close_group(ready)
+
+    async def _end_attempt(self, attempt: Attempt, span: trace.Span) -> ReadyGroup | None:
+        """Makes an attempt; returns the group, where it waited for nothing but this."""
+        trajectory_id = attempt.trajectory.trajectory_id
+        if trajectory_id in self._final:
+            # Before it was taken.
+            return self._lose(attempt)
+        try:
+            outcome = await self._judge(self._run(attempt))
+        except asyncio.CancelledError:
+            # Its lease ran out, its stream was lost, or the worker as a whole is cancelled.
+            ready = self._lose(attempt)
+            if ready is None or not _goes_on():
+                raise
+            self._judged.add(trajectory_id)
+            return ready
+        self._judged.add(trajectory_id)
+        if trajectory_id in self._final:
+            # Its function went on although it was cancelled.
+            return self._lose(attempt)
+        if isinstance(outcome, Failed):
+            span.set_attribute("error.type", outcome.reason)
+        if outcome is None:
+            return self._book.end(attempt)
+        return await self._close(attempt, outcome)
 
     async def _run(self, attempt: Attempt) -> Outcome | Failed | None:
         """Runs the functions on an attempt; None where it is scored with its siblings."""
@@ -270,33 +287,52 @@ class Worker:
         ]
         await asyncio.gather(*closes)
 
-    async def _close(self, attempt: Attempt, outcome: Outcome | Failed) -> ReadyGroup | None:
+    async def _close(
+        self, attempt: Attempt, outcome: Outcome | Failed, *, own_sent: bool = False
+    ) -> ReadyGroup | None:
         """Sends an outcome; returns the group, where it waited for nothing but this."""
-        trajectory = attempt.trajectory
-        if trajectory.closed and trajectory.outcome is not None:
+        trajectory, own = attempt.trajectory, attempt.trajectory.outcome
+        if trajectory.closed and own is not None:
             # By the function itself: asked again, the server says again what came of it.
-            outcome = trajectory.outcome
+            outcome = own
         try:
             closed = await trajectory.close(outcome)
         except (PenstockError, TypeError, ValueError) as error:
             # The outcome itself may be what cannot be sent, such as metadata that JSON does not have.
             refused = isinstance(error, InvalidRequest | Overloaded | TypeError | ValueError)
             if refused and isinstance(outcome, Outcome):
-                return await self._close(attempt, self._failed(error))
+                return await self._close(attempt, self._failed(error), own_sent=own_sent)
+            if own is not None and not own_sent and _reason(error) == Reason.OUTCOME_DIFFERS:
+                # By the function itself, which did not hear the answer.
+                return await self._close(attempt, own, own_sent=True)
             logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
-            self._lose(attempt)
-            return None
+            await self._let_run_out(attempt)
+            return self._lose(attempt)
         self._statistics.add(outcome, _token_count(attempt))
         if closed.retried:
             self._book.lose(attempt)
             return None
         return self._book.close(attempt, failed=isinstance(outcome, Failed))
 
-    def _lose(self, attempt: Attempt) -> None:
+    async def _let_run_out(self, attempt: Attempt) -> None:
+        """Learns whether an attempt that cannot be closed is made again, if siblings wait for it."""
+        if self._leases is None or not self._book.holds(attempt):
+            return
+        trajectory_id = attempt.trajectory.trajectory_id
+        if not await self._leases.run_out(trajectory_id):
+            self._final.add(trajectory_id)
+
+    def _lose(self, attempt: Attempt) -> ReadyGroup | None:
+        """Drops an attempt; returns the group, where it waited for nothing but this."""
+        trajectory_id = attempt.trajectory.trajectory_id
         self._statistics.add(None, _token_count(attempt))
-        self._book.lose(attempt)
         if self._leases is not None:
-            self._leases.release(attempt.trajectory.trajectory_id)
+            self._leases.release(trajectory_id)
+        if trajectory_id not in self._final:
+            self._book.lose(attempt)
+            return None
+        self._final.remove(trajectory_id)
+        return self._book.close(attempt, failed=True)
 
     def _failed(self, error: BaseException) -> Failed:
         """The failure an exception makes; the first of each reason is shown whole."""
@@ -319,6 +355,7 @@ class Worker:
         for attempt in self._book.waiting():
             self._lose(attempt)
         self._book.clear()
+        self._final.clear()
         if self._leases is not None:
             self._leases.release_all()
         # What is judged already is closed as soon as the server is back.
@@ -328,19 +365,32 @@ class Worker:
         """Says so."""
         logger.warning("the server is back after %.1f s", seconds)
 
-    def leases_expired(self, trajectory_ids: Sequence[str]) -> None:
-        """Stops work that would be lost."""
+    def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
+        """Stops work that would be lost. What is being scored or closed learns it by its close."""
         logger.warning("%d leases ran out", len(trajectory_ids))
         expired = set(trajectory_ids)
+        if self._per_group:
+            self._final |= expired.difference(retried_ids)
         for trajectory_id in (expired & self._running.keys()) - self._judged:
             self._running[trajectory_id].cancel()
         for attempt in self._book.waiting():
             if attempt.trajectory.trajectory_id in expired:
+                # Its group waits for another too, or it would not wait: it is not ready now.
                 self._lose(attempt)
 
 
 def _token_count(attempt: Attempt) -> int:
     return sum(len(s.token_ids) for turn in attempt.trajectory.turns for s in turn.segments)
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, PenstockError) else ""
+
+
+def _goes_on() -> bool:
+    """Takes one cancellation of this task back; whether it was the only one."""
+    task = asyncio.current_task()
+    return task is not None and task.uncancel() == 0
 
 
 def _cancelled_from_outside() -> bool:

@@ -261,11 +261,15 @@ class RenewLeaseResponse(_message.Message):
     RETRIED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expired_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Trajectories whose lease has run out; their work is lost to another agent."""
+        """Trajectories that have no lease: it ran out and their work is lost to another agent, or they are
+        closed, or this server does not know them.
+        """
 
     @_builtins.property
     def retried_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those of them whose attempt is made again, under another trajectory id; the others count as failed."""
+        """Those of them whose lease ran out and whose attempt is made again, under another trajectory id. Of
+        the others nothing more comes: they were closed, or count as failed.
+        """
 
     def __init__(
         self,
