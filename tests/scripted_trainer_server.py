@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -145,3 +146,22 @@ class ScriptedServer:
         return Submitted(
             accepted_count=len(request.tasks), pending_count=self.pending(len(self.tasks))
         )
+
+
+@contextlib.asynccontextmanager
+async def unanswering() -> AsyncGenerator[tuple[str, asyncio.Event]]:
+    """The address of a port that takes connections and says nothing, and when the first came."""
+    reached = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        reached.set()
+
+    listener = await asyncio.start_server(take, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", reached
+    finally:
+        listener.close()
+        for writer in writers:
+            writer.close()

@@ -24,6 +24,7 @@ from penstock.server import config as server_config
 from penstock.server.engine import EngineDescription, StagedWeights, TensorMeta
 from penstock.server.serving import Serving, bind
 from tests.fakes import ByteRenderer, FakeEngine
+from tests.scripted_trainer_server import unanswering
 from tests.tiny_model import VOCAB_SIZE, make_tiny_model
 
 Reward = Callable[[Task, Trajectory], Awaitable[float]]
@@ -133,6 +134,17 @@ def configure(folder: Path, tiny: Path, address: str, **sections: dict[str, obje
 @dataclass
 class Trainer:
     process: asyncio.subprocess.Process
+
+    async def says(self, words: str) -> str:
+        """Waits for these words on stderr; returns what was written up to them."""
+        assert self.process.stderr is not None
+        text = ""
+        async with asyncio.timeout(60):
+            while words not in text:
+                line = await self.process.stderr.readline()
+                assert line, text
+                text += line.decode()
+        return text
 
     async def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
         async with asyncio.timeout(seconds):
@@ -268,6 +280,81 @@ async def test_sigterm_ends_after_the_step_under_way(tiny: Path, tmp_path: Path)
         code, _, err = await trainer.end(20)
         assert code == 0, err
         assert len(records(tmp_path)) == len(server.engine.versions)
+        assert "while its server was away" not in err
+
+
+async def test_sigterm_ends_a_trainer_that_never_reached_its_server(
+    tiny: Path, tmp_path: Path
+) -> None:
+    async with unanswering() as (address, reached):
+        path = configure(tmp_path, tiny, address, server={"give_up_after_seconds": 120.0})
+        trainer = await start_trainer(path)
+        await reached.wait()
+        trainer.process.send_signal(signal.SIGTERM)
+        code, _, err = await trainer.end(10)
+    assert code == 0, err
+    assert "penstock train: stopped at step 0 while its server was away\n" in err
+
+
+async def test_sigterm_ends_a_trainer_whose_server_was_killed_and_it_resumes(
+    tiny: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, dict[str, object]] = {
+        "server": {"give_up_after_seconds": 120.0},
+        "checkpoint": {"every_steps": 100_000},
+    }
+    async with serving(tiny) as first, working(first.address, letters):
+        path = configure(tmp_path, tiny, first.address, run={"steps": 100_000}, **sections)
+        trainer = await start_trainer(path)
+        await first.engine.loads(2)
+        await first.serving.stop(0.0)
+        said = await trainer.says("lost the server")
+        trainer.process.send_signal(signal.SIGTERM)
+        code, _, err = await trainer.end(10)
+        assert code == 0, said + err
+    last = records(tmp_path)[-1]["step"]
+    assert f"penstock train: stopped at step {last} while its server was away\n" in err
+    assert [step["step"] for step in records(tmp_path)] == list(range(1, last + 1))
+    saved = [folder.name for folder in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert saved == [f"step-{last:08d}"]
+
+    async with serving(tiny) as second, working(second.address, letters):
+        path = configure(tmp_path, tiny, second.address, run={"steps": last + 2}, **sections)
+        code, _, err = await (await start_trainer(path, resume=True)).end()
+        assert code == 0, err
+        assert f"resuming after step {last} " in err
+        assert second.engine.versions == [last, last + 1, last + 2]
+    assert [step["step"] for step in records(tmp_path)] == list(range(1, last + 3))
+
+
+async def test_a_server_lost_after_sigterm_is_not_waited_for(tiny: Path, tmp_path: Path) -> None:
+    switching = asyncio.Event()
+
+    async def load(weights: StagedWeights) -> None:
+        switching.set()
+        await asyncio.Event().wait()
+
+    async with serving(tiny) as server, working(server.address, letters):
+        # The first switch is asked for and never answered.
+        server.engine.load = load  # type: ignore[method-assign]
+        path = configure(
+            tmp_path,
+            tiny,
+            server.address,
+            server={"give_up_after_seconds": 120.0},
+            checkpoint={"every_steps": 100_000},
+        )
+        trainer = await start_trainer(path)
+        await switching.wait()
+        trainer.process.send_signal(signal.SIGTERM)
+        await trainer.says("SIGTERM: stopping")
+        await server.serving.stop(0.0)
+        code, _, err = await trainer.end(10)
+    assert code == 0, err
+    (step,) = records(tmp_path)
+    assert (step["step"], step["seconds_switch"]) == (1, 0.0)
+    assert "penstock train: stopped at step 1 while its server was away\n" in err
+    assert (tmp_path / "out" / "checkpoints" / "step-00000001").is_dir()
 
 
 async def test_a_killed_trainer_resumes_from_its_checkpoint(tiny: Path, tmp_path: Path) -> None:

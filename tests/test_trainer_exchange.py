@@ -15,7 +15,7 @@ from penstock.trainer.exchange import Contract, Exchange
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.scripted_trainer_server import ScriptedServer, Session, refuse
+from tests.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)
 GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
@@ -39,7 +39,11 @@ async def nothing_to_restore(welcome: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def exchanging(
-    address: str, *, restore: Any = nothing_to_restore, seconds: float = 10.0
+    address: str,
+    *,
+    restore: Any = nothing_to_restore,
+    seconds: float = 10.0,
+    stopping: asyncio.Event | None = None,
 ) -> AsyncGenerator[Exchange]:
     """An open exchange whose reader runs; leaves when the reader has ended."""
     async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
@@ -51,6 +55,7 @@ async def exchanging(
             weight_version=5,
             step=7,
             give_up_after_seconds=seconds,
+            stopping=stopping or asyncio.Event(),
         )
         await exchange.open()
         reader = asyncio.create_task(exchange.run(restore), name="exchange reader")
@@ -212,6 +217,8 @@ async def test_a_switch_whose_receipt_was_lost_succeeds_with_the_welcome() -> No
 
     async def second(session: Session) -> None:
         await greet(session, active=6)
+        async for _ in session.requests:
+            pass
 
     async with ScriptedServer(first, second) as server, exchanging(server.address) as exchange:
         receipt = await exchange.switch(6)
@@ -317,3 +324,114 @@ async def test_a_server_that_is_not_there_is_given_up() -> None:
     with pytest.raises(ServerGone, match=r"no server for 0\.3 s"):
         async with exchanging(f"127.0.0.1:{port}", seconds=0.3):
             pass
+
+
+async def test_a_stop_ends_the_wait_for_the_first_connection() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        address, reached = await stack.enter_async_context(unanswering())
+        channel = await stack.enter_async_context(
+            grpc.aio.insecure_channel(address, options=client_options())
+        )
+        stopping = asyncio.Event()
+        exchange = Exchange(
+            channel,
+            run_id="run",
+            contract=Contract(max_lag=3, groups_per_step=2),
+            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+            weight_version=0,
+            step=0,
+            give_up_after_seconds=60.0,
+            stopping=stopping,
+        )
+        opening = asyncio.create_task(exchange.open())
+        await reached.wait()
+        stopping.set()
+        async with asyncio.timeout(1):
+            assert await opening is None
+        assert exchange.left.is_set()
+        await exchange.close()
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+async def test_a_server_that_is_lost_is_left_where_the_run_is_to_stop(asked_first: bool) -> None:
+    greeted = asyncio.Event()
+
+    async def session(session: Session) -> None:
+        await greet(session)
+        greeted.set()
+        await session.receive("never")
+
+    stopping = asyncio.Event()
+    async with (
+        ScriptedServer(session) as server,
+        exchanging(server.address, seconds=60.0, stopping=stopping) as exchange,
+    ):
+        await greeted.wait()
+        if asked_first:
+            stopping.set()
+        await server.server.stop(0)
+        stopping.set()
+        async with asyncio.timeout(2):
+            await exchange.left.wait()
+
+
+async def test_a_server_that_is_not_up_to_date_yet_hears_nothing_after_a_stop() -> None:
+    restoring, stopping, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    heard: list[str] = []
+
+    async def first(session: Session) -> None:
+        await greet(session)
+        await session.receive("demand")
+        await session.send(delivery=delivery(1, "a"))
+
+    async def second(session: Session) -> None:
+        await greet(session)
+        try:
+            async for request in session.requests:
+                heard.append(request.WhichOneof("message"))  # noqa: PERF401 - kept where cancelled
+        finally:
+            ended.set()
+
+    async def restore(welcome: Any) -> None:
+        restoring.set()
+        await asyncio.Event().wait()
+
+    async with ScriptedServer(first, second) as server:
+        async with exchanging(server.address, restore=restore, stopping=stopping) as exchange:
+            exchange.demand(1)
+            group = await exchange.next_group()
+            await restoring.wait()
+            stopping.set()
+            await exchange.left.wait()
+            exchange.receipt([group], 8)
+            exchange.checkpoint(8)
+        await ended.wait()
+    assert heard == []
+
+
+async def test_a_stream_closed_while_the_server_was_away_closes_when_it_is_back() -> None:
+    refused = asyncio.Event()
+    heard: list[str] = []
+
+    async def first(session: Session) -> None:
+        await greet(session)
+
+    async def second(session: Session) -> None:
+        await session.receive("hello")
+        asyncio.get_running_loop().call_later(0.05, refused.set)
+        await refuse(session.context, grpc.StatusCode.UNAVAILABLE, "DRAINING", "not now")
+
+    async def third(session: Session) -> None:
+        await greet(session)
+        heard.append(f"checkpoint {(await session.receive('checkpoint')).step}")
+        async for _ in session.requests:
+            pass
+        heard.append("closed")
+
+    async with (
+        ScriptedServer(first, second, third) as server,
+        exchanging(server.address) as exchange,
+    ):
+        await refused.wait()
+        exchange.checkpoint(8)
+    assert heard == ["checkpoint 8", "closed"]

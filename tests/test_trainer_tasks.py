@@ -186,6 +186,9 @@ async def test_what_is_outstanding_is_submitted_again() -> None:
         tasks.settled("r/4")
         tasks.settled("another/7")
         assert (tasks.outstanding, tasks.next_index) == ((7,), 9)
+        # 9 was never submitted, and of another run's tasks nothing is known.
+        names = ("r/3", "r/4", "r/7", "r/9", "another/3", "r/x")
+        assert [name for name in names if tasks.is_settled(name)] == ["r/3", "r/4"]
 
 
 async def test_a_full_queue_is_enough() -> None:

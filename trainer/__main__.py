@@ -2,8 +2,12 @@
 code.
 
 Order of shutdown: the loop ends after its step, the last checkpoint included; the stream is
-half-closed and read to its end; the model is written; then channels, payload, metrics and the
-compute thread.
+half-closed and read to its end; metrics, payload and channels are closed; the model is written;
+then the compute thread ends.
+
+The first SIGTERM or SIGINT begins it. Where the server is away, or lost before it is over, nobody
+waits for the server: there is no stream to close, and stderr says at which step the run stopped
+without it. The exit code is 0 all the same: a stop on request.
 """
 
 from __future__ import annotations
@@ -126,6 +130,10 @@ async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> N
         finally:
             parts.metrics.close()
             parts.publisher.close()
+    if parts.exchange.left.is_set():
+        # After the live display, which would draw over it.
+        step = parts.loop.step
+        sys.stderr.write(f"penstock train: stopped at step {step} while its server was away\n")
     if config.run.save_model:
         folder = config.run.out / "model"
         await compute.run(replace_folder, folder, start.policy.save_model)
@@ -134,16 +142,11 @@ async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> N
 
 async def _walk(parts: _Parts, stopping: asyncio.Event) -> None:
     """Connects, trains, disconnects."""
-    opening = asyncio.ensure_future(parts.exchange.open())
-    stop = asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait((opening, stop), return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():
-            return
-        welcome = opening.result()
-    finally:
-        opening.cancel()
-        stop.cancel()
+    if stopping.is_set():
+        return  # Asked while the model was loaded: whether there is a server is not known.
+    welcome = await parts.exchange.open()
+    if welcome is None:
+        return
     async with asyncio.TaskGroup() as group:
         group.create_task(parts.exchange.run(parts.loop.restore), name="exchange")
         await parts.loop.begin(welcome)
@@ -192,7 +195,7 @@ def _wire(
 
     run, state = config.run, start.state
     tasks = _make_feeder(config, state, channel)
-    exchange = _make_exchange(config, state, channel)
+    exchange = _make_exchange(config, state, channel, stopping)
     publisher = Publisher(bulk, compute, shared_memory=config.weights.transport == "auto")
     keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
@@ -237,7 +240,10 @@ def _make_feeder(
 
 
 def _make_exchange(
-    config: TrainerConfig, state: TrainerState, channel: grpc.aio.Channel
+    config: TrainerConfig,
+    state: TrainerState,
+    channel: grpc.aio.Channel,
+    stopping: asyncio.Event,
 ) -> Exchange:
     from penstock.trainer.exchange import Contract, Exchange
     from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES
@@ -254,6 +260,7 @@ def _make_exchange(
         weight_version=state.weight_version,
         step=state.step,
         give_up_after_seconds=config.server.give_up_after_seconds,
+        stopping=stopping,
     )
 
 

@@ -7,6 +7,17 @@
 A lost stream loses nothing. The server delivers again what it has no receipt for; a group that
 comes twice is recognized by its id, and its receipt, if it was trained, is sent once more. Demand
 that was not met is granted again to the new stream.
+
+A run that is to stop (`stopping` is set) needs its server for the end of its step, but does not
+wait for one that is away:
+
+    server there                           the stream stays; the loop ends its step, then `close`
+    server away: not connected yet, lost,  the server is left: connecting or restoring ends, `left`
+      or back and not yet up to date         is set, and nothing is sent any more
+    server lost after stop was asked       the same, as soon as the loss is known
+
+What had no receipt by then stays the server's, which delivers it again. A server that falls silent
+without a word is known to be lost when the keepalive says so.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ from typing import cast
 import grpc
 
 from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, WeightsRefused
+from penstock.trainer.stopping import unless
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
@@ -77,8 +89,10 @@ class Exchange:
         weight_version: int,
         step: int,
         give_up_after_seconds: float,
+        stopping: asyncio.Event,
     ) -> None:
-        """`weight_version` is what the trainer holds, `step` the last one its state contains."""
+        """`weight_version` is what the trainer holds, `step` the last one its state contains.
+        Once `stopping` is set, a server that is away is left."""
         self._channel = channel
         self._run_id = run_id
         self._contract = contract
@@ -86,6 +100,9 @@ class Exchange:
         self._held = weight_version
         self._step = step
         self._give_up_after = give_up_after_seconds
+        self._stopping = stopping
+        self.left = asyncio.Event()
+        """The run stops without its server, for good: no answer comes, and nothing is sent."""
         self._epoch = 0
         self._final_step = step
         self._call: grpc.aio.StreamStreamCall[
@@ -115,34 +132,34 @@ class Exchange:
         """Version the trainer holds: that of Hello, then of the last `switch`."""
         return self._held
 
-    async def open(self) -> trainer_service_pb2.Welcome:
-        """Connects for the first time. Raises ServerGone and SessionRefused."""
-        welcome = await self._connect("")
-        self._ready.set()
+    async def open(self) -> trainer_service_pb2.Welcome | None:
+        """Connects for the first time; None where the run is to stop before it has.
+
+        Raises ServerGone and SessionRefused.
+        """
+        welcome = await unless(self._stopping, self._connect(""))
+        if welcome is None:
+            self._leave()
+        else:
+            self._ready.set()
         return welcome
 
     async def run(self, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]) -> None:
         """Consumes what the server sends; waits for the stream; produces arrivals and receipts.
 
         Ends after `close`. When the stream is lost it connects again and has `restore` bring a
-        server that lost its memory up to date, before any new demand. Raises ServerGone and
-        SessionRefused.
+        server that lost its memory up to date, before any new demand; where the run is to stop it
+        leaves the server instead, and ends. Raises ServerGone and SessionRefused.
         """
         while True:
             reason = await self._read()
             if self._closing:
                 return
             self._ready.clear()
-            while True:
-                log.warning("lost the server: %s; connecting again", reason)
-                welcome = await self._connect(reason)
-                try:
-                    # Nobody reads the stream meanwhile: `restore` must not wait for an answer on
-                    # it.
-                    await restore(welcome)
-                    break
-                except ServerLost as error:
-                    reason = str(error)
+            welcome = await unless(self._stopping, self._connect_again(reason, restore))
+            if welcome is None:
+                self._leave()
+                return
             self._resume(welcome)
 
     async def ready(self) -> None:
@@ -200,13 +217,34 @@ class Exchange:
         if self._outgoing is None:
             return
         self._outgoing.put_nowait(None)
+        lost = True
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._call.code()
+                lost = await self._call.code() != grpc.StatusCode.OK
         except (TimeoutError, grpc.aio.AioRpcError):
             self._call.cancel()
+        if lost and self._stopping.is_set():
+            self._leave()
 
     # The stream itself.
+
+    async def _connect_again(
+        self, reason: str, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]
+    ) -> trainer_service_pb2.Welcome:
+        while True:
+            log.warning("lost the server: %s", reason)
+            welcome = await self._connect(reason)
+            try:
+                # Nobody reads the stream meanwhile: `restore` must not wait for an answer on it.
+                await restore(welcome)
+                return welcome
+            except ServerLost as error:
+                reason = str(error)
+
+    def _leave(self) -> None:
+        # A stream whose server is not up to date may be open: the loop must not write on it.
+        self._outgoing = None
+        self.left.set()
 
     async def _connect(self, reason: str) -> trainer_service_pb2.Welcome:
         deadline = time.monotonic() + self._give_up_after
@@ -339,6 +377,8 @@ class Exchange:
         self._send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
         if self._owed:
             self._send(Request(demand=Demand(group_count=self._owed)))
+        if self._closing and self._outgoing is not None:
+            self._outgoing.put_nowait(None)
         log.warning("connected again; the server samples version %d", welcome.active_weight_version)
 
     def _settle(self, group_id: str, step: int) -> int:

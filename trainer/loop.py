@@ -10,6 +10,22 @@ The server goes on sampling all the while; what it has finished meanwhile is wai
 gather. A step's demand follows its switch, because from then on the trainer holds the new version,
 from which lag is counted. Every step publishes a version of its own, also where nothing had a
 gradient: the server counts batches by the versions between them.
+
+A run is asked to stop by `stopping`, and ends in one of these ways:
+
+    server there     gathering ends at once; a step that computes is finished: publish, switch,
+                     receipts, checkpoint, conclude
+    server away      computing is finished, and so is its step, but only here: the server hears
+                     nothing of it. Checkpoint; the record as far as known. Whoever waits for the
+                     server (`_retry`, the switch's answer) stops waiting as `Exchange.left` is set
+    server lost      as with the server there until the loss, from then on as with the server away
+      after that
+
+In all of them the checkpoint holds the last step the policy contains, where checkpoints are kept
+and it is not saved yet. It is written after the step's receipts and before its notice: what is
+receipted and not in a checkpoint, the server delivers again to a trainer that resumes before it.
+What is in a checkpoint and was not receipted it delivers again too; the feeder knows its task, and
+it is receipted then, not trained twice.
 """
 
 from __future__ import annotations
@@ -20,6 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from opentelemetry.trace import Span
@@ -32,10 +49,12 @@ from penstock.trainer.exchange import Exchange, SwitchReceipt
 from penstock.trainer.metrics import MetricsWriter, StepRecord
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.publisher import Publisher
+from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 5.0
@@ -81,8 +100,8 @@ class TrainingLoop:
         step: int,
         share_prefixes: bool,
     ) -> None:
-        """`checkpoint(step, weight_version)` runs in the compute thread. `stopping` ends the run
-        after the step under way."""
+        """`checkpoint(step, weight_version)` runs in the compute thread. `stopping`, which the
+        exchange has too, ends the run after the step under way."""
         self._config = config
         self._policy = policy
         self._compute = compute
@@ -97,6 +116,7 @@ class TrainingLoop:
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
         self._weight_dtype = ""
+        self._saved_step = step
         self.step = step
         """Last step the policy contains."""
 
@@ -104,7 +124,7 @@ class TrainingLoop:
         """Consumes delivered groups; waits for a batch of them; produces weight versions and
         receipts.
 
-        Ends after the last step or, sooner, when it is asked to stop.
+        Ends after the last step or, sooner, when it is asked to stop: the module says how.
         """
         async with asyncio.TaskGroup() as concluding:
             self._exchange.on_notice = lambda notice: self._heed(notice, concluding)
@@ -122,6 +142,7 @@ class TrainingLoop:
             span = self._metrics.begin_step(record.step)
             batch = await self._gather(record)
             if batch is None:
+                await self._save_if_due()
                 return
             result = await self._train(batch, record)
             if conclusion is not None:
@@ -129,7 +150,7 @@ class TrainingLoop:
                 await conclusion
             await self._publish(result, record)
             switch = self._switch(batch, record)
-            await self._save_if_due(record)
+            record.seconds_checkpoint = await self._save_if_due()
             record.seconds = time.time() - record.time_gather_start
             conclusion = concluding.create_task(self._conclude(switch, record, span))
 
@@ -139,7 +160,9 @@ class TrainingLoop:
         The server starts with the base model, as version 0. Where it has seen other versions, this
         run's weights get a greater number than all of them, for versions only grow.
         """
-        info = await self._publisher.server_info()
+        info = await self._retry(self._publisher.server_info)
+        if info is None:
+            return
         self._weight_dtype = info.weight_dtype
         held = self._exchange.held_version
         newest = max(info.active_weight_version, *info.staged_weight_versions, 0)
@@ -148,7 +171,7 @@ class TrainingLoop:
             log.info("the server samples version %d; publishing %d", newest, version)
             await self._publisher.fill(self._policy.weights, version, self._weight_dtype)
             await self._stage(version)
-            await self._exchange.switch(version)
+            await self._answer(self._exchange.switch(version))
         await self._retry(self._tasks.submit_again)
 
     async def restore(self, welcome: trainer_service_pb2.Welcome) -> None:
@@ -173,6 +196,12 @@ class TrainingLoop:
             if delivery is None:
                 return None
             self._tasks.arrived()
+            if self._tasks.is_settled(delivery.task_id):
+                # The checkpoint resumed from contains it, and its receipt was never heard.
+                self._exchange.receipt([delivery], self.step)
+                self._exchange.demand(1)
+                await self._retry(self._tasks.fill)
+                continue
             group = read_group(
                 delivery,
                 trainer_version=self._exchange.held_version,
@@ -192,7 +221,7 @@ class TrainingLoop:
         record.seconds_wait = record.time_gather_end - record.time_gather_start
         _describe(batch, record)
         await self._retry(self._tasks.fill)
-        return batch
+        return None if self._exchange.left.is_set() else batch
 
     def _heed(self, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup) -> None:
         """A dropped group took its task with it; a requeued one did not."""
@@ -202,14 +231,9 @@ class TrainingLoop:
 
     async def _next_delivery(self) -> trajectory_pb2.TrajectoryGroup | None:
         """The next group, or None as soon as the run is to stop."""
-        arrival = asyncio.ensure_future(self._exchange.next_group())
-        stop = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait((arrival, stop), return_when=asyncio.FIRST_COMPLETED)
-            return None if stop.done() else arrival.result()
-        finally:
-            arrival.cancel()
-            stop.cancel()
+        if self._stopping.is_set():
+            return None
+        return await unless(self._stopping, self._exchange.next_group())
 
     def _refuse(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
         """A group in which everything failed: not to be sent again, and another one instead of
@@ -255,18 +279,20 @@ class TrainingLoop:
 
     async def _publish(self, result: StepResult, record: StepRecord) -> None:
         """Uploads the step's weights, staged: generation goes on meanwhile."""
-        record.time_upload_start = time.time()
+        record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self._exchange.held_version + 1
+        if self._exchange.left.is_set():
+            return
         if result.applied or not self._publisher.filled_version:
             await self._publisher.fill(
                 self._policy.weights, record.weight_version, self._weight_dtype
             )
         else:
             self._publisher.relabel(record.weight_version)
-        await self._stage(record.weight_version)
+        staged = await self._stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
-        record.upload_bytes = self._publisher.length_bytes
+        record.upload_bytes = self._publisher.length_bytes if staged else 0
 
     def _switch(self, batch: Batch, record: StepRecord) -> asyncio.Future[SwitchReceipt]:
         """Switch, receipts, and the demand of the next step, in this order on the stream."""
@@ -282,24 +308,29 @@ class TrainingLoop:
             self._exchange.demand(self._config.train.groups_per_step)
         return switch
 
-    async def _save_if_due(self, record: StepRecord) -> None:
+    async def _save_if_due(self) -> float:
+        """Saves what is not saved yet, each so many steps and at the end; returns its seconds."""
         every = self._config.checkpoint.every_steps
         last = self.step == self._config.run.steps or self._stopping.is_set()
-        if not every or (self.step % every and not last):
-            return
+        if not every or self.step == self._saved_step or (self.step % every and not last):
+            return 0.0
         begun = time.time()
-        await self._compute.run(self._checkpoint, self.step, record.weight_version)
+        await self._compute.run(self._checkpoint, self.step, self._exchange.held_version)
+        self._saved_step = self.step
         # Only now: what the notice makes final, the server forgets.
         self._exchange.checkpoint(self.step)
-        record.seconds_checkpoint = time.time() - begun
+        return time.time() - begun
 
     async def _conclude(
         self, switch: asyncio.Future[SwitchReceipt], record: StepRecord, span: Span
     ) -> None:
-        receipt = await switch
-        record.time_switch_end = record.time = receipt.received_at
-        record.seconds_switch = record.time_switch_end - record.time_switch_start
-        record.pause_seconds = receipt.pause_seconds
+        receipt = await self._answer(switch)
+        if receipt is None:
+            record.time = time.time()
+        else:
+            record.time_switch_end = record.time = receipt.received_at
+            record.seconds_switch = record.time_switch_end - record.time_switch_start
+            record.pause_seconds = receipt.pause_seconds
         record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0
         self._metrics.write(record, span)
 
@@ -310,14 +341,25 @@ class TrainingLoop:
             in_flight=self._in_flight,
         )
 
-    async def _stage(self, weight_version: int) -> None:
-        async def attempt() -> None:
+    async def _stage(self, weight_version: int) -> bool:
+        """Whether the server has it; it has not where the run stops without the server."""
+
+        async def attempt() -> bool:
             await self._upload(weight_version)
+            return True
 
-        await self._retry(attempt)
+        return await self._retry(attempt) is not None
 
-    async def _retry(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Until it succeeds, or the exchange gives the server up, which ends the run."""
+    async def _answer(self, wait: Awaitable[T]) -> T | None:
+        """What the server answers; None where the run stops without the server."""
+        return await unless(self._exchange.left, wait)
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T | None:
+        """Until it succeeds, or the exchange gives the server up, which ends the run; None where
+        the run stops without the server."""
+        return await self._answer(self._attempt(attempt))
+
+    async def _attempt(self, attempt: Callable[[], Awaitable[T]]) -> T:
         pause = RETRY_SECONDS
         while True:
             await self._exchange.ready()

@@ -196,6 +196,13 @@ class TaskFeeder:
         if run_id == self._run_id and index.isdigit():
             self._outstanding.pop(int(index), None)
 
+    def is_settled(self, task_id: str) -> bool:
+        """Whether a group of this task was trained or refused before."""
+        run_id, _, index = task_id.rpartition("/")
+        if run_id != self._run_id or not index.isdigit():
+            return False
+        return int(index) < self._next_index and int(index) not in self._outstanding
+
     async def submit_again(self) -> None:
         """Submits what is outstanding to a server that may have lost it; what it knows is
         unharmed."""

@@ -1,0 +1,26 @@
+"""Waiting for an answer, unless an event comes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def unless(event: asyncio.Event, wait: Awaitable[T]) -> T | None:
+    """What `wait` brings; None where the event is set before, and then `wait` is cancelled.
+
+    Returns only when `wait` has ended. What it brings, an error too, counts more than the event.
+    """
+    answer = asyncio.ensure_future(wait)
+    happening = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((answer, happening), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        happening.cancel()
+        if not answer.done():
+            answer.cancel()
+            await asyncio.wait((answer,))
+    return None if answer.cancelled() else answer.result()
