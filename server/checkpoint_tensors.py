@@ -1,11 +1,16 @@
-"""Names and shapes of a model's parameters, as its Hugging Face checkpoint has them."""
+"""A model's parameters as its Hugging Face checkpoint has them: names, shapes, and where they lie."""
 
 from __future__ import annotations
 
-import json
+import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from penstock.server.engine import TensorMeta
 
@@ -31,23 +36,125 @@ def upload_tensors(folder: Path | None, config: object, *, tied: bool) -> dict[s
 
 
 def _stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for path in _weight_files(folder):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = cast(dict[str, dict[str, list[int]]], json.loads(file.read(length)))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield name, tuple(entry["shape"])
+    for path in weight_files(folder):
+        descriptor = open_regular(path)
+        try:
+            for tensor in stored_tensors(descriptor):
+                yield tensor.name, tensor.shape
+        finally:
+            os.close(descriptor)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that make the model; a folder may hold the same weights in another format too."""
+class CheckpointUnreadable(Exception):
+    """A checkpoint is not there, or is broken; the message says which file and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a safetensors file; row-major, little-endian."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch dtype name, or safetensors' own name of one that torch does not have."""
+    offset_bytes: int
+    """From the beginning of the file."""
+    length_bytes: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make the model; a folder may hold the same weights in another format too.
+
+    Raises CheckpointUnreadable where its index is broken.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weight_map = cast(Mapping[str, str], json.loads(index.read_text())["weight_map"])
-        return [folder / name for name in sorted(set(weight_map.values()))]
+        try:
+            names = set(_Index.model_validate_json(index.read_bytes()).weight_map.values())
+        except (OSError, ValidationError) as error:
+            raise CheckpointUnreadable(f"{index} is no index of safetensors files") from error
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointUnreadable(f"{index} names {outside[0]!r}, which is not beside it")
+        return [folder / name for name in sorted(names)]
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file. Raises CheckpointUnreadable where it is none."""
+    try:
+        # A pipe would block until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise CheckpointUnreadable(f"{path} cannot be opened: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointUnreadable(f"{path} is no regular file")
+    return descriptor
+
+
+def stored_tensors(descriptor: int) -> list[StoredTensor]:
+    """What a safetensors file holds, all of it inside the file. Raises CheckpointUnreadable."""
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointUnreadable(f"{size} bytes are no safetensors file")
+    try:
+        entries = _HEADER.validate_json(os.pread(descriptor, length, 8))
+    except ValidationError as error:
+        raise CheckpointUnreadable("the header of the safetensors file is broken") from error
+    begin = 8 + length
+    tensors: list[StoredTensor] = []
+    for name, entry in entries.items():
+        if isinstance(entry, _Entry):
+            tensor = entry.tensor(name, begin)
+            if tensor.offset_bytes + tensor.length_bytes > size:
+                raise CheckpointUnreadable(f"the file ends before tensor {name} does")
+            tensors.append(tensor)
+    return tensors
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""As many as safetensors itself allows."""
+
+# safetensors' name -> (torch's name, bytes of an element)
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Entry(BaseModel):
+    dtype: str
+    shape: list[_Count]
+    data_offsets: tuple[_Count, _Count]
+
+    def tensor(self, name: str, begin: int) -> StoredTensor:
+        first, end = self.data_offsets
+        dtype, width = DTYPES.get(self.dtype, (self.dtype, None))
+        if end < first or (width is not None and end - first != math.prod(self.shape) * width):
+            raise CheckpointUnreadable(f"tensor {name} has {end - first} bytes in the file")
+        return StoredTensor(name, tuple(self.shape), dtype, begin + first, end - first)
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, str]
+
+
+# The entry "__metadata__" is a plain table of strings.
+_HEADER = TypeAdapter(dict[str, _Entry | dict[str, str]])
 
 
 def _built_shapes(config: object) -> dict[str, tuple[int, ...]]:

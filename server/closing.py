@@ -3,6 +3,9 @@
 Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling: group
 put together) -> appended to the journal -> the group offered to the trainer -> answered. The same outcome
 again is answered like the first; another one is refused.
+
+Of a group that no message can carry only the count is left, and a line for the trainer. It takes many long
+siblings to make one: what an agent adds to a trajectory is bounded here.
 """
 
 from __future__ import annotations
@@ -15,10 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.server.admission import Admission
+from penstock.server.attempts import Attempt, Group, Settled
 from penstock.server.errors import DomainError, FieldInvalid
-from penstock.server.group_buffer import BufferedGroup, GroupBuffer
-from penstock.server.journal import GroupFinished, Journal, OutcomeRecorded, Record
-from penstock.server.task_queue import Attempt, Group, Settled, TaskQueue
+from penstock.server.group_buffer import BufferedGroup, DroppedGroup, GroupBuffer
+from penstock.server.journal import (
+    GroupDropped,
+    GroupFinished,
+    Journal,
+    OutcomeRecorded,
+    Record,
+)
+from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import (
     PromptKind,
     TrajectoryRecord,
@@ -27,6 +37,7 @@ from penstock.server.trajectory_store import (
 )
 from penstock.server.turns import TurnRunner, TurnSampling
 from penstock.v1 import trajectory_pb2
+from penstock.wire.channel import MAX_MESSAGE_BYTES
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
 
@@ -37,6 +48,10 @@ Outcome = twin(trajectory_pb2.Outcome)
 Failure = twin(trajectory_pb2.Failure)
 
 KEPT_UNGROUPED = 1_000
+MAX_OUTCOME_BYTES = 1 << 20
+# A delivery is the group, two integers and the tags and lengths of two messages around them.
+MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
+GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +87,14 @@ class Closing:
         self._ungrouped: OrderedDict[str, None] = OrderedDict()
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason, retried ones included."""
+        # Records are taken from the store here, and waiting groups from the queue: both may ask for them.
+        store.finished = self._find_finished
+        queue.buffered_evaluations = lambda: buffer.waiting_evaluation_count
 
     async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
         """Closes a trajectory with its outcome.
 
-        Raises TRAJECTORY_UNKNOWN, LEASE_EXPIRED, TURN_IN_FLIGHT, OUTCOME_DIFFERS.
+        Raises TRAJECTORY_UNKNOWN, LEASE_EXPIRED, TURN_IN_FLIGHT, OUTCOME_DIFFERS, MESSAGE_TOO_LARGE.
         """
         check_outcome(outcome)
         attempt = self._queue.attempt_of(trajectory_id)
@@ -144,7 +162,7 @@ class Closing:
         completed = self._put_together(settled, records)
         closed = Closed(completed is not None, retried=not settled.final)
         self._store.remember(
-            record.trajectory_id,
+            record,
             outcome,
             group_completed=closed.group_completed,
             retried=closed.retried,
@@ -161,11 +179,14 @@ class Closing:
         if group is None:
             return None
         buffered = self._assemble(group)
-        records.append(
-            GroupFinished(
-                group.group_id, buffered.group.task_id, buffered.group.SerializeToString()
+        if buffered.byte_count > MAX_GROUP_BYTES:
+            records.append(GroupDropped(group.group_id, GROUP_TOO_LARGE))
+        else:
+            records.append(
+                GroupFinished(
+                    group.group_id, buffered.group.task_id, buffered.group.SerializeToString()
+                )
             )
-        )
         return buffered
 
     def _assemble(self, group: Group) -> BufferedGroup:
@@ -189,13 +210,35 @@ class Closing:
             newest_weight_version=max(versions, default=0),
         )
         return BufferedGroup(
-            message, group.task, group.admitted_version, min(versions, default=None)
+            message,
+            group.task,
+            group.admitted_version,
+            min(versions, default=None),
+            message.ByteSize(),
         )
 
     def _offer(self, buffered: BufferedGroup) -> None:
-        if buffered.training:
-            self._admission.finish(buffered.group_id, buffered.oldest_version)
-        self._buffer.add(buffered)
+        if buffered.byte_count > MAX_GROUP_BYTES:
+            self._drop_too_large(buffered)
+        else:
+            if buffered.training:
+                self._admission.finish(buffered.group_id, buffered.oldest_version)
+            self._buffer.add(buffered)
+        self._queue.handed_over(buffered.group_id)
+
+    def _drop_too_large(self, buffered: BufferedGroup) -> None:
+        message = (
+            f"group {buffered.group_id} of task {buffered.group.task_id!r} has "
+            f"{buffered.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
+        )
+        logger.error("%s: dropped", message)
+        self._admission.vacate(buffered.group_id)
+        self._buffer.drop(DroppedGroup(buffered.group_id, GROUP_TOO_LARGE, message))
+
+    def _find_finished(self, group_id: str, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
+        held = self._buffer.find(group_id)
+        found = held.group.trajectories if held is not None else ()
+        return next((t for t in found if t.trajectory_id == trajectory_id), None)
 
     def _forget_attempt(self, trajectory_id: str) -> None:
         record = self._store.find(trajectory_id)
@@ -288,7 +331,20 @@ def _with_branches(record: TrajectoryRecord) -> list[TrajectoryRecord]:
 
 
 def check_outcome(outcome: trajectory_pb2.Outcome) -> None:
-    """Raises FIELD_INVALID for an outcome without a result, or with numbers that are not finite."""
+    """Raises FIELD_INVALID for an outcome without a result, or with numbers that are not finite,
+    MESSAGE_TOO_LARGE for one that would crowd its group out of a message.
+    """
+    if (size := outcome.ByteSize()) > MAX_OUTCOME_BYTES:
+        raise DomainError(
+            Reason.MESSAGE_TOO_LARGE,
+            f"the outcome has {size} bytes, its metadata {outcome.metadata.ByteSize()} of them; "
+            f"{MAX_OUTCOME_BYTES} are the most",
+            {
+                "byte_count": size,
+                "metadata_byte_count": outcome.metadata.ByteSize(),
+                "limit": MAX_OUTCOME_BYTES,
+            },
+        )
     kind = outcome.WhichOneof("result")
     if kind is None:
         raise FieldInvalid("outcome.result", "must be a reward or a failure")

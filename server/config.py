@@ -50,7 +50,10 @@ class Weights(_Section):
     stage_folder: Path | None = None
     """Where uploads are staged; unset is shared memory, or the temporary folder where that is small."""
     max_staged: int = Field(default=2, ge=1)
-    """Versions held beside the active one; the oldest makes room."""
+    """Versions staged beside the active one; the oldest makes room."""
+    hold_active: bool = True
+    """Whether the bytes of the active version stay in memory: deltas apply to them, and a version that
+    fails to load goes back to them."""
 
 
 class Streaming(_Section):
@@ -71,6 +74,8 @@ class Limits(_Section):
     """Tasks waiting for an agent."""
     groups_without_trainer: int = Field(default=256, ge=1)
     """Training groups begun and not delivered while no trainer has named its staleness contract."""
+    evaluation_groups: int = Field(default=256, ge=1)
+    """Evaluation groups begun and not delivered."""
     concurrent_calls: int = Field(default=16_384, ge=1)
     """Calls open at a time."""
 

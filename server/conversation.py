@@ -5,14 +5,15 @@ encoded, after the tokens the policy wrote: what it wrote is never decoded and e
 template puts between an assistant's message and the next ones is found by rendering a probe.
 
 Special tokens in text from outside are data, not control: where such text happens to spell one, it is
-encoded as ordinary characters.
+encoded as ordinary characters. That holds for all that comes from outside: content, reasoning, tools with
+their descriptions and parameters, and calls with their arguments. The template sees marks in their place.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PROBE = "penstock-probe-7f3a91"
-_PRIVATE_USE = 0xE000
+# Planes of private use, which texts have no reason to hold.
+_FIRST_MARK = 0xF0000
+_MARK_END = "\U0010fa2e"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class TokenizerRenderer:
             key=len,
             reverse=True,
         )
+        # The probe is no token, but control as well: what follows it is what is new.
+        guarded = (PROBE, *self._special)
+        self._marks = {
+            text: f"{chr(_FIRST_MARK + index)}{_MARK_END}" for index, text in enumerate(guarded)
+        }
 
     @classmethod
     def load(cls, model: str, eos_token_ids: Iterable[int] = ()) -> TokenizerRenderer:
@@ -102,26 +110,32 @@ class TokenizerRenderer:
 
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
         """See Renderer."""
-        guarded, literal = self._guard(text)
-        return self._encode(guarded, literal, add_special_tokens=first)
+        guard = _Guard(self._marks)
+        return self._encode(guard.text(text), guard, add_special_tokens=first)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
         """See Renderer."""
-        literal: dict[str, str] = {}
-        guarded = [self._guard_message(message, literal) for message in messages]
-        text = self._apply(guarded, tools, generate=True)
-        return self._encode(text, literal, add_special_tokens=False)
+        guard = _Guard(self._marks)
+        text = self._apply(
+            [_template_message(message, guard) for message in messages],
+            [_template_tool(tool, guard) for tool in tools],
+            generate=True,
+        )
+        return self._encode(text, guard, add_special_tokens=False)
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
         """See Renderer."""
-        literal: dict[str, str] = {}
-        guarded = [self._guard_message(message, literal) for message in messages]
-        before = [Message("user", "?"), Message("assistant", PROBE)]
+        guard = _Guard(self._marks)
+        new = [_template_message(message, guard) for message in messages]
+        before: list[dict[str, object]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": PROBE},
+        ]
         if messages[0].role == "tool":
             # Templates want a tool's answer to follow a call.
             call = ToolCall(messages[0].tool_call_id or "probe", "probe", "{}")
-            before[1] = replace(before[1], tool_calls=(call,))
-        text = self._apply([*before, *guarded], (), generate=True)
+            before[1]["tool_calls"] = [_template_call(call, guard)]
+        text = self._apply([*before, *new], (), generate=True)
         if messages[0].role == "tool":
             # After the probe stands the call itself, which the policy wrote; what is new begins where a
             # conversation that ends with the call would end.
@@ -134,7 +148,7 @@ class TokenizerRenderer:
             suffix = self._end_of_turn(closing) + text[len(ended) :]
         else:
             suffix = text[text.rindex(PROBE) + len(PROBE) :]
-        tokens = self._encode(suffix, literal, add_special_tokens=False)
+        tokens = self._encode(suffix, guard, add_special_tokens=False)
         if len(tokens) and last_token in self._eos and tokens[0] == last_token:
             # The policy wrote its end-of-turn token itself.
             return tokens[1:]
@@ -151,12 +165,18 @@ class TokenizerRenderer:
         start = max(positions, default=-1)
         return closing[start:] if start >= 0 else ""
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        *,
+        generate: bool,
+    ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [_template_message(message) for message in messages],
-                    tools=[_template_tool(tool) for tool in tools] or None,
+                    list(messages),
+                    tools=list(tools) or None,
                     add_generation_prompt=generate,
                     tokenize=False,
                 )
@@ -167,26 +187,9 @@ class TokenizerRenderer:
                 "conversation", f"the model's chat template refuses it: {error}"
             ) from error
 
-    def _guard_message(self, message: Message, literal: dict[str, str]) -> Message:
-        content, found = self._guard(message.content, len(literal))
-        literal.update(found)
-        return replace(message, content=content)
-
-    def _guard(self, text: str, used: int = 0) -> tuple[str, dict[str, str]]:
-        """Replaces special tokens spelled in text by private-use characters of their own."""
-        literal: dict[str, str] = {}
-        for token in self._special:
-            if token in text:
-                mark = f"{chr(_PRIVATE_USE + used + len(literal))}\U000f1a2e"
-                literal[mark] = token
-                text = text.replace(token, mark)
-        return text, literal
-
-    def _encode(
-        self, text: str, literal: Mapping[str, str], *, add_special_tokens: bool
-    ) -> NDArray[np.int32]:
+    def _encode(self, text: str, guard: _Guard, *, add_special_tokens: bool) -> NDArray[np.int32]:
         pieces = [(text, False)]
-        for mark, token in literal.items():
+        for mark, token in guard.found():
             split: list[tuple[str, bool]] = []
             for piece, is_literal in pieces:
                 if is_literal:
@@ -208,39 +211,81 @@ class TokenizerRenderer:
         return np.asarray(ids, np.int32)
 
 
-def _template_message(message: Message) -> dict[str, object]:
-    rendered: dict[str, object] = {"role": message.role, "content": message.content}
+class _Guard:
+    """Puts marks in the place of special tokens that text from outside spells, and knows which it put."""
+
+    def __init__(self, marks: Mapping[str, str]) -> None:
+        self._marks = marks
+        self._found: dict[str, str] = {}
+
+    def text(self, text: str) -> str:
+        """The text with marks in it."""
+        for token, mark in self._marks.items():
+            if token in text:
+                self._found[mark] = token
+                text = text.replace(token, mark)
+        return text
+
+    def value(self, value: object) -> object:
+        """A JSON value with marks in its texts and keys."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            table = cast("Mapping[str, object]", value)
+            return {self.text(key): self.value(item) for key, item in table.items()}
+        if isinstance(value, list):
+            return [self.value(item) for item in cast("list[object]", value)]
+        return value
+
+    def found(self) -> list[tuple[str, str]]:
+        """(mark, token) of every mark put, also as a template writes it that escapes its JSON."""
+        escaped = [(json.dumps(mark)[1:-1], token) for mark, token in self._found.items()]
+        return [*self._found.items(), *escaped]
+
+
+def _template_message(message: Message, guard: _Guard) -> dict[str, object]:
+    rendered: dict[str, object] = {"role": message.role, "content": guard.text(message.content)}
     if message.tool_calls:
-        rendered["tool_calls"] = [
-            {
-                "id": call.tool_call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
-            }
-            for call in message.tool_calls
-        ]
+        rendered["tool_calls"] = [_template_call(call, guard) for call in message.tool_calls]
     if message.tool_call_id:
-        rendered["tool_call_id"] = message.tool_call_id
+        rendered["tool_call_id"] = guard.text(message.tool_call_id)
     if message.reasoning:
-        rendered["reasoning_content"] = message.reasoning
+        rendered["reasoning_content"] = guard.text(message.reasoning)
     return rendered
 
 
+def _template_call(call: ToolCall, guard: _Guard) -> dict[str, object]:
+    try:
+        # Guarded once it is parsed: an escape in the text may stand for a character of a special token.
+        arguments = guard.value(_arguments(call.arguments_json))
+    except RecursionError:
+        arguments = guard.text(call.arguments_json)
+    return {
+        "id": guard.text(call.tool_call_id),
+        "type": "function",
+        "function": {"name": guard.text(call.name), "arguments": arguments},
+    }
+
+
 def _arguments(text: str) -> object:
-    """A call's arguments as the template wants them: an object, or the text where it is none."""
+    """A call's arguments as the template wants them: an object, or the text where it is none.
+
+    An object that cannot be written as text, because an escape in it names half a character, is none.
+    """
     try:
         parsed: object = json.loads(text)
+        json.dumps(parsed, ensure_ascii=False).encode()
     except ValueError:
         return text
     return parsed
 
 
-def _template_tool(tool: Tool) -> dict[str, object]:
+def _template_tool(tool: Tool, guard: _Guard) -> dict[str, object]:
     return {
         "type": "function",
         "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": dict(tool.parameters),
+            "name": guard.text(tool.name),
+            "description": guard.text(tool.description),
+            "parameters": guard.value(tool.parameters),
         },
     }

@@ -6,7 +6,7 @@ protobuf's never meet.
 
 Order of a weight switch, which the server's `WeightSwitch` drives under one lock:
 
-    pause -> load -> resume
+    pause -> load -> resume -> score, where there is a probe
 
 Between the return of `pause` and the call of `resume` the engine samples nothing. Each delta names the
 weight version whose forward pass sampled it: the server hands the version over in `load`, at the pause
@@ -127,6 +127,8 @@ class EngineDescription:
     """Torch dtype name an uploaded tensor must have."""
     tensors: Mapping[str, TensorMeta]
     """Hugging Face parameter name -> shape, for every tensor of a full upload."""
+    checkpoint: Path | None = None
+    """Folder of safetensors files that version 0 was read from, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,15 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Ends a pause."""
+        ...
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probability of each token but the first, given those before it, at temperature 1.
+
+        Shape [n] -> [n - 1], n >= 2; one place of the context has to stay free. Computed anew by the
+        weights that are there, before any request that still waits for a place; not while paused. Raises
+        EngineLost.
+        """
         ...
 
     def stats(self) -> EngineStats:

@@ -9,17 +9,23 @@ States of a group:
 
 Delivery is at least once; a group is gone only when a durable checkpoint contains its step, or when the
 trainer refused it. The bound is the staleness gate's: a group is charged when it is admitted, and
-leaves the gate's count when it is taken.
+leaves the gate's count when it is taken. Evaluation groups are charged by the task queue.
+
+A group that cannot wait here, because no message can carry it, is dropped: counted, and kept as a line for
+the trainer.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock.server.broadcast import Broadcast
 from penstock.v1 import task_service_pb2, trajectory_pb2
+
+MAX_UNREAD_DROPS = 1_000
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +37,8 @@ class BufferedGroup:
     admitted_version: int
     oldest_version: int | None
     """Smallest version over its policy tokens; None where it has none."""
+    byte_count: int
+    """Size of the group as a message."""
     delivery_id: int = 0
     delivery_count: int = 0
     step: int = 0
@@ -52,14 +60,28 @@ class BufferedGroup:
         return self.group.purpose != trajectory_pb2.PURPOSE_EVAL
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A group that was finished and cannot be delivered."""
+
+    group_id: str
+    reason: str
+    message: str
+
+
 class GroupBuffer:
     """Groups from the moment they are finished until nobody can ask for them again."""
 
     def __init__(self, changed: Broadcast) -> None:
         self._waiting: OrderedDict[str, BufferedGroup] = OrderedDict()
+        self._evaluations: OrderedDict[str, None] = OrderedDict()
+        """Those that wait and are evaluation groups."""
         self._delivered: dict[int, BufferedGroup] = {}
         self._used: dict[str, BufferedGroup] = {}
         self._last_delivery_id = 0
+        self._dropped: deque[DroppedGroup] = deque(maxlen=MAX_UNREAD_DROPS)
+        self.drops: Counter[str] = Counter()
+        """Groups that left without being trained, by reason."""
         self.redeliveries = 0
         self._changed = changed
 
@@ -69,36 +91,65 @@ class GroupBuffer:
         return len(self._waiting)
 
     @property
+    def waiting_evaluation_count(self) -> int:
+        """Evaluation groups finished and not delivered."""
+        return len(self._evaluations)
+
+    @property
     def held_count(self) -> int:
         """Groups held in any state."""
         return len(self._waiting) + len(self._delivered) + len(self._used)
 
     def add(self, group: BufferedGroup) -> None:
         """A group is finished."""
-        self._waiting[group.group_id] = group
+        self._wait(group)
         self._changed.notify()
+
+    def drop(self, dropped: DroppedGroup) -> None:
+        """A group is finished and cannot be delivered."""
+        self.drops[dropped.reason] += 1
+        self._dropped.append(dropped)
+        self._changed.notify()
+
+    def read_drops(self) -> list[DroppedGroup]:
+        """What was dropped since this was last asked, for the trainer."""
+        dropped = list(self._dropped)
+        self._dropped.clear()
+        return dropped
+
+    def find(self, group_id: str) -> BufferedGroup | None:
+        """A group in any state, or None."""
+        found = self._waiting.get(group_id) or self._used.get(group_id)
+        delivered = (g for g in self._delivered.values() if g.group_id == group_id)
+        return found or next(delivered, None)
 
     def waiting_evaluations(self, count: int) -> list[str]:
         """Ids of the first `count` evaluation groups that wait."""
-        found = [g.group_id for g in self._waiting.values() if not g.training]
-        return found[:count]
+        return list(islice(self._evaluations, count))
 
     def take(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
         """Marks groups as delivered, each with a delivery id of its own, in the order of the data."""
-        groups = sorted(
-            (self._waiting.pop(group_id) for group_id in group_ids), key=lambda g: g.index
-        )
+        groups = sorted((self.discard(group_id) for group_id in group_ids), key=lambda g: g.index)
         for group in groups:
             self._last_delivery_id += 1
             group.delivery_id = self._last_delivery_id
             group.delivery_count += 1
             self.redeliveries += group.delivery_count > 1
             self._delivered[group.delivery_id] = group
+        if not all(group.training for group in groups):
+            # Evaluation tasks may have waited for the place.
+            self._changed.notify()
         return groups
 
     def discard(self, group_id: str) -> BufferedGroup:
         """Removes a group that waits: it was thrown away for its age."""
+        self._evaluations.pop(group_id, None)
         return self._waiting.pop(group_id)
+
+    def _wait(self, group: BufferedGroup) -> None:
+        self._waiting[group.group_id] = group
+        if not group.training:
+            self._evaluations[group.group_id] = None
 
     def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
         """Groups were used by a step, or refused where it is zero; unknown deliveries are ignored.
@@ -134,7 +185,7 @@ class GroupBuffer:
             self._delivered.pop(group.delivery_id, None)
             self._used.pop(group.group_id, None)
             group.step = 0
-            self._waiting[group.group_id] = group
+            self._wait(group)
         self._changed.notify()
         return again
 
@@ -142,6 +193,7 @@ class GroupBuffer:
         """Forgets every group, used ones included; returns those that were not used."""
         lost = [*self._waiting.values(), *self._delivered.values()]
         self._waiting.clear()
+        self._evaluations.clear()
         self._delivered.clear()
         self._used.clear()
         return lost

@@ -17,10 +17,11 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from penstock.server import requests
+from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
 from penstock.server.engine import Engine
 from penstock.server.errors import DomainError, FieldInvalid
-from penstock.server.task_queue import Attempt, TaskQueue
+from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import Turn, TurnRunner, TurnSampling
 from penstock.server.weight_switch import WeightSwitch
@@ -122,8 +123,12 @@ class Opening:
         self._check_length(len(prompt.token_ids))
         # Nothing below awaits until the turn has started: the checks above still hold, but for these.
         self._check_open()
+        attempt = self._queue.attempt_of(trajectory_id)
         self._store.check_new(trajectory_id)
-        if request.required_weight_version not in (0, self._switch.active_version):
+        parent = self._parent(request)
+        # While weights switch it waits, and is asked again when it is admitted.
+        required = request.required_weight_version
+        if required not in (0, self._switch.active_version) and not self._switch.switching:
             raise DomainError(
                 Reason.WEIGHT_VERSION_NOT_ACTIVE,
                 f"weight version {request.required_weight_version} is required, "
@@ -148,9 +153,9 @@ class Opening:
     def _parent(self, request: rollout_service_pb2.GenerateRequest) -> TrajectoryRecord | None:
         if not request.parent_trajectory_id:
             return None
-        parent = self._store.get(
-            requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
-        )
+        parent_id = requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
+        self._queue.attempt_of(parent_id)
+        parent = self._store.get(parent_id)
         _check_extensible(parent)
         if request.group_id not in ("", parent.group_id):
             raise FieldInvalid("group_id", "must be the parent's, or unset", request.group_id)
@@ -168,6 +173,10 @@ class Opening:
             record.group_id, record.sample_index = parent.group_id, parent.sample_index
             record.parent_trajectory_id = parent.trajectory_id
             parent.children.append(record)
+            root = self._store.root_of(parent)
+            branched = None if root is None else self._queue.attempt_of(root.trajectory_id)
+            if branched is not None:
+                branched.branches.add(record.trajectory_id)
         elif attempt is not None:
             group = attempt.group
             given = (request.group_id, request.group_size, request.sample_index)
@@ -238,6 +247,7 @@ class Opening:
             return self._resume(record, request, sampling, how, context), how
         observation = await self._observation(request, record)
         self._check_open()
+        self._queue.attempt_of(trajectory_id)
         _check_extensible(record)
         record.sampling = sampling
         last = record.turn

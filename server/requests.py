@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from google.protobuf import duration_pb2, json_format
+import numpy as np
+from google.protobuf import duration_pb2, json_format, struct_pb2
 
 from penstock.server.conversation import Message, Tool, ToolCall
 from penstock.server.errors import DomainError, FieldInvalid
@@ -19,7 +20,6 @@ from penstock.wire.codec import MalformedMessage, token_ids
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 MAX_ID_LENGTH = 256
@@ -29,6 +29,8 @@ MAX_STOP_LENGTH = 256
 MAX_TEMPERATURE = 2.0
 # Below this, but above zero, the engine would silently sample at another temperature.
 MIN_TEMPERATURE = 0.01
+# The same as it arrives: the field is a float of 32 bits, which for this value is a little less.
+_MIN_TEMPERATURE_ARRIVING = float(np.float32(MIN_TEMPERATURE))
 MAX_FLUSH_SECONDS = 60.0
 MAX_CONCURRENCY = 65_536
 MAX_SELECTED = 100_000
@@ -90,7 +92,7 @@ def sampling(
     """Sampling parameters with every default applied."""
     temperature = params.temperature if params.HasField("temperature") else 1.0
     top_p = params.top_p if params.HasField("top_p") else 1.0
-    if not (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+    if not (temperature == 0 or _MIN_TEMPERATURE_ARRIVING <= temperature <= MAX_TEMPERATURE):
         raise FieldInvalid(
             f"{field}.temperature",
             f"must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
@@ -119,7 +121,7 @@ def sampling(
                 f"{field}.stop", f"must have 1 to {MAX_STOP_LENGTH} characters each", text
             )
     return TurnSampling(
-        temperature=temperature,
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
         top_p=top_p,
         top_k=params.top_k,
         max_tokens=params.max_tokens,
@@ -167,11 +169,19 @@ def messages(
         Tool(
             identifier(f"{field}.tools[{index}].name", tool.name),
             tool.description,
-            json_format.MessageToDict(tool.parameters),
+            _json_object(f"{field}.tools[{index}].parameters", tool.parameters),
         )
         for index, tool in enumerate(conversation.tools)
     ]
     return found, tools
+
+
+def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
+    """A Struct as a JSON object, which knows neither NaN nor infinity."""
+    try:
+        return json_format.MessageToDict(value)
+    except (ValueError, json_format.Error) as error:
+        raise FieldInvalid(field, "must hold finite numbers only") from error
 
 
 def group(request: rollout_service_pb2.GenerateRequest) -> None:

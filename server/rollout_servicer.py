@@ -13,12 +13,13 @@ from typing import TypedDict
 from opentelemetry.context import Context
 
 from penstock.server import requests
+from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
 from penstock.server.engine import Finish
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.subscription import Subscription
-from penstock.server.task_queue import Attempt, TaskQueue
+from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import Turn, TurnRunner
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
@@ -118,6 +119,9 @@ class RolloutServicer:
             parent = self._store.find(record.parent_trajectory_id)
             if parent is not None:
                 parent.children.remove(record)
+                attempt = self._attempt_of_root(parent)
+                if attempt is not None:
+                    attempt.branches.discard(record.trajectory_id)
             self._store.forget(record.trajectory_id)
 
     @contextlib.contextmanager
@@ -127,19 +131,15 @@ class RolloutServicer:
         if attempt is None:
             yield
             return
-        self._queue.call_began(attempt)
+        self._queue.leases.call_began(attempt)
         try:
             yield
         finally:
-            self._queue.call_ended(attempt)
+            self._queue.leases.call_ended(attempt)
 
     def _attempt_of_root(self, record: TrajectoryRecord) -> Attempt | None:
-        while record.parent_trajectory_id:
-            parent = self._store.find(record.parent_trajectory_id)
-            if parent is None:
-                return None
-            record = parent
-        return self._queue.attempt_of(record.trajectory_id)
+        root = self._store.root_of(record)
+        return None if root is None else self._queue.attempt_of(root.trajectory_id)
 
     def _finished(self, turn: Turn) -> rollout_service_pb2.TurnFinished:
         finished = TurnFinished(
@@ -196,8 +196,12 @@ class RolloutServicer:
     async def get_trajectory(
         self, request: rollout_service_pb2.GetTrajectoryRequest
     ) -> rollout_service_pb2.GetTrajectoryResponse:
-        """A trajectory as the server holds it."""
+        """A trajectory as the server holds it, or as it went on with its group."""
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
+        self._queue.attempt_of(trajectory_id)
+        finished = self._store.find_finished(trajectory_id)
+        if finished is not None:
+            return GetTrajectoryResponse(trajectory=finished, open=False)
         record = self._store.get(trajectory_id)
         attempt = self._attempt_of_root(record)
         if attempt is not None:

@@ -51,6 +51,7 @@ class ServerInfo:
             weight_sources=[
                 weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
                 weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
+                weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
             ],
             load=load,
             replicas=[
@@ -61,6 +62,7 @@ class ServerInfo:
                 )
             ],
             weight_dtype=description.weight_dtype,
+            delta_base_weight_version=self._weights.delta_base_version,
         )
 
     def _load(self) -> rollout_service_pb2.ServerLoad:

@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from penstock.server.admission import Admission
+from penstock.server.attempts import LeaseRules
 from penstock.server.broadcast import Broadcast
 from penstock.server.closing import Closing
 from penstock.server.config import ServeConfig
@@ -33,7 +34,7 @@ from penstock.server.reflection import add_reflection
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
-from penstock.server.task_queue import LeaseRules, TaskQueue
+from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
 from penstock.server.telemetry import Gauge, ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
@@ -91,7 +92,12 @@ class Serving:
             config.leases.seconds, config.leases.grace_seconds, config.leases.max_attempts
         )
         self.queue = TaskQueue(
-            changed, self.admission, rules, clock, max_pending=limits.pending_tasks
+            changed,
+            self.admission,
+            rules,
+            clock,
+            max_pending=limits.pending_tasks,
+            max_evaluation_groups=limits.evaluation_groups,
         )
         self.buffer = GroupBuffer(changed)
         self.switch = WeightSwitch(engine)
@@ -107,7 +113,9 @@ class Serving:
             self.switch,
             self.turns,
             InFlight(config.weights.in_flight),
+            description,
             max_staged=config.weights.max_staged,
+            hold_active=config.weights.hold_active,
         )
         self.closing = Closing(
             self.store, self.queue, self.buffer, self.admission, self.turns, self._journal, clock
@@ -132,6 +140,7 @@ class Serving:
             self.buffer,
             self.store,
             self.weights,
+            self.turns,
             self._journal,
         )
         self.info = ServerInfo(engine, self.switch, self.weights, self.store, self.buffer)
@@ -257,7 +266,7 @@ class Serving:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._engine.close()
-        self.weights.close()
+        await self.weights.close()
         await self._journal.close()
 
     async def _publish_health(self) -> None:

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from google.protobuf import duration_pb2
 
 from penstock.server import requests
+from penstock.server.attempts import Holder
 from penstock.server.broadcast import Broadcast
 from penstock.server.closing import Closing
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, TaskSubmitted
-from penstock.server.task_queue import Holder, TaskQueue
+from penstock.server.task_queue import TaskQueue
 from penstock.v1 import task_service_pb2
 from penstock.wire.codec import twin
 
@@ -84,7 +85,7 @@ class TaskServicer:
                 request.concurrency,
             )
         length = duration_pb2.Duration()
-        length.FromNanoseconds(int(self._queue.rules.seconds * 1e9))
+        length.FromNanoseconds(int(self._queue.leases.rules.seconds * 1e9))
         logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
         try:
             while True:
@@ -107,7 +108,7 @@ class TaskServicer:
                 "agent %s is gone; %d of its attempts go back in %.0f s unless it calls",
                 holder.agent_id,
                 len(holder.held),
-                self._queue.rules.grace_seconds,
+                self._queue.leases.rules.grace_seconds,
             )
             self._queue.holder_lost(holder)
 
@@ -119,7 +120,9 @@ class TaskServicer:
         expired = [found for found in ids if not self._queue.renew(found)]
         return RenewLeaseResponse(
             expired_trajectory_ids=expired,
-            retried_trajectory_ids=[found for found in expired if self._queue.retried(found)],
+            retried_trajectory_ids=[
+                found for found in expired if self._queue.leases.retried(found)
+            ],
         )
 
     async def complete_trajectory(

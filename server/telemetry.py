@@ -41,6 +41,11 @@ class ServerMetrics:
             unit="{tensor}",
             description="Tensors of an upload that differ from the version before",
         )
+        self._unchanged = self._meter.create_counter(
+            "penstock.weights.unchanged",
+            unit="{version}",
+            description="Uploads after which every tensor is what it was",
+        )
 
     def tokens_sampled(self, count: int, weight_version: int) -> None:
         """Tokens came from the engine."""
@@ -54,6 +59,8 @@ class ServerMetrics:
         """An upload is complete."""
         self._update_bytes.record(length_bytes)
         self._changed_tensors.record(changed_tensors)
+        if not changed_tensors:
+            self._unchanged.add(1)
 
     def weights_switched(self, switched: Switched) -> None:
         """A version became active."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +25,9 @@ from penstock.server.journal import GroupDropped, GroupsReceipted, Journal, Step
 from penstock.server.staleness_gate import LatePolicy, StalenessContract
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import TrajectoryStore
-from penstock.server.weight_switch import InFlight, Switched
+from penstock.server.turns import TurnRunner
+from penstock.server.weight_header import read_in_flight
+from penstock.server.weight_switch import InFlight, ProbeMismatch, Switched
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
@@ -45,12 +47,6 @@ LATE_POLICIES = {
     trainer_service_pb2.LATE_POLICY_REQUEUE: LatePolicy.REQUEUE,
     trainer_service_pb2.LATE_POLICY_DROP: LatePolicy.DROP,
 }
-IN_FLIGHT_POLICIES = {
-    weights_pb2.IN_FLIGHT_POLICY_KEEP: InFlight.KEEP,
-    weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE: InFlight.RECOMPUTE,
-    weights_pb2.IN_FLIGHT_POLICY_DRAIN: InFlight.DRAIN,
-    weights_pb2.IN_FLIGHT_POLICY_ABORT: InFlight.ABORT,
-}
 MAX_CREDIT = 1 << 20
 MAX_NOTICES = 1_000
 MAX_WAITING_SWITCHES = 4
@@ -67,6 +63,8 @@ class Weights(Protocol):
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched: ...
 
     def fence(self, trainer_epoch: int) -> None: ...
+
+    def has(self, weight_version: int) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -107,6 +105,7 @@ class TrainerServicer:
         buffer: GroupBuffer,
         store: TrajectoryStore,
         weights: Weights,
+        turns: TurnRunner,
         journal: Journal,
     ) -> None:
         self._changed = changed
@@ -115,11 +114,12 @@ class TrainerServicer:
         self._buffer = buffer
         self._store = store
         self._weights = weights
+        self._turns = turns
         self._journal = journal
         self._session: Session | None = None
         self._run_id = ""
         self._epoch = 0
-        self.drops: Counter[str] = Counter()
+        self.drops = buffer.drops
         """Groups that left without being trained, by reason."""
         self.on_delivery: Callable[[BufferedGroup], None] | None = None
         """Called with each group that is delivered, for metrics."""
@@ -212,9 +212,13 @@ class TrainerServicer:
         for group_id in dropped:
             self._admission.vacate(group_id)
             self.drops[reason] += 1
-        # Open trajectories of those groups answer LEASE_EXPIRED from now on.
+        # Open trajectories of those groups answer LEASE_EXPIRED from now on; nobody reads what their
+        # turns would still sample.
+        gone = set(dropped)
         for record in self._store.records():
-            if record.group_id in set(dropped):
+            if record.group_id in gone:
+                if record.turn is not None and record.turn.in_flight:
+                    self._turns.abort_soon(record.turn)
                 self._store.forget(record.trajectory_id)
         message = f"run {self._run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
         session.notices.append(Notice(reason=reason, message=message))
@@ -233,8 +237,16 @@ class TrainerServicer:
             elif kind == "receipt":
                 await self._receipt(request.receipt)
             elif kind == "switch_weights":
-                # The trainer holds this version from now on, whatever becomes of the switch.
-                self._admission.advance(request.switch_weights.weight_version)
+                if request.switch_weights.weight_version < 0:
+                    raise FieldInvalid(
+                        "switch_weights.weight_version",
+                        "must not be negative",
+                        request.switch_weights.weight_version,
+                    )
+                # The trainer holds this version from now on, whatever becomes of the switch; one that
+                # was never uploaded it does not hold.
+                if self._weights.has(request.switch_weights.weight_version):
+                    self._admission.advance(request.switch_weights.weight_version)
                 await session.switches.put(request.switch_weights)
             elif kind == "checkpoint":
                 await self._finalize(request.checkpoint.step)
@@ -308,7 +320,15 @@ class TrainerServicer:
                     redelivery_count=group.delivery_count - 1,
                 )
                 await session.send(ExchangeResponse(delivery=delivery))
-            notices = list(session.notices)
+            notices = [
+                *session.notices,
+                *(
+                    Notice(
+                        reason=dropped.reason, message=dropped.message, group_id=dropped.group_id
+                    )
+                    for dropped in self._buffer.read_drops()
+                ),
+            ]
             session.notices.clear()
             for notice in notices:
                 await session.send(ExchangeResponse(notice=notice))
@@ -343,22 +363,16 @@ class TrainerServicer:
                     request.weight_version, read_in_flight(request.in_flight)
                 )
                 receipt.pause.FromNanoseconds(int(switched.pause_seconds * 1e9))
+                probe = switched.probe
             except DomainError as error:
                 receipt.rejection.CopyFrom(to_rejection(error))
+                probe = error.result if isinstance(error, ProbeMismatch) else None
+            if probe is not None:
+                receipt.probe.CopyFrom(probe.message())
             receipt.active_weight_version = self._weights.active_version
             # A new version may make admission possible again.
             self._changed.notify()
             await session.send(ExchangeResponse(weight_receipt=receipt))
-
-
-def read_in_flight(policy: int) -> InFlight | None:
-    """The policy of a message; None is the server's default. Raises FIELD_INVALID."""
-    if policy == weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED:
-        return None
-    known = {int(number): value for number, value in IN_FLIGHT_POLICIES.items()}
-    if policy not in known:
-        raise FieldInvalid("in_flight", "is unknown", policy)
-    return known[policy]
 
 
 def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:

@@ -12,6 +12,7 @@ is made per token.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -117,7 +118,7 @@ class TrajectoryRecord:
         self.token_count += segment.token_count
 
     def append_policy(self, delta: Delta, turn_index: int, temperature: float) -> None:
-        """Appends what the policy sampled; a new weight version begins a new segment."""
+        """Appends what the policy sampled; a new weight version or temperature begins a new segment."""
         if not len(delta.token_ids):
             return
         last = self.segments[-1] if self.segments else None
@@ -126,6 +127,7 @@ class TrajectoryRecord:
             or last.author != trajectory_pb2.AUTHOR_POLICY
             or last.weight_version != delta.weight_version
             or last.turn_index != turn_index
+            or last.temperature != temperature
         ):
             last = SegmentRecord(
                 trajectory_pb2.AUTHOR_POLICY, turn_index, delta.weight_version, temperature
@@ -176,6 +178,8 @@ class ClosedMark:
 
     outcome: bytes
     """The outcome, serialized deterministically, to recognise a repeated close."""
+    group_id: str
+    """Empty for a trajectory of its own."""
     group_completed: bool
     retried: bool
 
@@ -194,6 +198,9 @@ class TrajectoryStore:
         self._records: dict[str, TrajectoryRecord] = {}
         self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
         self.open_count = 0
+        self.finished: Callable[[str, str], trajectory_pb2.Trajectory | None] | None = None
+        """Finds the trajectory of a group that is complete, by group and id: whoever takes the records
+        away says where they are."""
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
         """Raises TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
@@ -241,6 +248,22 @@ class TrajectoryStore:
         """The record, or None."""
         return self._records.get(trajectory_id)
 
+    def root_of(self, record: TrajectoryRecord) -> TrajectoryRecord | None:
+        """What a trajectory branches from in the end, which may be itself; None where that is gone."""
+        while record.parent_trajectory_id:
+            parent = self._records.get(record.parent_trajectory_id)
+            if parent is None:
+                return None
+            record = parent
+        return record
+
+    def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
+        """A closed trajectory that went on with its group, while that is held anywhere."""
+        mark = self._closed.get(trajectory_id)
+        if mark is None or not mark.group_id or self.finished is None:
+            return None
+        return self.finished(mark.group_id, trajectory_id)
+
     def closed_mark(self, trajectory_id: str) -> ClosedMark | None:
         """What is remembered of a closed trajectory."""
         return self._closed.get(trajectory_id)
@@ -249,18 +272,20 @@ class TrajectoryStore:
         """Closes an open trajectory; its record stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
-        self.remember(record.trajectory_id, outcome)
+        self.remember(record, outcome)
 
     def remember(
         self,
-        trajectory_id: str,
+        record: TrajectoryRecord,
         outcome: trajectory_pb2.Outcome,
         *,
         group_completed: bool = False,
         retried: bool = False,
     ) -> None:
-        """Notes how an id was closed, so that a repeated close is recognised."""
-        self._closed[trajectory_id] = ClosedMark(outcome_bytes(outcome), group_completed, retried)
+        """Notes how a trajectory was closed, so that a repeated close is recognised."""
+        self._closed[record.trajectory_id] = ClosedMark(
+            outcome_bytes(outcome), record.group_id, group_completed, retried
+        )
         while len(self._closed) > self._max_remembered:
             self._closed.popitem(last=False)
 

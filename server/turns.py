@@ -7,6 +7,8 @@ States of a turn:
 - *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here
   ends the turn with the tokens it has.
 - *sampling*: each delta is appended to the trajectory's record first and offered to subscribers second.
+  What a weight version sampled that is not confirmed yet is withheld until it is: with a version that
+  fails its probe, the turn ends ABORTED at the token before.
 - *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
   what is left of the turn's budget. A budget that is spent finishes with LENGTH; the engine is never
   asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps what it
@@ -136,8 +138,17 @@ class Turn:
         return self.record.token_array()[self.context_token_count :]
 
 
-class Admission(Protocol):
+class Switch(Protocol):
     """What a turn needs of the weight switch."""
+
+    @property
+    def unconfirmed_version(self) -> int | None:
+        """The version whose tokens are withheld, while one is being probed."""
+        ...
+
+    async def confirmed(self) -> bool:
+        """Waits for the verdict on that version; False where what it sampled must not be kept."""
+        ...
 
     def admission(self) -> AbstractAsyncContextManager[int]:
         """Waits while weights switch; inside, the version it yields stays the active one."""
@@ -150,7 +161,7 @@ Decode = Callable[[Iterable[int]], str]
 class TurnRunner:
     """Runs turns on the engine and keeps track of those in flight."""
 
-    def __init__(self, engine: Engine, switch: Admission, decode: Decode) -> None:
+    def __init__(self, engine: Engine, switch: Switch, decode: Decode) -> None:
         self._engine = engine
         self._switch = switch
         self._decode = decode
@@ -173,6 +184,8 @@ class TurnRunner:
     def start(self, turn: Turn) -> None:
         """Begins an attempt at a turn; the turn must not be in flight."""
         turn.finish, turn.error = None, None
+        # What it started under counts for this attempt: a resumed one may be under newer weights.
+        turn.started_version = None
         turn.abort_requested = turn.begun = False
         turn.done, turn.changed = asyncio.Event(), Broadcast()
         turn.attempts += 1
@@ -222,6 +235,11 @@ class TurnRunner:
                 assert turn.request_id is not None
                 await self._engine.abort([turn.request_id])
             async for delta in deltas:
+                if (
+                    delta.weight_version == self._switch.unconfirmed_version
+                    and not await self._switch.confirmed()
+                ):
+                    return Finish.ABORTED
                 kept, stopped = stop_check.cut(delta)
                 self._append(turn, kept)
                 if stopped:

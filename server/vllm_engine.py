@@ -50,6 +50,7 @@ from penstock.server.vllm_process import SHUTDOWN_SECONDS, EngineOwner, LoadRepo
 
 if TYPE_CHECKING:
     import zmq
+    from numpy.typing import NDArray
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -60,6 +61,8 @@ __all__ = ["VllmEngine", "describe_options", "engine_arguments"]
 T = TypeVar("T")
 
 BASE_VERSION = 0
+# Before every request of a caller's.
+PROBE_PRIORITY = -(1 << 40)
 EXIT_SECONDS = 2.0
 # vLLM silently raises a temperature between zero and this to it.
 LOWEST_TEMPERATURE = 0.01
@@ -80,6 +83,7 @@ class VllmEngine:
         self._llm = llm
         self._load = load
         self._weight_version = BASE_VERSION
+        self._scored = 0
         self._closing = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._description = _describe(llm)
@@ -174,6 +178,35 @@ class VllmEngine:
     async def resume(self) -> None:
         await self._ask(self._llm.resume_generation())
 
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        # vLLM scores a prompt by its logits as they are, and without its cache.
+        self._scored += 1
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        name = f"score-{self._scored}"
+        request = EngineRequest(name, token_ids, Sampling(1), name, PROBE_PRIORITY)
+        collector = await self._submit(request, params)
+        try:
+            # Only the last output comes, with everything.
+            output = cast(RequestOutput, collector.get_nowait() or await collector.get())
+        except EngineDeadError as error:
+            raise EngineLost(self._reason()) from error
+        except asyncio.CancelledError:
+            await self._llm.abort(collector.request_id, internal=True)
+            raise
+        # The first token has none.
+        scored = cast(FlatLogprobs, output.prompt_logprobs).logprobs
+        if len(scored) != len(token_ids) - 1:
+            raise RuntimeError(f"{len(token_ids)} tokens were scored with {len(scored)} values")
+        return np.asarray(scored, np.float32)
+
     def stats(self) -> EngineStats:
         # vLLM reports with each step, so the last report of an idle engine is of a busy one.
         if self._llm.get_num_unfinished_requests() == 0:
@@ -197,14 +230,15 @@ class VllmEngine:
         context.destroy(linger=0)
         self._owner.release()
 
-    async def _submit(self, request: EngineRequest) -> RequestOutputCollector:
+    async def _submit(
+        self, request: EngineRequest, params: SamplingParams | None = None
+    ) -> RequestOutputCollector:
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.cache_salt)
         try:
-            params = self._sampling_params(request)
             return await self._llm.add_request(
                 request.request_id,
                 prompt,
-                params,
+                params or self._sampling_params(request),
                 trace_headers=request.trace_headers or None,
                 priority=request.priority,
             )
@@ -331,13 +365,15 @@ def _describe(llm: AsyncLLM) -> EngineDescription:
     model = llm.model_config
     config = cast(object, model.hf_text_config)
     tied = bool(getattr(config, "tie_word_embeddings", False))
+    folder = _snapshot(model)
     return EngineDescription(
         model=model.model,
         vocab_size=model.get_vocab_size(),
         max_context_length=model.max_model_len,
         eos_token_ids=_eos_token_ids(llm),
         weight_dtype=str(model.dtype).removeprefix("torch."),
-        tensors=checkpoint_tensors.upload_tensors(_snapshot(model), config, tied=tied),
+        tensors=checkpoint_tensors.upload_tensors(folder, config, tied=tied),
+        checkpoint=folder,
     )
 
 

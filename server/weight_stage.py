@@ -1,84 +1,65 @@
 """Takes in one weight version and verifies it, before anything is touched that serves.
 
-    check_manifest -> chunks of the stream, or a file the uploader shares -> verify -> StagedWeights
+    begin_inline      chunks of the stream      )
+    begin_shared      a file the uploader shares ) -> Upload -> verify -> Staged
+    begin_checkpoint  a folder of safetensors   )
 
-The bytes end up behind a file descriptor of this process, which the engine's process opens as
-`/proc/<pid>/fd/<n>`. The files have no name: what is released, or left by a killed server, is gone.
-A shared file stays the uploader's; it is read with `pread`, so that one cut short under our hands is a
-refusal and not a SIGBUS.
+Given a base, what arrives is a delta, and what is staged is the base with it applied. So a `Staged` is
+always one complete, dense, verified version, whatever it travelled as, and nothing behind it knows.
 """
 
 from __future__ import annotations
 
-import asyncio
-import bisect
-import ctypes
-import math
 import os
-import re
-import stat
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from penstock.server.engine import StagedTensor, StagedWeights, TensorMeta
+from penstock.server.intervals import Intervals
+from penstock.server.shared_memory import open_shared
+from penstock.server.stage_memory import Buffer, StageMemory
+from penstock.server.threads import run_to_its_end
+from penstock.server.weight_assembly import Part, Patch, assemble, lay_out
+from penstock.server.weight_checkpoint import Checkpoint, open_checkpoint
+from penstock.server.weight_manifest import (
+    FLOATS,
+    Encoding,
+    ManifestTensor,
+    WeightRefused,
+    check_checkpoint,
+    check_delta,
+    check_full,
+    check_length,
+)
+from penstock.server.weight_verify import verify_tensors
 from penstock.wire.reasons import Reason
 
-SHARED_MEMORY = Path("/dev/shm")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# A file without a name, as another process of this host reaches it.
-DESCRIPTOR_PATH = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
-# statfs(2) f_type of file systems that live in memory: tmpfs, which memfd is too, ramfs, hugetlbfs.
-MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6, 0x958458F6)
-PIECE_BYTES = 4 << 20
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """One complete, verified version, and the memory it lies in."""
 
-@dataclass(frozen=True, slots=True)
-class _Float:
-    """How a dtype is laid out, as far as telling finite numbers goes."""
+    weights: StagedWeights
+    hashes: Mapping[str, int]
+    """XXH3-64 of each tensor."""
+    buffer: Buffer
 
-    bits: np.dtype[np.unsignedinteger]
-    magnitude: int
-    """Every bit but the sign."""
-    infinity: int
-    """Smallest magnitude that is not finite."""
+    @property
+    def weight_version(self) -> int:
+        """The version."""
+        return self.weights.weight_version
 
+    def retain(self) -> Staged:
+        """One more holder, who has to release it."""
+        self.buffer.retain()
+        return self
 
-FLOATS: Mapping[str, _Float] = {
-    "float32": _Float(np.dtype("<u4"), 0x7FFF_FFFF, 0x7F80_0000),
-    "bfloat16": _Float(np.dtype("<u2"), 0x7FFF, 0x7F80),
-    "float16": _Float(np.dtype("<u2"), 0x7FFF, 0x7C00),
-}
-
-
-class WeightRefused(Exception):
-    """An upload is refused; what serves is as it was."""
-
-    def __init__(self, reason: Reason, message: str, **metadata: object) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.metadata = {key: str(value) for key, value in metadata.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestTensor:
-    """One tensor as the header of an upload announces it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset_bytes: int
-    length_bytes: int
-    xxh3: int
-    """XXH3-64 of its bytes."""
-    raw: bool = True
-    """Whether the payload holds its bytes as they are."""
+    def release(self) -> None:
+        """One holder less; the last one gives the memory back."""
+        self.buffer.release()
 
 
 class WeightStage:
@@ -87,33 +68,30 @@ class WeightStage:
     def __init__(
         self, folder: Path | None, expected: Mapping[str, TensorMeta], weight_dtype: str
     ) -> None:
-        """`folder` is where inline payloads go. None means shared memory, and where that has no room
-        the folder for temporary files."""
+        """`folder` is where versions are staged; see `StageMemory`."""
         if weight_dtype not in FLOATS:
             raise ValueError(f"weights can be {', '.join(FLOATS)}, got {weight_dtype!r}")
-        self._folders = [folder] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+        self._memory = StageMemory(folder)
         self._expected = expected
         self._weight_dtype = weight_dtype
-        self._held: dict[Upload, int] = {}
-        # The largest payload released: its pages are there already, and new ones cost more than a copy.
-        self._spare: tuple[int, int] | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of every upload not yet released that this server pays for."""
-        return sum(self._held.values())
+        """Bytes of everything not yet released that this server pays for."""
+        return self._memory.held_bytes
 
     async def begin_inline(
-        self, weight_version: int, manifest: Sequence[ManifestTensor], length_bytes: int
+        self,
+        weight_version: int,
+        manifest: Sequence[ManifestTensor],
+        length_bytes: int,
+        base: Staged | None = None,
     ) -> Upload:
         """An upload whose payload of this length arrives in chunks. Raises WeightRefused."""
-        check_manifest(manifest, self._expected, self._weight_dtype, length_bytes)
-        descriptor = self._take_spare(length_bytes)
-        if descriptor is None:
-            descriptor = await asyncio.to_thread(allocate, self._folders, length_bytes)
-        upload = Upload(self, weight_version, manifest, descriptor, length_bytes, inline=True)
-        self._held[upload] = length_bytes
-        return upload
+        self._check(manifest, length_bytes, base)
+        check_length(manifest, length_bytes)
+        payload = await self._memory.allocate(length_bytes)
+        return await self._begin(weight_version, manifest, payload, base, inline=True)
 
     async def begin_shared(
         self,
@@ -121,38 +99,122 @@ class WeightStage:
         manifest: Sequence[ManifestTensor],
         name: str,
         host_namespace: str,
+        base: Staged | None = None,
     ) -> Upload:
         """An upload whose payload is a file in memory of this host. Raises WeightRefused."""
         descriptor, length = open_shared(name, host_namespace)
+        payload = self._memory.adopt(descriptor, length)
         try:
-            check_manifest(manifest, self._expected, self._weight_dtype, length)
+            self._check(manifest, length, base)
         except WeightRefused:
-            os.close(descriptor)
+            payload.release()
             raise
-        upload = Upload(self, weight_version, manifest, descriptor, length, inline=False)
-        self._held[upload] = 0
-        return upload
+        return await self._begin(weight_version, manifest, payload, base, inline=False)
+
+    async def begin_checkpoint(
+        self, weight_version: int, manifest: Sequence[ManifestTensor], folder: str
+    ) -> Upload:
+        """An upload whose bytes are in a folder of safetensors files. Raises WeightRefused."""
+        if not folder.startswith("/"):
+            raise WeightRefused(
+                Reason.FIELD_INVALID,
+                f"checkpoint.path has to be absolute, got {folder!r}",
+                field="header.checkpoint.path",
+                got=folder,
+            )
+        check_checkpoint(manifest, self._expected, self._weight_dtype)
+        checkpoint = await run_to_its_end(lambda: open_checkpoint(Path(folder)), Checkpoint.close)
+        sources = [self._memory.adopt(descriptor, 0) for descriptor in checkpoint.descriptors]
+        try:
+            found = checkpoint.find_all(manifest)
+            places, length = _dense(manifest)
+            target = await self._memory.allocate(length)
+        except BaseException:
+            _release_all(sources)
+            raise
+        parts = [
+            Part(place, descriptor, stored.offset_bytes, wanted.xxh3)
+            for place, (wanted, descriptor, stored) in zip(places, found, strict=True)
+        ]
+        return Upload(weight_version, manifest, None, target, parts, sources, inline=False)
+
+    async def hold(self, staged: Staged) -> Staged:
+        """The same version in memory of this server; takes over what it is given.
+
+        What an uploader shares is copied and checked once more, since the uploader may write to it again.
+        Raises WeightRefused.
+        """
+        if staged.buffer.owned:
+            return staged
+        source = staged.weights.tensors
+        try:
+            places, length = lay_out((t.name, t.shape, t.dtype, t.length_bytes) for t in source)
+            target = await self._memory.allocate(length)
+            parts = [
+                Part(
+                    place, staged.buffer.descriptor, tensor.offset_bytes, staged.hashes[tensor.name]
+                )
+                for place, tensor in zip(places, source, strict=True)
+            ]
+            await _assembled(target, parts)
+        finally:
+            staged.release()
+        weights = replace(staged.weights, path=target.path, tensors=places)
+        return Staged(weights, staged.hashes, target)
+
+    async def read_base_model(self, weight_version: int, folder: Path) -> Staged:
+        """What the engine began with, from the folder it read, in the dtypes it has there.
+
+        Raises WeightRefused.
+        """
+        checkpoint = await run_to_its_end(lambda: open_checkpoint(folder), Checkpoint.close)
+        sources = [self._memory.adopt(descriptor, 0) for descriptor in checkpoint.descriptors]
+        try:
+            found = list(checkpoint.tensors.values())
+            places, length = lay_out((s.name, s.shape, s.dtype, s.length_bytes) for _, s in found)
+            target = await self._memory.allocate(length)
+            parts = [
+                Part(place, descriptor, stored.offset_bytes, None)
+                for place, (descriptor, stored) in zip(places, found, strict=True)
+            ]
+            await _assembled(target, parts)
+        finally:
+            _release_all(sources)
+        return Staged(StagedWeights(weight_version, target.path, places), {}, target)
 
     def close(self) -> None:
-        """Releases every upload."""
-        for upload in list(self._held):
-            upload.release()
-        if self._spare:
-            os.close(self._spare[0])
-            self._spare = None
+        """Releases everything."""
+        self._memory.close()
 
-    def _take_spare(self, length: int) -> int | None:
-        if self._spare is None or self._spare[1] != length:
-            return None
-        descriptor, self._spare = self._spare[0], None
-        return descriptor
-
-    def _forget(self, upload: Upload, descriptor: int, length: int, *, inline: bool) -> None:
-        del self._held[upload]
-        if inline and self._spare is None:
-            self._spare = descriptor, length
+    def _check(
+        self, manifest: Sequence[ManifestTensor], length_bytes: int, base: Staged | None
+    ) -> None:
+        if base is None:
+            check_full(manifest, self._expected, self._weight_dtype, length_bytes)
         else:
-            os.close(descriptor)
+            check_delta(manifest, self._expected, self._weight_dtype, length_bytes, base.hashes)
+
+    async def _begin(
+        self,
+        weight_version: int,
+        manifest: Sequence[ManifestTensor],
+        payload: Buffer,
+        base: Staged | None,
+        *,
+        inline: bool,
+    ) -> Upload:
+        if base is None:
+            return Upload(weight_version, manifest, payload, payload, None, (), inline=inline)
+        base.retain()
+        try:
+            places, length = _dense(manifest)
+            target = await self._memory.allocate(length)
+        except BaseException:
+            _release_all([payload, base.buffer])
+            raise
+        parts = _delta_parts(manifest, places, payload, base)
+        sources = (payload, base.buffer)
+        return Upload(weight_version, manifest, payload, target, parts, sources, inline=inline)
 
 
 class Upload:
@@ -160,22 +222,27 @@ class Upload:
 
     def __init__(
         self,
-        stage: WeightStage,
         weight_version: int,
         manifest: Sequence[ManifestTensor],
-        descriptor: int,
-        length_bytes: int,
+        payload: Buffer | None,
+        target: Buffer,
+        parts: Sequence[Part] | None,
+        sources: Sequence[Buffer],
         *,
         inline: bool,
     ) -> None:
-        self._stage = stage
+        """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
         self._manifest = manifest
-        self._descriptor = descriptor
+        self._payload = payload
+        self._target = target
+        self._parts = parts
+        self._sources = sources
         self._inline = inline
-        self._received = _Intervals()
+        self._received = Intervals()
         self._released = False
         self.weight_version = weight_version
-        self.length_bytes = length_bytes
+        self.length_bytes = (payload or target).length_bytes
+        """What travels, or is read."""
 
     def write_chunk(self, offset_bytes: int, data: bytes, xxh3: int) -> None:
         """Takes one slice of an inline payload, in any order but each byte once.
@@ -183,52 +250,62 @@ class Upload:
         Raises WeightRefused.
         """
         try:
-            self._check_chunk(offset_bytes, data, xxh3)
+            payload = self._check_chunk(offset_bytes, data, xxh3)
         except WeightRefused:
             self.release()
             raise
         view = memoryview(data)
         while view:
-            written = os.pwrite(self._descriptor, view, offset_bytes)
+            written = os.pwrite(payload.descriptor, view, offset_bytes)
             view, offset_bytes = view[written:], offset_bytes + written
 
-    async def verify(self) -> StagedWeights:
-        """Reads everything back: complete, each tensor with its checksum, and finite.
+    async def verify(self) -> Staged:
+        """The complete version: nothing missing, each tensor with its checksum, and finite.
 
         The event loop stays free. Raises WeightRefused.
         """
         try:
-            if self._inline and (gap := self._received.first_gap(self.length_bytes)):
-                raise WeightRefused(
-                    Reason.FIELD_INVALID,
-                    f"chunks: bytes {gap[0]} to {gap[1]} of the payload never came",
-                    field="chunk.offset_bytes",
-                    begin=gap[0],
-                    end=gap[1],
-                )
-            # A descriptor of its own, so that a release meanwhile cannot pull it away.
-            await asyncio.to_thread(verify_tensors, os.dup(self._descriptor), self._manifest)
-        except WeightRefused:
+            self._check_complete()
+            places = await self._fill_target()
+        except BaseException:
             self.release()
             raise
-        path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
-        tensors = tuple(
-            StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
-            for t in self._manifest
-        )
-        return StagedWeights(self.weight_version, path, tensors)
+        self._released = True
+        _release_all(self._sources)
+        weights = StagedWeights(self.weight_version, self._target.path, places)
+        return Staged(weights, {t.name: t.xxh3 for t in self._manifest}, self._target)
 
     def release(self) -> None:
-        """Gives the memory back. What was staged must not be loaded any more; safe to repeat."""
+        """Gives the memory back, unless it was staged; safe to repeat."""
         if not self._released:
             self._released = True
-            self._stage._forget(  # pyright: ignore[reportPrivateUsage]
-                self, self._descriptor, self.length_bytes, inline=self._inline
+            _release_all([self._target, *self._sources])
+
+    async def _fill_target(self) -> tuple[StagedTensor, ...]:
+        descriptor = self._target.descriptor
+        if self._parts is None:
+            await run_to_its_end(lambda: verify_tensors(descriptor, self._manifest))
+            return tuple(
+                StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
+                for t in self._manifest
+            )
+        parts, length = self._parts, self._target.length_bytes
+        await run_to_its_end(lambda: assemble(descriptor, length, parts))
+        return tuple(part.tensor for part in parts)
+
+    def _check_complete(self) -> None:
+        if self._inline and (gap := self._received.first_gap(self.length_bytes)):
+            raise WeightRefused(
+                Reason.FIELD_INVALID,
+                f"chunks: bytes {gap[0]} to {gap[1]} of the payload never came",
+                field="chunk.offset_bytes",
+                begin=gap[0],
+                end=gap[1],
             )
 
-    def _check_chunk(self, offset: int, data: bytes, xxh3: int) -> None:
+    def _check_chunk(self, offset: int, data: bytes, xxh3: int) -> Buffer:
         end = offset + len(data)
-        if not self._inline or self._released:
+        if not self._inline or self._released or self._payload is None:
             raise WeightRefused(
                 Reason.FIELD_INVALID, "chunk: this upload takes none", field="chunk"
             )
@@ -253,237 +330,44 @@ class Upload:
                 field="chunk.data",
                 offset_bytes=offset,
             )
+        return self._payload
 
 
-class _Intervals:
-    """Disjoint byte ranges, merged where they touch."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, begin: int, end: int) -> bool:
-        """Adds [begin, end) unless it overlaps what is there; says whether it did."""
-        at = bisect.bisect_right(self._begins, begin)
-        if at and self._ends[at - 1] > begin:
-            return False
-        if at < len(self._begins) and self._begins[at] < end:
-            return False
-        follows = bool(at) and self._ends[at - 1] == begin
-        precedes = at < len(self._begins) and self._begins[at] == end
-        if follows and precedes:
-            self._ends[at - 1] = self._ends.pop(at)
-            del self._begins[at]
-        elif follows:
-            self._ends[at - 1] = end
-        elif precedes:
-            self._begins[at] = begin
-        else:
-            self._begins.insert(at, begin)
-            self._ends.insert(at, end)
-        return True
-
-    def first_gap(self, length: int) -> tuple[int, int] | None:
-        """The first range of [0, length) that is missing."""
-        edges = [(0, 0), *zip(self._begins, self._ends, strict=True), (length, length)]
-        return next(((a[1], b[0]) for a, b in pairwise(edges) if a[1] < b[0]), None)
+def _dense(manifest: Sequence[ManifestTensor]) -> tuple[tuple[StagedTensor, ...], int]:
+    return lay_out((t.name, t.shape, t.dtype, t.decoded_bytes) for t in manifest)
 
 
-def check_manifest(
+def _delta_parts(
     manifest: Sequence[ManifestTensor],
-    expected: Mapping[str, TensorMeta],
-    weight_dtype: str,
-    length_bytes: int,
-) -> None:
-    """That a full upload of this model is announced, inside a payload of this length.
-
-    Raises WeightRefused.
-    """
-    names: set[str] = set()
-    for tensor in manifest:
-        if tensor.name in names:
-            raise _invalid(tensor, "name", "appears twice", tensor.name)
-        names.add(tensor.name)
-        _check_tensor(tensor, expected.get(tensor.name), weight_dtype, length_bytes)
-    missing = [n for n, meta in expected.items() if n not in names and not meta.optional]
-    if missing:
-        raise WeightRefused(
-            Reason.TENSOR_MISSING,
-            f"{len(missing)} tensors of the model are missing, first {missing[0]}",
-            tensor=missing[0],
-            count=len(missing),
-        )
-    by_offset = sorted((t for t in manifest if t.length_bytes), key=lambda t: t.offset_bytes)
-    for first, second in pairwise(by_offset):
-        if first.offset_bytes + first.length_bytes > second.offset_bytes:
-            raise _invalid(second, "offset_bytes", f"overlaps {first.name}", second.offset_bytes)
+    places: Sequence[StagedTensor],
+    payload: Buffer,
+    base: Staged,
+) -> list[Part]:
+    there = {tensor.name: tensor.offset_bytes for tensor in base.weights.tensors}
+    parts: list[Part] = []
+    for tensor, place in zip(manifest, places, strict=True):
+        if tensor.encoding is Encoding.RAW:
+            parts.append(Part(place, payload.descriptor, tensor.offset_bytes, tensor.xxh3))
+            continue
+        patch = None
+        if tensor.coding is not None and tensor.encoding is Encoding.SPARSE:
+            patch = Patch(
+                payload.descriptor, tensor.offset_bytes, tensor.length_bytes, tensor.coding
+            )
+        place_in_base = there[tensor.name]
+        parts.append(Part(place, base.buffer.descriptor, place_in_base, tensor.xxh3, patch))
+    return parts
 
 
-def _check_tensor(
-    tensor: ManifestTensor, expected: TensorMeta | None, weight_dtype: str, length_bytes: int
-) -> None:
-    name = tensor.name
-    if expected is None:
-        raise WeightRefused(Reason.TENSOR_UNKNOWN, f"the model has no tensor {name!r}", tensor=name)
-    if tensor.shape != expected.shape:
-        raise WeightRefused(
-            Reason.SHAPE_MISMATCH,
-            f"{name} has shape {list(expected.shape)}, got {list(tensor.shape)}",
-            tensor=name,
-            expected=list(expected.shape),
-            got=list(tensor.shape),
-        )
-    if tensor.dtype != weight_dtype:
-        raise WeightRefused(
-            Reason.DTYPE_MISMATCH,
-            f"{name} has to be {weight_dtype}, got {tensor.dtype!r}",
-            tensor=name,
-            expected=weight_dtype,
-            got=tensor.dtype,
-        )
-    if not tensor.raw:
-        raise _invalid(tensor, "encoding", "has to be raw", "another")
-    itemsize = FLOATS[weight_dtype].bits.itemsize
-    length = math.prod(tensor.shape) * itemsize
-    if tensor.length_bytes != length:
-        raise _invalid(tensor, "length_bytes", f"has to be {length}", tensor.length_bytes)
-    if tensor.offset_bytes < 0 or tensor.offset_bytes + length > length_bytes:
-        where = f"is not inside the payload of {length_bytes}"
-        raise _invalid(tensor, "offset_bytes", where, tensor.offset_bytes)
-    if tensor.offset_bytes % itemsize:
-        raise _invalid(tensor, "offset_bytes", f"is no multiple of {itemsize}", tensor.offset_bytes)
-
-
-def _invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> WeightRefused:
-    return WeightRefused(
-        Reason.FIELD_INVALID,
-        f"{tensor.name}: {field} {problem}, got {got}",
-        field=f"header.tensors.{field}",
-        tensor=tensor.name,
-        got=got,
-    )
-
-
-def allocate(folders: Iterable[Path], length: int) -> int:
-    """A file without a name in the first of these folders that has room for it, allocated in full.
-
-    Raises WeightRefused where none has.
-    """
-    problems: list[str] = []
-    for folder in folders:
-        try:
-            # In its full size at once: a chunk that found the disk full would come too late.
-            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-                if length:
-                    os.posix_fallocate(file.fileno(), 0, length)
-                return os.dup(file.fileno())
-        except OSError as error:
-            problems.append(f"{folder}: {error.strerror}")
-    raise WeightRefused(
-        Reason.DISK_FULL,
-        f"no room for a payload of {length} bytes ({'; '.join(problems)})",
-        length_bytes=length,
-    )
-
-
-def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
-    """A descriptor of our own for the file an uploader shares, and its length.
-
-    The file has to live in memory of this host, and be named by its path or as another process's
-    descriptor. Links are not followed. Raises WeightRefused.
-    """
-    if not name.startswith("/"):
-        raise WeightRefused(
-            Reason.FIELD_INVALID,
-            f"shared_memory.name has to be an absolute path, got {name!r}",
-            field="header.shared_memory.name",
-            got=name,
-        )
-    follow = 0 if DESCRIPTOR_PATH.fullmatch(name) else os.O_NOFOLLOW
+async def _assembled(target: Buffer, parts: Sequence[Part]) -> None:
+    """Fills a buffer, or gives it back."""
     try:
-        # Only a handle at first: opening what turns out to be a device may have effects of its own.
-        handle = os.open(name, os.O_PATH | os.O_CLOEXEC | follow)
-    except (OSError, ValueError) as error:
-        raise _unavailable(name, f"cannot be opened: {error}") from error
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise _unavailable(name, "is no regular file")
-        if _file_system(handle) not in MEMORY_FILE_SYSTEMS:
-            raise _unavailable(name, "does not live in memory")
-        here = f"{BOOT_ID.read_text().strip()}:{status.st_dev}"
-        if host_namespace != here:
-            raise _unavailable(name, f"is of another host: {host_namespace!r}, here {here!r}")
-        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC), status.st_size
-    except OSError as error:
-        raise _unavailable(name, f"cannot be opened: {error}") from error
-    finally:
-        os.close(handle)
+        await run_to_its_end(lambda: assemble(target.descriptor, target.length_bytes, parts))
+    except BaseException:
+        target.release()
+        raise
 
 
-def _unavailable(name: str, problem: str) -> WeightRefused:
-    return WeightRefused(
-        Reason.SOURCE_UNAVAILABLE, f"shared memory {name!r} {problem}", name=name, problem=problem
-    )
-
-
-def _file_system(descriptor: int) -> int:
-    """`f_type` of statfs(2), the structure's first word."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    words = (ctypes.c_long * 32)()
-    if libc.fstatfs(descriptor, ctypes.byref(words)) != 0:
-        raise OSError(ctypes.get_errno(), "fstatfs failed")
-    return words[0]
-
-
-def verify_tensors(descriptor: int, manifest: Iterable[ManifestTensor]) -> None:
-    """That the bytes behind the descriptor, which it closes, are those announced, and all finite.
-
-    Raises WeightRefused.
-    """
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    try:
-        for tensor in manifest:
-            digest = xxhash.xxh3_64()
-            finite = True
-            for piece in _pieces(descriptor, tensor, buffer):
-                digest.update(piece)
-                finite = finite and _is_finite(piece, FLOATS[tensor.dtype])
-            if (got := digest.intdigest()) != tensor.xxh3:
-                raise WeightRefused(
-                    Reason.CHECKSUM_MISMATCH,
-                    f"{tensor.name}: XXH3 is {got:016x}, announced {tensor.xxh3:016x}",
-                    tensor=tensor.name,
-                )
-            if not finite:
-                raise WeightRefused(
-                    Reason.NOT_FINITE,
-                    f"{tensor.name} holds a NaN or an infinity",
-                    tensor=tensor.name,
-                )
-    finally:
-        os.close(descriptor)
-
-
-def _pieces(descriptor: int, tensor: ManifestTensor, buffer: memoryview) -> Iterator[memoryview]:
-    """The tensor's bytes, piece by piece in the same buffer, each a multiple of its itemsize."""
-    offset, end = tensor.offset_bytes, tensor.offset_bytes + tensor.length_bytes
-    while offset < end:
-        wanted = buffer[: end - offset]
-        filled = 0
-        while filled < len(wanted):
-            count = os.preadv(descriptor, [wanted[filled:]], offset + filled)
-            if not count:
-                raise WeightRefused(
-                    Reason.SOURCE_UNAVAILABLE,
-                    f"{tensor.name}: the payload ends at {offset + filled}, before the tensor does",
-                    tensor=tensor.name,
-                )
-            filled += count
-        yield buffer[:filled]
-        offset += filled
-
-
-def _is_finite(piece: memoryview, layout: _Float) -> bool:
-    magnitudes = np.frombuffer(piece, layout.bits) & layout.bits.type(layout.magnitude)
-    return int(magnitudes.max(initial=0)) < layout.infinity
+def _release_all(buffers: Sequence[Buffer]) -> None:
+    for buffer in buffers:
+        buffer.release()

@@ -1,4 +1,4 @@
-"""Switching weight versions: pause -> load -> resume under one lock.
+"""Switching weight versions: pause -> load -> resume under one lock, and back where that fails.
 
 Order of events of a switch to version v:
 
@@ -6,11 +6,15 @@ Order of events of a switch to version v:
 2. Turns in flight are drained or aborted where the policy says so; turns that require the old version
    are always aborted, since they must not sample under another.
 3. The engine pauses at a step boundary, loads, and is told that what follows is v.
-4. The engine resumes; v is the active version; the gate opens.
+4. The engine resumes. Where there is a probe it is scored now, and what turns in flight sample is withheld
+   until the score is right.
+5. v is the active version; the gate opens.
 
-What a failure does: a pause that fails leaves the old version serving. A load that fails half-way
-leaves weights nobody can trust: turns in flight end ABORTED with what they have, every admission is
-refused with WEIGHTS_INCONSISTENT, and only another complete load heals it.
+What a failure does: a pause that fails leaves the old version serving. After a load that fails, the version
+before is loaded again and goes on as if nothing had been. After a probe that fails, turns in flight
+end ABORTED at the last token of the version before, and then that is loaded again. Where there is no way
+back, or it fails too, the engine holds weights nobody can trust: turns in flight end ABORTED with what they
+have, every admission is refused with WEIGHTS_INCONSISTENT, and only another complete load heals it.
 
 | policy | turns in flight | their cache |
 |---|---|---|
@@ -23,9 +27,10 @@ refused with WEIGHTS_INCONSISTENT, and only another complete load heals it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -36,8 +41,10 @@ from penstock.server.broadcast import Broadcast
 from penstock.server.engine import Engine, EngineLoadFailed, EngineLost, StagedWeights
 from penstock.server.errors import DomainError
 from penstock.server.turns import Turn
+from penstock.server.weight_probe import Probe, ProbeResult, compare
 from penstock.wire.reasons import Reason
 
+logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
 
 
@@ -61,12 +68,45 @@ class TurnsInFlight(Protocol):
     async def wait_idle(self) -> None: ...
 
 
+VersionBefore = Callable[[], AbstractAsyncContextManager[StagedWeights | None]]
+"""Opens what a failed switch goes back to; None where it is not to be had."""
+
+
 @dataclass(frozen=True, slots=True)
 class Switched:
     """What a switch did."""
 
     weight_version: int
     pause_seconds: float
+    """From pause to resume; the scoring of a probe is not part of it."""
+    probe: ProbeResult | None = None
+
+
+class ProbeMismatch(DomainError):
+    """The engine does not compute what the trainer does."""
+
+    def __init__(self, weight_version: int, active: int, result: ProbeResult, probe: Probe) -> None:
+        super().__init__(
+            Reason.PROBE_MISMATCH,
+            f"the engine's score of version {weight_version} is {result.mean_difference:.6g} nats off, "
+            f"{probe.tolerance:.6g} are allowed; version {active} is active again",
+            {
+                "weight_version": weight_version,
+                "active": active,
+                "mean_difference": result.mean_difference,
+                "max_difference": result.max_difference,
+                "tolerance": probe.tolerance,
+            },
+        )
+        self.result = result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unconfirmed:
+    """A version that is loaded and not yet proven."""
+
+    weight_version: int
+    verdict: asyncio.Future[bool]
 
 
 class WeightSwitch:
@@ -80,6 +120,7 @@ class WeightSwitch:
         self._admitting = 0
         self._refusal: DomainError | None = None
         self._paused = False
+        self._unconfirmed: _Unconfirmed | None = None
         self.active_version = active_version
         self.on_health: Callable[[], Awaitable[None]] | None = None
         """Called when what `trusted` says has changed."""
@@ -93,6 +134,15 @@ class WeightSwitch:
     def switching(self) -> bool:
         """Whether turns are held back because weights change."""
         return self._closed
+
+    @property
+    def unconfirmed_version(self) -> int | None:
+        """The version whose tokens are withheld, while one is being probed."""
+        return self._unconfirmed.weight_version if self._unconfirmed else None
+
+    async def confirmed(self) -> bool:
+        """Waits for the verdict on that version; False where what it sampled must not be kept."""
+        return self._unconfirmed is None or await asyncio.shield(self._unconfirmed.verdict)
 
     @asynccontextmanager
     async def admission(self) -> AsyncGenerator[int]:
@@ -120,30 +170,43 @@ class WeightSwitch:
             await self.on_health()
 
     async def switch(
-        self, weights: StagedWeights, policy: InFlight, turns: TurnsInFlight
+        self,
+        weights: StagedWeights,
+        policy: InFlight,
+        turns: TurnsInFlight,
+        before: VersionBefore,
+        probe: Probe | None = None,
     ) -> Switched:
         """Makes a staged version the active one.
 
-        Raises WEIGHTS_INCONSISTENT where loading failed half-way, ENGINE_LOST where the engine died.
+        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where the version before is active again,
+        WEIGHTS_INCONSISTENT where none is, ENGINE_LOST where the engine died.
         """
         async with self._lock:
             with tracer.start_as_current_span("penstock.switch_weights") as span:
                 span.set_attribute("penstock.weight_version", weights.weight_version)
                 span.set_attribute("penstock.in_flight", policy.value)
                 self._closed = True
+                change = _Change(weights, turns, before)
                 try:
-                    switched = await self._switch(weights, policy, turns)
+                    switched = await self._switch(change, policy, probe)
                 except EngineLost as error:
                     raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
+                except DomainError:
+                    raise
+                except Exception as error:
+                    # Whatever it was, what the engine holds now is not known.
+                    await self._distrust(change, f"it failed: {error}")
+                    raise
                 finally:
+                    self._unconfirmed = None
                     self._closed = False
                     self._changed.notify()
                 span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
                 return switched
 
-    async def _switch(
-        self, weights: StagedWeights, policy: InFlight, turns: TurnsInFlight
-    ) -> Switched:
+    async def _switch(self, change: _Change, policy: InFlight, probe: Probe | None) -> Switched:
+        version, turns = change.weights.weight_version, change.turns
         while self._admitting:
             await self._changed.wait()
         if policy is InFlight.DRAIN:
@@ -153,34 +216,105 @@ class WeightSwitch:
         else:
             await turns.abort([t for t in turns.sampling if t.record.required_weight_version])
         began = time.monotonic()
-        if not self._paused:
-            await self._engine.pause(drop_cache=policy is not InFlight.KEEP)
-            self._paused = True
+        await self._pause(drop_cache=policy is not InFlight.KEEP)
         try:
-            await self._engine.load(weights)
+            await self._engine.load(change.weights)
         except EngineLoadFailed as error:
-            await self._distrust(weights.weight_version, turns)
+            await self._go_back(change, f"loading it failed: {error}")
             raise DomainError(
-                Reason.WEIGHTS_INCONSISTENT,
-                f"loading version {weights.weight_version} failed half-way: {error}",
-                {"weight_version": weights.weight_version},
+                Reason.WEIGHT_LOAD_FAILED,
+                f"loading version {version} failed, version {self.active_version} goes on: {error}",
+                {"weight_version": version, "active": self.active_version},
             ) from error
-        self.active_version = weights.weight_version
-        await self._engine.resume()
-        self._paused = False
+        if probe is None:
+            self.active_version = version
+        else:
+            # Before a single token can come.
+            self._unconfirmed = _Unconfirmed(version, asyncio.get_running_loop().create_future())
+        await self._resume()
         pause = time.monotonic() - began
+        result = await self._confirm(change, probe) if probe is not None else None
         if self._refusal is not None:
             await self.refuse(None)
-        return Switched(weights.weight_version, pause)
+        return Switched(version, pause, result)
 
-    async def _distrust(self, weight_version: int, turns: TurnsInFlight) -> None:
+    async def _confirm(self, change: _Change, probe: Probe) -> ProbeResult:
+        """Scores the probe and gives the verdict; where it is a bad one, goes back."""
+        assert self._unconfirmed is not None
+        version, verdict = self._unconfirmed.weight_version, self._unconfirmed.verdict
+        try:
+            result = compare(probe, await self._engine.score(probe.token_ids))
+        except BaseException:
+            verdict.set_result(False)
+            raise
+        # A score that is no number is within no tolerance.
+        good = result.mean_difference <= probe.tolerance
+        verdict.set_result(good)
+        if good:
+            self._unconfirmed = None
+            self.active_version = version
+            return result
+        # The verdict stands until the last token of these weights has been thrown away.
+        await change.turns.abort(change.turns.sampling)
+        # Nor may anything be used again that they computed.
+        await self._pause(drop_cache=True)
+        await self._go_back(change, f"its probe is {result.mean_difference:.6g} nats off")
+        raise ProbeMismatch(version, self.active_version, result, probe)
+
+    async def _go_back(self, change: _Change, problem: str) -> None:
+        """Loads the version before again, and resumes; the engine is paused.
+
+        Raises WEIGHTS_INCONSISTENT where that cannot be.
+        """
+        way = "there is no version to go back to"
+        if self.trusted:
+            async with change.before() as weights:
+                if weights is not None:
+                    try:
+                        await self._engine.load(weights)
+                    except EngineLoadFailed as error:
+                        way = f"going back to version {weights.weight_version} failed too: {error}"
+                    else:
+                        await self._resume()
+                        return
+        await self._distrust(change, f"{problem}; {way}")
+        raise DomainError(
+            Reason.WEIGHTS_INCONSISTENT,
+            f"version {change.weights.weight_version} cannot be served: {problem}; {way}",
+            {"weight_version": change.weights.weight_version, "problem": problem},
+        )
+
+    async def _distrust(self, change: _Change, problem: str) -> None:
+        version = change.weights.weight_version
+        logger.error(
+            "nothing is served until a full upload succeeds: version %s: %s", version, problem
+        )
         await self.refuse(
             DomainError(
                 Reason.WEIGHTS_INCONSISTENT,
-                f"loading version {weight_version} failed half-way; "
+                f"version {version} cannot be served; "
                 "nothing is served until a full upload succeeds",
-                {"weight_version": weight_version},
+                {"weight_version": version},
                 retry_after_seconds=5.0,
             )
         )
-        await turns.abort(turns.sampling)
+        await change.turns.abort(change.turns.sampling)
+
+    async def _pause(self, *, drop_cache: bool) -> None:
+        # After a load that failed for good it still is.
+        if not self._paused:
+            await self._engine.pause(drop_cache=drop_cache)
+            self._paused = True
+
+    async def _resume(self) -> None:
+        await self._engine.resume()
+        self._paused = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """One switch: to what, for whom, and what to go back to."""
+
+    weights: StagedWeights
+    turns: TurnsInFlight
+    before: VersionBefore

@@ -1,29 +1,41 @@
-"""UpdateWeights: header -> chunks -> commit, verified; and which versions are staged, active, accepted.
+"""UpdateWeights: header -> payload -> commit, verified; and which versions are staged, active, held.
 
-Order of an upload: header checked (order, epoch, manifest) -> READY -> payload (chunks of this stream, or
-a shared file) -> commit -> every tensor verified, off the event loop, while generation goes on ->
-STAGED -> with immediate activation, switched to -> ACTIVE.
+Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload (chunks of this
+stream, a shared file, or a folder) -> commit -> every tensor verified, off the event loop, while
+generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE.
 
 What a failure does: anything refused, and a stream that ends without a commit, releases what was
 staged and leaves the version in use exactly as it was. The same version and header again is answered with
-what became of it. One upload runs at a time; an upload or switch of an older trainer is refused.
+what became of it. One upload runs at a time; an upload or switch of an older trainer is refused. A switch,
+once begun, goes on to its end whether or not its caller is there to hear of it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.server.engine import StagedWeights
+from penstock.server.engine import EngineDescription
 from penstock.server.errors import DomainError, FieldInvalid
-from penstock.server.trainer_servicer import read_in_flight
+from penstock.server.held_weights import HeldWeights
 from penstock.server.turns import TurnRunner
-from penstock.server.weight_stage import ManifestTensor, Upload, WeightRefused, WeightStage
+from penstock.server.weight_header import (
+    Announced,
+    InlineSource,
+    SharedSource,
+    header_digest,
+    read_header,
+)
+from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_stage import Staged, Upload, WeightStage
 from penstock.server.weight_switch import InFlight, Switched, WeightSwitch
 from penstock.v1 import weights_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
 
 UpdateWeightsResponse = twin(weights_pb2.UpdateWeightsResponse)
 
@@ -32,14 +44,13 @@ Requests = AsyncIterator[weights_pb2.UpdateWeightsRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class _Staged:
-    """A verified version, until it is active or makes room."""
+class _Version:
+    """A version that was verified, and what it was announced as."""
 
-    upload: Upload
-    weights: StagedWeights
-    digest: bytes
-    hashes: dict[str, int]
+    announced: Announced
+    hashes: Mapping[str, int]
     changed_tensor_count: int
+    """Against the version accepted before it."""
 
 
 class WeightVersions:
@@ -51,20 +62,29 @@ class WeightVersions:
         switch: WeightSwitch,
         turns: TurnRunner,
         in_flight: InFlight,
+        description: EngineDescription,
         *,
         max_staged: int = 2,
+        hold_active: bool = True,
     ) -> None:
         self._stage = stage
         self._switch = switch
         self._turns = turns
         self._in_flight = in_flight
+        self._description = description
         self._max_staged = max_staged
-        self._staged: dict[int, _Staged] = {}
-        self._active_digest = b""
-        self._active_hashes: dict[str, int] = {}
-        self._active_changed = 0
+        self._staged: dict[int, tuple[_Version, Staged]] = {}
+        self._active: _Version | None = None
+        self._held = HeldWeights(stage, description.checkpoint, enabled=hold_active)
         self._epoch = 0
-        self._uploading: int | None = None
+        self._uploading: Announced | None = None
+        self._uploader: asyncio.Task[object] | None = None
+        self._outdated = False
+        """Whether a newer trainer has ended the upload under way."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._activating = asyncio.Lock()
+        self._switches: set[asyncio.Task[Switched]] = set()
         self.on_staged: Callable[[int, int], None] | None = None
         """Called with an upload's bytes and its changed tensors, for metrics."""
         self.on_switched: Callable[[Switched], None] | None = None
@@ -82,13 +102,32 @@ class WeightVersions:
         """Versions verified and not yet switched to, oldest first."""
         return sorted(self._staged)
 
-    def fence(self, trainer_epoch: int) -> None:
-        """Refuses uploads of trainers older than this one from now on."""
-        self._epoch = trainer_epoch
+    @property
+    def delta_base_version(self) -> int:
+        """The version a delta can apply to; zero for none."""
+        return self._held.weight_version if self._delta_base() is not None else 0
 
-    def close(self) -> None:
-        """Releases everything staged."""
+    def fence(self, trainer_epoch: int) -> None:
+        """Refuses uploads of trainers older than this one from now on; one under way ends."""
+        self._epoch = trainer_epoch
+        if self._uploading is not None and self._uploading.trainer_epoch < trainer_epoch:
+            self._outdated = True
+            if self._uploader is not None:
+                self._uploader.cancel()
+
+    def has(self, weight_version: int) -> bool:
+        """Whether a version is staged or active."""
+        return weight_version == self.active_version or weight_version in self._staged
+
+    async def close(self) -> None:
+        """Releases everything; no call is open any more and the engine is gone."""
+        for task in self._switches:
+            task.cancel()
+        await asyncio.gather(*self._switches, return_exceptions=True)
+        # A thread may still be reading what a cancelled upload left.
+        await self._idle.wait()
         self._staged.clear()
+        self._held.let_go()
         self._stage.close()
 
     async def update_weights(self, requests: Requests, respond: Respond) -> None:
@@ -96,235 +135,279 @@ class WeightVersions:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "header":
             raise FieldInvalid("message", "must be a header first")
-        header = first.header
-        digest = hashlib.sha256(header.SerializeToString(deterministic=True)).digest()
-        if await self._repeated(header, digest, respond):
+        digest = header_digest(first.header)
+        announced = read_header(first.header, digest, self._description)
+        if await self._repeated(announced, respond):
             return
-        self._check_order(header)
-        policy = read_in_flight(header.in_flight)
-        immediate = _read_activation(header)
+        self._check_order(announced)
+        version = announced.weight_version
+        accepted = await self._exclusively(announced, requests, respond)
+        if accepted is None:
+            return
+        await respond(self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted))
+        if announced.immediate:
+            if announced.trainer_epoch < self._epoch:
+                raise self._stale(announced)
+            if self.on_trainer_version is not None:
+                self.on_trainer_version(version)
+            await self._activate_and_tell(accepted, respond)
+
+    async def _exclusively(
+        self, announced: Announced, requests: Requests, respond: Respond
+    ) -> _Version | None:
+        """Receives one upload while no other is received; that of an older trainer makes room."""
+        if announced.trainer_epoch > self._epoch:
+            self.fence(announced.trainer_epoch)
+        if self._outdated:
+            await self._idle.wait()
+            self._check_order(announced)
         if self._uploading is not None:
+            under_way = self._uploading.weight_version
             raise DomainError(
                 Reason.UPLOAD_IN_PROGRESS,
-                f"version {self._uploading} is being uploaded",
-                {"weight_version": self._uploading},
+                f"version {under_way} is being uploaded",
+                {"weight_version": under_way},
                 retry_after_seconds=1.0,
             )
-        self._uploading = header.weight_version
+        self._uploading, self._uploader = announced, asyncio.current_task()
+        self._idle.clear()
         try:
-            staged = await self._receive(header, digest, requests, respond)
+            return await self._receive(announced, requests, respond)
+        except WeightRefused as error:
+            raise DomainError(error.reason, error.message, error.metadata) from error
+        except asyncio.CancelledError:
+            if not self._outdated or self._uploader is None or self._uploader.uncancel():
+                raise
+            raise self._stale(announced) from None
         finally:
-            self._uploading = None
-        if staged is None:
-            return
-        await respond(
-            self._response(header.weight_version, weights_pb2.WEIGHT_STATE_STAGED, staged)
-        )
-        if immediate:
-            if self.on_trainer_version is not None:
-                self.on_trainer_version(header.weight_version)
-            switched = await self.activate(header.weight_version, policy)
-            await respond(self._active(header.weight_version, staged, switched))
+            self._uploading = self._uploader = None
+            self._outdated = False
+            self._idle.set()
 
-    async def _repeated(
-        self, header: weights_pb2.WeightHeader, digest: bytes, respond: Respond
-    ) -> bool:
-        version = header.weight_version
-        staged = self._staged.get(version)
-        if staged is not None and staged.digest == digest:
-            await respond(self._response(version, weights_pb2.WEIGHT_STATE_STAGED, staged))
-            if _read_activation(header):
-                switched = await self.activate(version, read_in_flight(header.in_flight))
-                await respond(self._active(version, staged, switched))
+    def _stale(self, announced: Announced) -> DomainError:
+        return DomainError(
+            Reason.STALE_EPOCH,
+            f"trainer epoch {announced.trainer_epoch} is older than {self._epoch}",
+            {"trainer_epoch": announced.trainer_epoch, "current": self._epoch},
+        )
+
+    async def _repeated(self, announced: Announced, respond: Respond) -> bool:
+        version = announced.weight_version
+        accepted, _ = self._staged.get(version, (None, None))
+        if accepted is not None and accepted.announced.digest == announced.digest:
+            await respond(self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted))
+            if announced.immediate:
+                await self._activate_and_tell(accepted, respond)
             return True
-        if version == self.active_version and self._active_digest == digest:
-            response = self._response(version, weights_pb2.WEIGHT_STATE_ACTIVE, None)
-            response.changed_tensor_count = self._active_changed
-            await respond(response)
+        active = self._active
+        if (
+            active is not None
+            and self._switch.trusted
+            and version == self.active_version
+            and active.announced.digest == announced.digest
+        ):
+            await respond(self._response(version, weights_pb2.WEIGHT_STATE_ACTIVE, active))
             return True
         return False
 
-    def _check_order(self, header: weights_pb2.WeightHeader) -> None:
-        if header.trainer_epoch < self._epoch:
-            raise DomainError(
-                Reason.STALE_EPOCH,
-                f"trainer epoch {header.trainer_epoch} is older than {self._epoch}",
-                {"trainer_epoch": header.trainer_epoch, "current": self._epoch},
-            )
-        newest = max([self.active_version, *self._staged])
-        if header.weight_version <= newest:
+    async def _activate_and_tell(self, accepted: _Version, respond: Respond) -> None:
+        version = accepted.announced.weight_version
+        switched = await self.activate(version, accepted.announced.in_flight)
+        response = self._response(version, weights_pb2.WEIGHT_STATE_ACTIVE, accepted)
+        response.pause.FromNanoseconds(int(switched.pause_seconds * 1e9))
+        if switched.probe is not None:
+            response.probe.CopyFrom(switched.probe.message())
+        await respond(response)
+
+    def _check_order(self, announced: Announced) -> None:
+        version = announced.weight_version
+        if announced.trainer_epoch < self._epoch:
+            raise self._stale(announced)
+        # Where the weights in use cannot be trusted, the version they should be may come once more.
+        accepted = self.active_version if self._switch.trusted else self.active_version - 1
+        newest = max([accepted, *self._staged])
+        if version <= newest:
             raise DomainError(
                 Reason.WEIGHT_VERSION_STALE,
-                f"version {header.weight_version} is not greater than {newest}",
-                {"weight_version": header.weight_version, "newest": newest},
-            )
-        if header.base_weight_version:
-            raise DomainError(
-                Reason.BASE_VERSION_MISMATCH,
-                "this server takes full uploads only; base_weight_version must be 0",
-                {"base_weight_version": header.base_weight_version},
+                f"version {version} is not greater than {newest}",
+                {"weight_version": version, "newest": newest},
             )
 
     async def _receive(
-        self,
-        header: weights_pb2.WeightHeader,
-        digest: bytes,
-        requests: Requests,
-        respond: Respond,
-    ) -> _Staged | None:
+        self, announced: Announced, requests: Requests, respond: Respond
+    ) -> _Version | None:
         """Stages and verifies one payload; None where the stream ended without a commit."""
-        upload: Upload | None = None
+        version = announced.weight_version
+        upload = await self._begin(announced)
         try:
-            upload = await self._begin(header)
-            await respond(
-                self._response(header.weight_version, weights_pb2.WEIGHT_STATE_READY, None)
-            )
-            if not await self._payload(header, digest, upload, requests):
-                upload.release()
+            await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY, None))
+            if not await self._payload(announced, upload, requests):
                 return None
-            weights = await upload.verify()
-        except WeightRefused as error:
-            raise DomainError(error.reason, error.message, error.metadata) from error
-        except BaseException:
-            if upload is not None:
-                upload.release()
-            raise
-        staged = self._keep(header, digest, upload, weights)
+            staged = await upload.verify()
+        finally:
+            # Nothing, once it is staged.
+            upload.release()
+        accepted = self._keep(announced, staged)
         if self.on_staged is not None:
-            self.on_staged(upload.length_bytes, staged.changed_tensor_count)
-        return staged
+            self.on_staged(upload.length_bytes, accepted.changed_tensor_count)
+        return accepted
 
-    async def _begin(self, header: weights_pb2.WeightHeader) -> Upload:
-        manifest = [_read_tensor(spec) for spec in header.tensors]
-        source = header.WhichOneof("source")
-        if source == "inline":
-            return await self._stage.begin_inline(
-                header.weight_version, manifest, header.inline.length_bytes
+    async def _begin(self, announced: Announced) -> Upload:
+        base = self._base_of(announced)
+        try:
+            return await self._begin_upload(announced, base)
+        except WeightRefused as error:
+            if (
+                error.reason is not Reason.DISK_FULL
+                or base is not None
+                or not self._held.weight_version
+            ):
+                raise
+            # A new version matters more than the way back from it.
+            logger.warning(
+                "no room for version %s beside version %s, which is let go: %s",
+                announced.weight_version,
+                self._held.weight_version,
+                error,
             )
-        if source == "shared_memory":
-            shared = header.shared_memory
+            self._held.let_go()
+            return await self._begin_upload(announced, base)
+
+    async def _begin_upload(self, announced: Announced, base: Staged | None) -> Upload:
+        version, manifest, source = announced.weight_version, announced.manifest, announced.source
+        if isinstance(source, InlineSource):
+            return await self._stage.begin_inline(version, manifest, source.length_bytes, base)
+        if isinstance(source, SharedSource):
             return await self._stage.begin_shared(
-                header.weight_version, manifest, shared.name, shared.host_namespace
+                version, manifest, source.name, source.host_namespace, base
             )
-        if source is None:
-            raise FieldInvalid("header.source", "must be set")
-        raise FieldInvalid(
-            "header.source", "is not one this server takes; see GetServerInfo", source
-        )
+        return await self._stage.begin_checkpoint(version, manifest, source.path)
 
-    async def _payload(
-        self,
-        header: weights_pb2.WeightHeader,
-        digest: bytes,
-        upload: Upload,
-        requests: Requests,
-    ) -> bool:
+    def _base_of(self, announced: Announced) -> Staged | None:
+        """What a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
+        if not announced.base_version:
+            return None
+        base = self._delta_base()
+        if base is None or base.weight_version != announced.base_version:
+            held = base.weight_version if base else 0
+            raise DomainError(
+                Reason.BASE_VERSION_MISMATCH,
+                f"a delta of version {announced.base_version} does not apply: "
+                f"version {self.active_version} is active, "
+                + (f"and {held} is held" if held else "and its bytes are not held"),
+                {"base": announced.base_version, "active": self.active_version, "held": held},
+            )
+        return base
+
+    def _delta_base(self) -> Staged | None:
+        return self._held.get(self.active_version) if self._switch.trusted else None
+
+    async def _payload(self, announced: Announced, upload: Upload, requests: Requests) -> bool:
         """Takes chunks up to the commit; False where the stream ends before it."""
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "chunk":
-                if header.WhichOneof("source") != "inline":
+                if not isinstance(announced.source, InlineSource):
                     raise FieldInvalid("chunk", "may only follow a header with an inline source")
                 chunk = request.chunk
                 upload.write_chunk(chunk.offset_bytes, chunk.data, chunk.xxh3)
             elif kind == "commit":
-                if request.commit.header_sha256 != digest:
+                expected, actual = announced.digest, request.commit.header_sha256
+                if actual != expected:
                     raise DomainError(
                         Reason.CHECKSUM_MISMATCH,
                         "header_sha256 is not that of the header this stream began with",
-                        {"expected": digest.hex(), "actual": request.commit.header_sha256.hex()},
+                        {"expected": expected.hex(), "actual": actual.hex()},
                     )
                 return True
             else:
                 raise FieldInvalid("message", "must be a chunk or the commit here", kind or "unset")
         return False
 
-    def _keep(
-        self,
-        header: weights_pb2.WeightHeader,
-        digest: bytes,
-        upload: Upload,
-        weights: StagedWeights,
-    ) -> _Staged:
-        hashes = {spec.name: spec.xxh3 for spec in header.tensors}
-        changed = sum(self._active_hashes.get(name) != value for name, value in hashes.items())
-        staged = _Staged(upload, weights, digest, hashes, changed)
-        self._staged[header.weight_version] = staged
+    def _keep(self, announced: Announced, staged: Staged) -> _Version:
+        version = announced.weight_version
+        newest = self._staged[max(self._staged)][0] if self._staged else self._active
+        changed = sum(
+            newest is None or newest.hashes.get(name) != value
+            for name, value in staged.hashes.items()
+        )
+        if not changed:
+            logger.warning("version %s changes no tensor of the version before it", version)
+        accepted = _Version(announced, staged.hashes, changed)
+        self._staged[version] = accepted, staged
         while len(self._staged) > self._max_staged:
-            self._staged.pop(min(self._staged)).upload.release()
-        return staged
+            self._unstage(min(self._staged))
+        return accepted
 
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched:
         """Switches to a staged version; one that is active already is no work.
 
-        Raises WEIGHT_VERSION_NOT_STAGED, WEIGHTS_INCONSISTENT, ENGINE_LOST.
+        Raises WEIGHT_VERSION_NOT_STAGED, WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT,
+        ENGINE_LOST.
         """
-        if weight_version == self.active_version and self._switch.trusted:
-            return Switched(weight_version, 0.0)
-        staged = self._staged.get(weight_version)
-        if staged is None or weight_version < self.active_version:
-            raise DomainError(
-                Reason.WEIGHT_VERSION_NOT_STAGED,
-                f"version {weight_version} is not staged",
-                {"weight_version": weight_version, "active": self.active_version},
-            )
-        try:
-            switched = await self._switch.switch(
-                staged.weights, in_flight or self._in_flight, self._turns
-            )
-        finally:
-            # Active or not to be trusted: either way it is not staged any more, nor are older ones.
+        task = asyncio.create_task(
+            self._activate(weight_version, in_flight or self._in_flight),
+            name=f"switch to version {weight_version}",
+        )
+        self._switches.add(task)
+        task.add_done_callback(self._switch_ended)
+        # A caller that is gone must not leave the engine paused, or half a version in it.
+        return await asyncio.shield(task)
+
+    def _switch_ended(self, task: asyncio.Task[Switched]) -> None:
+        self._switches.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("%s: %s", task.get_name(), error)
+
+    async def _activate(self, weight_version: int, in_flight: InFlight) -> Switched:
+        async with self._activating:
+            if weight_version == self.active_version and self._switch.trusted:
+                return Switched(weight_version, 0.0)
+            accepted, staged = self._staged.get(weight_version, (None, None))
+            if accepted is None or staged is None or weight_version < self.active_version:
+                raise DomainError(
+                    Reason.WEIGHT_VERSION_NOT_STAGED,
+                    f"version {weight_version} is not staged",
+                    {"weight_version": weight_version, "active": self.active_version},
+                )
+            # While it is loaded, newer uploads must not make it give way.
+            staged.retain()
+            try:
+                switched = await self._switch.switch(
+                    staged.weights,
+                    in_flight,
+                    self._turns,
+                    lambda: self._held.open(self.active_version),
+                    accepted.announced.probe,
+                )
+            except BaseException:
+                staged.release()
+                # It may be uploaded once more.
+                self._unstage(weight_version)
+                if not self._switch.trusted:
+                    self._held.let_go()
+                raise
             for version in [v for v in self._staged if v <= weight_version]:
-                self._staged.pop(version).upload.release()
-        self._active_digest, self._active_hashes = staged.digest, staged.hashes
-        self._active_changed = staged.changed_tensor_count
-        if self.on_switched is not None:
-            self.on_switched(switched)
-        return switched
+                self._unstage(version)
+            self._active = accepted
+            if self.on_switched is not None:
+                self.on_switched(switched)
+            await self._held.replace(staged)
+            return switched
+
+    def _unstage(self, version: int) -> None:
+        if version in self._staged:
+            self._staged.pop(version)[1].release()
 
     def _response(
-        self, version: int, state: weights_pb2.WeightState.ValueType, staged: _Staged | None
+        self,
+        version: int,
+        state: weights_pb2.WeightState.ValueType,
+        accepted: _Version | None,
     ) -> weights_pb2.UpdateWeightsResponse:
         return UpdateWeightsResponse(
             weight_version=version,
             state=state,
             active_weight_version=self.active_version,
-            changed_tensor_count=staged.changed_tensor_count if staged else 0,
+            changed_tensor_count=accepted.changed_tensor_count if accepted else 0,
         )
-
-    def _active(
-        self, version: int, staged: _Staged, switched: Switched
-    ) -> weights_pb2.UpdateWeightsResponse:
-        response = self._response(version, weights_pb2.WEIGHT_STATE_ACTIVE, staged)
-        response.pause.FromNanoseconds(int(switched.pause_seconds * 1e9))
-        return response
-
-
-def _read_activation(header: weights_pb2.WeightHeader) -> bool:
-    """Whether the header asks for immediate activation."""
-    if header.activation == weights_pb2.ACTIVATION_STAGED:
-        return False
-    if header.activation in (
-        weights_pb2.ACTIVATION_IMMEDIATE,
-        weights_pb2.ACTIVATION_UNSPECIFIED,
-    ):
-        return True
-    raise FieldInvalid("header.activation", "is unknown", header.activation)
-
-
-def _read_tensor(spec: weights_pb2.TensorSpec) -> ManifestTensor:
-    if spec.encoding not in (
-        weights_pb2.TENSOR_ENCODING_UNSPECIFIED,
-        weights_pb2.TENSOR_ENCODING_RAW,
-    ):
-        raise FieldInvalid(
-            "header.tensors.encoding", f"of {spec.name} is not one this server takes", spec.encoding
-        )
-    return ManifestTensor(
-        spec.name,
-        tuple(spec.shape),
-        spec.dtype,
-        spec.offset_bytes,
-        spec.length_bytes,
-        spec.xxh3,
-    )

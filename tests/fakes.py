@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -63,6 +64,20 @@ def expected_tokens(
     return tokens, logprobs
 
 
+def expected_scores(token_ids: Sequence[int], version: int) -> NDArray[np.float32]:
+    """What a version gives each token but the first, shape [n - 1]."""
+    tokens = np.asarray(token_ids, np.int32)
+    scores: list[float] = []
+    for count in range(1, len(tokens)):
+        prefix, token = tokens[:count].tobytes(), int(tokens[count])
+        chosen, logprob = sampled(prefix, version)
+        if token != chosen:
+            digest = xxhash.xxh3_64_intdigest(tokens[: count + 1].tobytes(), seed=version)
+            logprob = -1.0 - (digest % 1000) / 1000.0
+        scores.append(logprob)
+    return np.asarray(scores, np.float32)
+
+
 @dataclass(eq=False)
 class _Running:
     request: EngineRequest
@@ -77,17 +92,35 @@ class _Running:
 class FakeEngine:
     """Implements the Engine seam; `step_seconds` is how long one token of every request takes."""
 
-    def __init__(self, step_seconds: float = 0.0, max_context: int = MAX_CONTEXT) -> None:
+    def __init__(
+        self,
+        step_seconds: float = 0.0,
+        max_context: int = MAX_CONTEXT,
+        checkpoint: Path | None = None,
+    ) -> None:
         self.step_seconds = step_seconds
         self.version = 0
         self.loaded: list[StagedWeights] = []
-        self.fail_next_load = False
+        self.payloads: list[bytes] = []
+        """The bytes of each load, as its file had them at the time."""
+        self.fail_loads = 0
+        """How many loads from now on fail half-way."""
+        self.corrupt_next_load = False
+        """The next load says it is done, and goes on computing with the weights before, as a layer does
+        that keeps a copy of its own."""
+        self.score_gate = asyncio.Event()
+        """Scores wait for it."""
+        self.score_gate.set()
+        self.scores = 0
+        self.caches_dropped = 0
         self.salts: list[tuple[str, str, int]] = []
         """(request id, cache salt, version active when the engine took it)"""
         self.max_running = 0
         self._description = EngineDescription(
-            "fake", VOCAB_SIZE, max_context, (EOS,), "float32", TENSORS
+            "fake", VOCAB_SIZE, max_context, (EOS,), "float32", TENSORS, checkpoint
         )
+        self._computes: int | None = 0
+        """The version it really computes with; None for a mixture."""
         self._running: dict[str, _Running] = {}
         self._paused = False
         self._wake = asyncio.Event()
@@ -138,7 +171,8 @@ class FakeEngine:
             await asyncio.sleep(self.step_seconds)
 
     def _sample(self, running: _Running) -> None:
-        token, logprob = sampled(running.prefix, self.version)
+        assert self._computes is not None, "sampled with a mixture of weights"
+        token, logprob = sampled(running.prefix, self._computes)
         sampling = running.request.sampling
         running.prefix += np.int32(token).tobytes()
         running.tokens.append(token)
@@ -181,6 +215,7 @@ class FakeEngine:
 
     async def pause(self, *, drop_cache: bool) -> None:
         self._paused = True
+        self.caches_dropped += drop_cache
         async with self._stepping:
             # What was sampled before the boundary carries the version before it.
             for running in self._running.values():
@@ -190,15 +225,34 @@ class FakeEngine:
     async def load(self, weights: StagedWeights) -> None:
         assert self._paused, "load only while paused"
         await asyncio.sleep(0)
-        if self.fail_next_load:
-            self.fail_next_load = False
+        if self.fail_loads:
+            self.fail_loads -= 1
+            self._computes = None
             raise EngineLoadFailed("told to fail")
         data = weights.path.read_bytes()
         assert all(t.offset_bytes + t.length_bytes <= len(data) for t in weights.tensors)
         self.loaded.append(weights)
+        self.payloads.append(data)
+        if self.corrupt_next_load:
+            self.corrupt_next_load = False
+        else:
+            self._computes = weights.weight_version
         self.version = weights.weight_version
 
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        assert not self._paused, "score only while it runs"
+        await asyncio.wait(
+            [asyncio.ensure_future(self.score_gate.wait()), self._lost],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._lost.done():
+            raise EngineLost(self._lost.result())
+        self.scores += 1
+        assert self._computes is not None, "scored with a mixture of weights"
+        return expected_scores([int(token) for token in token_ids], self._computes)
+
     async def resume(self) -> None:
+        assert self._computes is not None, "resumed with a mixture of weights"
         self._paused = False
         self._wake.set()
 

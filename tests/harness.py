@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from penstock.v1 import (
     trajectory_pb2,
     weights_pb2,
 )
-from penstock.wire import codec
+from penstock.wire import codec, sparse
 from penstock.wire.channel import client_options
 from tests.fakes import TENSORS, ByteRenderer, FakeEngine
 
@@ -61,6 +62,8 @@ WeightChunk = T(weights_pb2.WeightChunk)
 WeightCommit = T(weights_pb2.WeightCommit)
 TensorSpec = T(weights_pb2.TensorSpec)
 InlineSource = T(weights_pb2.InlineSource)
+SparseCoding = T(weights_pb2.SparseCoding)
+WeightProbe = T(weights_pb2.WeightProbe)
 
 
 class Wire:
@@ -180,18 +183,30 @@ class Harness:
         return await upload(self.wire, version, staged=staged, **fields)
 
 
+Tensors = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
+
+
+def weights_of(version: int) -> Tensors:
+    """The fake model's weights of a version: one tensor changes everywhere, one in two elements."""
+    few = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+    few.flat[version % 32] = version + 0.5
+    shape = TENSORS["model.embed_tokens.weight"].shape
+    return {
+        "model.embed_tokens.weight": np.full(shape, version, np.float32),
+        "model.layers.0.mlp.weight": few,
+    }
+
+
 def payload(version: int) -> tuple[bytes, list[Any]]:
     """Bytes and specs of a version of the fake model."""
     data = b""
     specs: list[Any] = []
-    for name, meta in TENSORS.items():
-        if meta.optional:
-            continue
-        values = np.full(meta.shape, version, np.float32).tobytes()
+    for name, tensor in weights_of(version).items():
+        values = tensor.tobytes()
         specs.append(
             TensorSpec(
                 name=name,
-                shape=meta.shape,
+                shape=tensor.shape,
                 dtype="float32",
                 offset_bytes=len(data),
                 length_bytes=len(values),
@@ -200,6 +215,41 @@ def payload(version: int) -> tuple[bytes, list[Any]]:
         )
         data += values
     return data, specs
+
+
+def delta(
+    version: int, base: int, new: Tensors | None = None, *, raw: bool = False, **fields: Any
+) -> tuple[Any, bytes]:
+    """Header and payload of a version, or of these weights, as its difference from another."""
+    data = b""
+    specs: list[Any] = []
+    before = weights_of(base)
+    for name, tensor in (new or weights_of(version)).items():
+        bits = tensor.ravel().view(np.uint32)
+        encoded = sparse.encode(before[name].ravel().view(np.uint32), bits)
+        spec = TensorSpec(
+            name=name,
+            shape=tensor.shape,
+            dtype="float32",
+            xxh3=xxhash.xxh3_64_intdigest(tensor.tobytes()),
+            encoding=weights_pb2.TENSOR_ENCODING_RAW if raw else encoded.encoding,
+        )
+        part = tensor.tobytes() if raw else b"".join(encoded.parts)
+        if encoded.coding is not None and not raw:
+            spec.sparse.CopyFrom(SparseCoding(**asdict(encoded.coding)))
+        spec.offset_bytes, spec.length_bytes = len(data), len(part)
+        data += part
+        specs.append(spec)
+    head, _ = header(
+        version,
+        **{
+            "tensors": specs,
+            "base_weight_version": base,
+            "inline": InlineSource(length_bytes=len(data)),
+            **fields,
+        },
+    )
+    return head, data
 
 
 def header(version: int, *, staged: bool = False, **fields: Any) -> tuple[Any, bytes]:
@@ -219,6 +269,19 @@ def header(version: int, *, staged: bool = False, **fields: Any) -> tuple[Any, b
     return message, data
 
 
+@contextlib.contextmanager
+def shared(head: Any, data: bytes) -> Iterator[tuple[Any, Path]]:
+    """The same upload with its payload in shared memory, and that file."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="penstock-test-") as file:
+        path = Path(file.name)
+        path.write_bytes(data)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        copy = WeightHeader.FromString(head.SerializeToString())
+        copy.shared_memory.name = file.name
+        copy.shared_memory.host_namespace = f"{boot}:{path.stat().st_dev}"
+        yield copy, path
+
+
 def messages(head: Any, data: bytes, chunk_bytes: int = 4096) -> list[Any]:
     """The requests of an upload."""
     chunks = [
@@ -232,6 +295,11 @@ def messages(head: Any, data: bytes, chunk_bytes: int = 4096) -> list[Any]:
         *(UpdateWeightsRequest(chunk=chunk) for chunk in chunks),
         UpdateWeightsRequest(commit=WeightCommit(header_sha256=digest)),
     ]
+
+
+async def send(harness: Harness, requests: Sequence[Any]) -> list[Any]:
+    """One call of UpdateWeights, to its end."""
+    return [response async for response in harness.wire.UpdateWeights(iter(requests))]
 
 
 async def upload(wire: Any, version: int, *, staged: bool = False, **fields: Any) -> list[Any]:
@@ -304,10 +372,14 @@ async def hello(wire: Any, epoch: int = 1, **fields: Any) -> Exchange:
 
 @contextlib.asynccontextmanager
 async def serve(
-    folder: Path, *settings: str, step_seconds: float = 0.0, max_context: int = 512
+    folder: Path,
+    *settings: str,
+    step_seconds: float = 0.0,
+    max_context: int = 512,
+    checkpoint: Path | None = None,
 ) -> AsyncGenerator[Harness]:
-    """A server around a fake engine, on a free port."""
-    engine = FakeEngine(step_seconds, max_context)
+    """A server around a fake engine, on a free port; its version 0 is in `checkpoint`."""
+    engine = FakeEngine(step_seconds, max_context, checkpoint)
     stage = folder / "stage"
     stage.mkdir(exist_ok=True)
     loaded = config.load(None, ["listen=127.0.0.1:0", f"weights.stage_folder={stage}", *settings])

@@ -175,6 +175,14 @@ def test_a_bad_option_is_explained_before_anything_starts(
     assert complaint in capsys.readouterr().err
 
 
+def test_the_help_names_the_steps_of_every_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    scales = (settings.SMALL_MODEL, settings.SMALL_MODEL_LONG_TASK, settings.TINY_MODEL)
+    short, long, tiny = (scale.steps for scale in scales)
+    assert f"[{short}; {long} with a data set of reasoning-gym, {tiny} with --tiny]" in said
+
+
 def test_the_trainers_configuration_is_one_that_the_trainer_reads(tmp_path: Path) -> None:
     from penstock.trainer.config import load_config
 

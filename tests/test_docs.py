@@ -49,6 +49,12 @@ def test_every_file_a_page_links_to_is_there(page: Path) -> None:
     assert missing == []
 
 
+def test_the_readmes_calls_can_be_made_one_after_the_other() -> None:
+    # One a line of its own is a Generate's, which opens it.
+    opened = re.findall(r'^  "trajectory_id": "([^"]+)"', (ROOT / "README.md").read_text(), re.M)
+    assert len(opened) == len(set(opened)) == 2
+
+
 def test_every_make_target_of_the_readme_is_there() -> None:
     used = set(re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     defined = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

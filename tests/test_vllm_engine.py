@@ -17,6 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -32,12 +33,20 @@ from penstock.server.engine import (
     StagedTensor,
     StagedWeights,
 )
+from penstock.server.errors import DomainError
+from penstock.server.turns import TurnRunner
 from penstock.server.vllm_engine import (
     VllmEngine,
     describe_options,
     engine_arguments,
     version_pieces,
 )
+from penstock.server.weight_manifest import Encoding, ManifestTensor
+from penstock.server.weight_probe import Probe
+from penstock.server.weight_stage import Staged, WeightStage
+from penstock.server.weight_switch import InFlight, ProbeMismatch, WeightSwitch
+from penstock.wire import sparse
+from penstock.wire.reasons import Reason
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -46,6 +55,7 @@ OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "3
 OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
 PROMPT = tuple(b"Once upon a time there was a pump, ")
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+Tensors = dict[str, np.ndarray]
 COUNTER = iter(range(1_000_000))
 
 
@@ -76,7 +86,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], P
 
 
 async def start(path: Path) -> VllmEngine:
-    return await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
+    arguments = engine_arguments(["--model", str(path), *OPTIONS])
+    # Penstock's own, until it is told otherwise.
+    arguments.worker_extension_cls = "tests.stale_head.WorkerExtension"
+    return await VllmEngine.start(arguments)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -424,6 +437,162 @@ async def test_a_failed_load_is_told_and_a_complete_one_heals_it(
     np.testing.assert_allclose(turn.logprobs, reference.score(PROMPT, turn.token_ids), atol=1e-4)
 
 
+async def test_scores_are_those_of_hugging_face(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path
+):
+    version = engine_version(await run(engine, request())) + 1
+    await switch(engine, stage(models[False, 1], tmp_path, version))
+    reference = Reference(models[False, 1])
+    busy = [
+        asyncio.create_task(run(engine, request(sampling=replace(GREEDY, max_tokens=300))))
+        for _ in range(4)
+    ]
+    text = tuple(np.random.default_rng(0).integers(0, VOCAB_SIZE, 400).tolist())
+    for length in (2, 33, 400):
+        scored = await engine.score(np.array(text[:length], np.int32))
+        assert scored.shape == (length - 1,)
+        wanted = reference.score(text[:1], list(text[1:length]))
+        np.testing.assert_allclose(scored, wanted, atol=1e-4)
+    assert not any(turn.done() for turn in busy)
+    assert len({tuple((await turn).token_ids) for turn in busy}) == 1
+
+
+async def upload(
+    stage: WeightStage, version: int, tensors: Tensors, base: Staged | None = None
+) -> Staged:
+    """A version as it arrives through the stream; with a base as its difference from that."""
+    manifest: list[ManifestTensor] = []
+    payload = b""
+    held = base.weights.path.read_bytes() if base else b""
+    places = {tensor.name: tensor for tensor in base.weights.tensors} if base else {}
+    for name, tensor in tensors.items():
+        bits = tensor.ravel().view(np.uint32)
+        encoding, coding, data = Encoding.RAW, None, tensor.tobytes()
+        if place := places.get(name):
+            before = np.frombuffer(held, np.uint32, bits.size, place.offset_bytes)
+            encoded = sparse.encode(before, bits)
+            coding, data = encoded.coding, b"".join(encoded.parts)
+            encoding = Encoding.SPARSE if coding else Encoding.SAME
+        digest = xxhash.xxh3_64_intdigest(tensor.tobytes())
+        at = (len(payload), len(data))
+        manifest.append(
+            ManifestTensor(name, tensor.shape, "float32", *at, digest, encoding, coding)
+        )
+        payload += data
+    arriving = await stage.begin_inline(version, manifest, len(payload), base)
+    if payload:
+        arriving.write_chunk(0, payload, xxhash.xxh3_64_intdigest(payload))
+    return await arriving.verify()
+
+
+def tensors_of(path: Path) -> Tensors:
+    return {name: t.numpy() for name, t in load_file(path / "model.safetensors").items()}
+
+
+async def test_a_delta_samples_as_the_dense_upload(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path]
+):
+    described = engine.description
+    staging = WeightStage(None, described.tensors, described.weight_dtype)
+    version = engine_version(await run(engine, request())) + 1
+    first = tensors_of(models[False, 2])
+    second = {name: tensor.copy() for name, tensor in first.items()}
+    for index, tensor in enumerate(second.values()):
+        # One in a hundred, by a step or by much; and some tensors stay as they are.
+        if index % 5:
+            tensor.ravel()[index::100] *= np.float32(1.0001 if index % 2 else -3.0)
+    dense = await upload(staging, version, first)
+    await switch(engine, dense.weights)
+    before = await run(engine, request())
+    delta = await upload(staging, version + 1, second, dense)
+    await switch(engine, delta.weights)
+    by_delta = await run(engine, request())
+    assert by_delta.token_ids != before.token_ids
+    again = await upload(staging, version + 2, second)
+    assert again.weights.path.read_bytes() == delta.weights.path.read_bytes()
+    await switch(engine, dense.weights)
+    assert (await run(engine, request())).logprobs == before.logprobs
+    await switch(engine, again.weights)
+    whole = await run(engine, request())
+    assert (whole.token_ids, whole.logprobs) == (by_delta.token_ids, by_delta.logprobs)
+    staging.close()
+
+
+async def refused_switch(
+    engine: VllmEngine,
+    active: int,
+    weights: StagedWeights,
+    before: StagedWeights,
+    probe: Probe | None = None,
+) -> DomainError:
+    """A switch that fails and goes back."""
+
+    @contextlib.asynccontextmanager
+    async def way_back() -> AsyncIterator[StagedWeights]:
+        yield before
+
+    switching = WeightSwitch(engine, active)
+    turns = TurnRunner(engine, switching, lambda ids: "")
+    with pytest.raises(DomainError) as caught:
+        await switching.switch(weights, InFlight.RECOMPUTE, turns, way_back, probe)
+    assert switching.trusted
+    assert switching.active_version == active
+    return caught.value
+
+
+async def test_a_load_that_fails_half_way_is_undone(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path
+):
+    described = engine.description
+    staging = WeightStage(None, described.tensors, described.weight_dtype)
+    version = engine_version(await run(engine, request())) + 1
+    base = await staging.read_base_model(version, described.checkpoint or tmp_path)
+    await switch(engine, base.weights)
+    fresh = Reference(models[False, 0])
+    wanted = await run(engine, request())
+    assert wanted.token_ids == fresh.greedy(PROMPT, GREEDY.max_tokens)
+    lying = stage(models[False, 1], tmp_path, version + 1)
+    for broken in (4, len(lying.tensors) - 1):
+        tensors = list(lying.tensors)
+        tensors[broken] = replace(tensors[broken], shape=(*tensors[broken].shape, 1, 1))
+        bad = replace(lying, tensors=tuple(tensors))
+        error = await refused_switch(engine, version, bad, base.weights)
+        assert error.reason is Reason.WEIGHT_LOAD_FAILED
+        assert await run(engine, request()) == wanted
+    staging.close()
+
+
+async def check_probe(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path, version: int
+) -> None:
+    """Right weights pass; a head that keeps its old ones is found out, and undone."""
+    text = np.random.default_rng(1).integers(0, VOCAB_SIZE, 64).astype(np.int32)
+    before = stage(models[True, 1], tmp_path, version)
+    new = stage(models[True, 2], tmp_path, version + 1)
+    wanted = Reference(models[True, 2]).score(tuple(text[:1].tolist()), text[1:].tolist())
+    probe = Probe(text, wanted.astype(np.float32), 1e-3)
+    switching = WeightSwitch(engine, version - 1)
+    turns = TurnRunner(engine, switching, lambda ids: "")
+    for weights, checked in ((new, probe), (before, None)):
+        switched = await switching.switch(
+            replace(weights, weight_version=version),
+            InFlight.KEEP,
+            turns,
+            lambda: contextlib.nullcontext(),
+            checked,
+        )
+        if switched.probe:
+            assert switched.probe.mean_difference < 1e-4
+    good = await run(engine, request())
+    await engine._llm.collective_rpc("keep_stale_head")
+    error = await refused_switch(engine, version, new, before, probe)
+    assert isinstance(error, ProbeMismatch)
+    assert error.result.mean_difference > 0.05
+    again = await run(engine, request())
+    assert (again.token_ids, again.logprobs) == (good.token_ids, good.logprobs)
+    assert set(again.versions) == {version}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 async def test_after_a_load_it_samples_as_a_fresh_engine(
     models: dict[tuple[bool, int], Path], tmp_path: Path, tied: bool
@@ -441,6 +610,8 @@ async def test_after_a_load_it_samples_as_a_fresh_engine(
                 assert turn.token_ids == wanted.token_ids
                 assert turn.logprobs == wanted.logprobs
                 assert set(turn.versions) == {10 * version + 1}
+        if tied:
+            await check_probe(engine, models, tmp_path, 30)
     assert not process.is_running()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -16,9 +18,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.server import weight_stage
-from penstock.server.engine import StagedWeights, TensorMeta
-from penstock.server.weight_stage import ManifestTensor, Upload, WeightRefused, WeightStage
+from penstock.server import shared_memory, stage_memory, weight_stage
+from penstock.server.engine import TensorMeta
+from penstock.server.weight_manifest import Encoding, ManifestTensor, WeightRefused
+from penstock.server.weight_stage import Staged, Upload, WeightStage
 from penstock.wire.reasons import Reason
 
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
@@ -62,9 +65,9 @@ def send(upload: Upload, payload: bytes, size: int = 50) -> None:
         upload.write_chunk(offset, data, xxhash.xxh3_64_intdigest(data))
 
 
-def read(staged: StagedWeights) -> bytes:
+def read(staged: Staged) -> bytes:
     """As the engine's process would."""
-    return staged.path.read_bytes()
+    return staged.weights.path.read_bytes()
 
 
 async def refusal(stage: WeightStage, act: Callable[[], object]) -> WeightRefused:
@@ -92,15 +95,15 @@ async def test_an_inline_payload_comes_out_as_it_went_in(folder: Path, dtype: st
     staged = await upload.verify()
     assert staged.weight_version == 3
     assert read(staged) == payload
-    assert [(t.name, t.shape, t.dtype) for t in staged.tensors] == [
+    assert [(t.name, t.shape, t.dtype) for t in staged.weights.tensors] == [
         (name, shape, dtype) for name, shape in SHAPES.items()
     ]
+    upload.release()
     assert stage.held_bytes == len(payload)
-    upload.release()
-    upload.release()
+    staged.release()
     assert stage.held_bytes == 0
     stage.close()
-    assert not staged.path.exists()
+    assert not staged.weights.path.exists()
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -154,7 +157,7 @@ async def test_a_tied_head_may_be_left_out(folder: Path):
     payload = random_payload()[: manifest[-1].offset_bytes + 4]
     upload = await stage.begin_inline(1, manifest, len(payload))
     send(upload, payload)
-    assert len((await upload.verify()).tensors) == 3
+    assert len((await upload.verify()).weights.tensors) == 3
     stage.close()
 
 
@@ -173,7 +176,7 @@ CHANGES: dict[str, tuple[Callable[[list[ManifestTensor]], object], Reason, str]]
         "norm.weight",
     ),
     "encoded": (
-        lambda m: m.__setitem__(1, replace(m[1], raw=False)),
+        lambda m: m.__setitem__(1, replace(m[1], encoding=Encoding.SAME)),
         Reason.FIELD_INVALID,
         "norm.weight",
     ),
@@ -275,16 +278,17 @@ async def test_the_largest_finite_numbers_pass(folder: Path):
 
 
 async def test_a_full_disk_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weight_stage, "SHARED_MEMORY", folder)
-    monkeypatch.setattr(weight_stage.tempfile, "gettempdir", lambda: str(folder))
-    payload = random_payload()
-    stage = WeightStage(None, EXPECTED, "float32")
-    refused = await refusal(stage, lambda: stage.begin_inline(1, describe(payload), 1 << 50))
+    monkeypatch.setattr(stage_memory, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(stage_memory.tempfile, "gettempdir", lambda: str(folder))
+    shape = (1 << 48,)
+    stage = WeightStage(None, {"w": TensorMeta(shape)}, "float32")
+    manifest = [ManifestTensor("w", shape, "float32", 0, 1 << 50, 0)]
+    refused = await refusal(stage, lambda: stage.begin_inline(1, manifest, 1 << 50))
     assert refused.reason is Reason.DISK_FULL
 
 
 async def test_a_payload_goes_where_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weight_stage, "SHARED_MEMORY", Path("/nonexistent"))
+    monkeypatch.setattr(stage_memory, "SHARED_MEMORY", Path("/nonexistent"))
     payload = random_payload()
     stage = WeightStage(None, EXPECTED, "float32")
     upload = await stage.begin_inline(1, describe(payload), len(payload))
@@ -296,7 +300,7 @@ async def test_a_payload_goes_where_there_is_room(folder: Path, monkeypatch: pyt
 def share(folder: Path, payload: bytes) -> tuple[Path, str]:
     path = folder / "payload"
     path.write_bytes(payload)
-    return path, f"{weight_stage.BOOT_ID.read_text().strip()}:{path.stat().st_dev}"
+    return path, f"{shared_memory.BOOT_ID.read_text().strip()}:{path.stat().st_dev}"
 
 
 async def test_a_shared_file_is_staged_and_may_lose_its_name(folder: Path):
@@ -316,7 +320,7 @@ async def test_a_shared_file_may_have_no_name():
     descriptor = os.memfd_create("payload")
     os.write(descriptor, payload)
     name = f"/proc/{os.getpid()}/fd/{descriptor}"
-    namespace = f"{weight_stage.BOOT_ID.read_text().strip()}:{Path(name).stat().st_dev}"
+    namespace = f"{shared_memory.BOOT_ID.read_text().strip()}:{Path(name).stat().st_dev}"
     stage = WeightStage(None, EXPECTED, "float32")
     upload = await stage.begin_shared(4, describe(payload), name, namespace)
     os.close(descriptor)
@@ -404,7 +408,85 @@ async def test_released_memory_is_used_again(folder: Path):
         send(upload, payload)
         staged = await upload.verify()
         assert read(staged) == payload
-        inodes.add(staged.path.stat().st_ino)
-        upload.release()
+        inodes.add(staged.weights.path.stat().st_ino)
+        staged.release()
     stage.close()
     assert len(inodes) == 1
+
+
+async def test_a_cancelled_check_gives_its_memory_back_only_when_it_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stage = WeightStage(folder, EXPECTED, "float32")
+    payload = random_payload()
+    upload = await stage.begin_inline(1, describe(payload), len(payload))
+    send(upload, payload)
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(*arguments: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+
+    monkeypatch.setattr(weight_stage, "verify_tensors", slowly)
+    verifying = asyncio.ensure_future(upload.verify())
+    await begun.wait()
+    for _ in range(3):
+        verifying.cancel()
+        await asyncio.sleep(0.01)
+        assert stage.held_bytes == len(payload)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await verifying
+    assert stage.held_bytes == 0
+    stage.close()
+
+
+async def test_what_is_held_of_a_shared_version_is_a_checked_copy(folder: Path):
+    payload = random_payload()
+    for overwritten in (False, True):
+        path, namespace = share(folder, payload)
+        stage = WeightStage(folder, EXPECTED, "float32")
+        upload = await stage.begin_shared(4, describe(payload), str(path), namespace)
+        staged = await upload.verify()
+        if overwritten:
+            # Too early: the uploader had to wait until the version was active.
+            path.write_bytes(payload[:-4] + bytes(4))
+            with pytest.raises(WeightRefused) as caught:
+                await stage.hold(staged)
+            assert caught.value.reason is Reason.CHECKSUM_MISMATCH
+            assert stage.held_bytes == 0
+        else:
+            held = await stage.hold(staged)
+            path.write_bytes(bytes(len(payload)))
+            data = read(held)
+            assert stage.held_bytes == len(data)
+            for tensor, told in zip(held.weights.tensors, describe(payload), strict=True):
+                begin, length = tensor.offset_bytes, tensor.length_bytes
+                assert xxhash.xxh3_64_intdigest(data[begin : begin + length]) == told.xxh3
+            held.release()
+        path.unlink()
+        stage.close()
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.randoms(use_true_random=False))
+async def test_memory_is_given_out_in_full_and_taken_back(folder: Path, lengths: list[int], order):
+    memory = stage_memory.StageMemory(folder)
+    before = open_descriptors()
+    live: list[stage_memory.Buffer] = []
+    for length in lengths:
+        buffer = await memory.allocate(length)
+        assert os.fstat(buffer.descriptor).st_size == length
+        live.append(buffer.retain())
+        buffer.release()
+        if order.random() < 0.5:
+            live.pop(order.randrange(len(live))).release()
+        assert memory.held_bytes == sum(b.length_bytes for b in live)
+        # Those in use and at most one kept for the next.
+        assert open_descriptors() - before <= len(live) + 1
+    memory.close()
+    assert open_descriptors() == before
+    # Whoever comes too late does no harm.
+    for buffer in live:
+        buffer.release()

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf import struct_pb2
+from google.protobuf.descriptor import (
+    Descriptor,
+    FieldDescriptor,
+    MethodDescriptor,
+    ServiceDescriptor,
+)
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
@@ -16,10 +23,32 @@ from hypothesis import strategies as st
 
 from penstock.server.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
 from penstock.server.service import SERVICES
+from penstock.v1 import conversation_pb2
+from penstock.wire import codec
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 from tests.fakes import expected_tokens
-from tests.harness import Harness
+from tests.harness import (
+    ChatMessage,
+    CompleteTrajectoryRequest,
+    ContinueRequest,
+    Conversation,
+    ExchangeRequest,
+    GenerateRequest,
+    GetTrajectoryRequest,
+    Harness,
+    Hello,
+    LeaseTasksRequest,
+    Outcome,
+    RenewLeaseRequest,
+    StalenessContract,
+    SubmitTasksRequest,
+    Task,
+    UpdateWeightsRequest,
+    header,
+    sampling,
+    sequence,
+)
 
 RPCS = [(service, method) for service in SERVICES for method in service.methods]
 NAMES = [method.name for _, method in RPCS]
@@ -32,48 +61,92 @@ INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
 }
 FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e38)
+KNOWN_IDS = ("open", "closed", "grouped", "group")
 TEXTS = ("", "x", "\x00", "../../etc/passwd", "é" * 3000, "a" * 300)
 
 
 def absurd(message: Message, random: random.Random, depth: int = 0) -> Message:
-    """Fills a message with extremes, each field or not at all."""
+    """Fills a message with extremes, each field or not at all; google's messages like our own."""
     for field in message.DESCRIPTOR.fields:
-        if random.random() < 0.3 or depth > 4:
+        if random.random() < 0.3 or depth > 8:
             continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            continue
-        values = [_value(field, random) for _ in range(random.choice((1, 1, 3)))]
-        if field.message_type is not None:
-            if field.message_type.file.name.startswith("google/"):
-                continue
+        holder = getattr(message, field.name)
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            value = kind.fields_by_name["value"]
+            for key in random.sample(TEXTS, random.choice((1, 1, 3))):
+                if value.message_type is None:
+                    holder[key] = _value(value, random)
+                else:
+                    absurd(holder[key], random, depth + 1)
+        elif kind is not None:
             parts = (
-                [getattr(message, field.name).add() for _ in values]
+                [holder.add() for _ in range(random.choice((1, 1, 3)))]
                 if field.is_repeated
-                else [getattr(message, field.name)]
+                else [holder]
             )
             for part in parts:
                 if not field.is_repeated:
                     part.SetInParent()
                 absurd(part, random, depth + 1)
         elif field.is_repeated:
-            getattr(message, field.name).extend(values)
+            holder.extend(_value(field, random) for _ in range(random.choice((1, 1, 3))))
         else:
-            setattr(message, field.name, values[0])
+            setattr(message, field.name, _value(field, random))
     return message
 
 
 def _value(field: FieldDescriptor, random: random.Random) -> Any:
+    return random.choice(extremes(field))
+
+
+def extremes(field: FieldDescriptor) -> tuple[Any, ...]:
+    """Values of a field at which something might break; and ids that are known."""
     if field.cpp_type in INTEGERS:
-        return random.choice(INTEGERS[field.cpp_type])
+        return INTEGERS[field.cpp_type]
     if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
-        return random.choice(FLOATS)
+        return FLOATS
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-        return random.random() < 0.5
+        return (True, False)
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
-        return random.choice((-1, 0, 1, 2, 99))
+        return (-1, 0, 1, 2, 99)
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return random.choice((b"", b"\x00", b"x" * 1000))
-    return random.choice(TEXTS) if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else None
+        return (b"", b"\x00", b"x" * 1000)
+    return (*TEXTS, *KNOWN_IDS) if field.name.endswith(("_id", "_ids")) else TEXTS
+
+
+Path = tuple[FieldDescriptor, ...]
+
+
+def scalar_fields(descriptor: Descriptor, path: Path = ()) -> Iterator[Path]:
+    """The way to each scalar field below a message, no message twice on one way."""
+    for field in descriptor.fields:
+        way, kind = (*path, field), field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            way = (*way, kind.fields_by_name["value"])
+            kind = way[-1].message_type
+        if kind is None:
+            yield way
+        elif kind not in {step.containing_type for step in way}:
+            yield from scalar_fields(kind, way)
+
+
+def put(message: Any, path: Path, value: Any) -> None:
+    """Sets one field, making what is on the way to it."""
+    field, *rest = path
+    holder = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if rest[1:]:
+            put(holder["é"], tuple(rest[1:]), value)
+        else:
+            holder["é"] = value
+    elif rest:
+        part = (holder[0] if len(holder) else holder.add()) if field.is_repeated else holder
+        put(part, tuple(rest), value)
+    elif field.is_repeated:
+        holder.append(value)
+    else:
+        setattr(message, field.name, value)
 
 
 async def call(
@@ -135,10 +208,55 @@ async def test_an_empty_message_is_answered_from_the_table(harness: Harness, rpc
     await still_serving(harness, "after")
 
 
+async def with_known_ids(harness: Harness) -> None:
+    """What the ids of `KNOWN_IDS` stand for, so that some calls get past looking them up."""
+    for name in ("open", "closed"):
+        await harness.generate(name)
+    await harness.complete("closed")
+    await harness.generate("grouped", group_id="group", group_size=2)
+
+
+def valid(method: MethodDescriptor, seed: int) -> Message:
+    """A request that is in order, so that what is absurd in it is not hidden by what is refused first."""
+    conversation = Conversation(
+        messages=[ChatMessage(role=conversation_pb2.ROLE_USER, content="hi")],
+        tools=[codec.twin(conversation_pb2.Tool)(name="f", parameters={"a": 1})],
+    )
+    params = sampling(4)
+    requests: dict[str, Message] = {
+        "Generate": GenerateRequest(
+            trajectory_id=f"t{seed}", conversation=conversation, sampling_params=params
+        ),
+        "Continue": ContinueRequest(
+            trajectory_id="open", tokens=sequence([1]), sampling_params=params
+        ),
+        "GetTrajectory": GetTrajectoryRequest(trajectory_id="open"),
+        "SubmitTasks": SubmitTasksRequest(
+            tasks=[Task(task_id=f"t{seed}", group_size=1, conversation=conversation)]
+        ),
+        "LeaseTasks": LeaseTasksRequest(agent_id="a", concurrency=1),
+        "RenewLease": RenewLeaseRequest(trajectory_ids=["grouped"]),
+        "CompleteTrajectory": CompleteTrajectoryRequest(
+            trajectory_id="closed", outcome=Outcome(reward=1.0)
+        ),
+    }
+    if method.name == "Exchange":
+        contract = StalenessContract(max_lag=seed % 3, groups_per_step=2, late_policy=seed % 5)
+        hello = Hello(run_id="run", trainer_epoch=seed + 1, staleness=contract)
+        requests["Exchange"] = ExchangeRequest(hello=hello)
+    if method.name == "UpdateWeights":
+        head, _ = header(seed + 1, staged=bool(seed % 2))
+        requests["UpdateWeights"] = UpdateWeightsRequest(header=head)
+    typed = GetMessageClass(method.input_type)
+    found = requests.get(method.name)
+    return typed() if found is None else typed.FromString(found.SerializeToString())
+
+
 @pytest.mark.parametrize("rpc", RPCS, ids=NAMES)
 async def test_absurd_messages_are_answered_from_the_table(harness: Harness, rpc: Any) -> None:
     service, method = rpc
     request_class = GetMessageClass(method.input_type)
+    await with_known_ids(harness)
     seed = 0
     for seed in range(60):
         chooser = random.Random(seed)
@@ -146,8 +264,69 @@ async def test_absurd_messages_are_answered_from_the_table(harness: Harness, rpc
             absurd(request_class(), chooser).SerializeToString()
             for _ in range(chooser.choice((1, 2)) if method.client_streaming else 1)
         ]
-        code, reason = await call(harness, service, method, *bodies, seconds=0.1)
+        code, reason = await call(harness, service, method, *bodies, seconds=0.05)
         assert in_table(code, reason), (method.name, seed, code, reason)
+    await still_serving(harness, f"after-{seed}")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+async def test_a_number_json_does_not_know_is_an_invalid_field(
+    harness: Harness, number: float
+) -> None:
+    parameters = struct_pb2.Struct()
+    parameters["properties"] = {"a": [1, {"b": number}]}
+    conversation = Conversation(
+        messages=[ChatMessage(role=conversation_pb2.ROLE_USER, content="hi")],
+        tools=[codec.twin(conversation_pb2.Tool)(name="f", parameters=parameters)],
+    )
+    task = Task(task_id="t", group_size=1, conversation=conversation)
+    for refused, field in (
+        (harness.generate("t", conversation=conversation), "conversation.tools[0].parameters"),
+        (
+            harness.wire.SubmitTasks(SubmitTasksRequest(tasks=[task])),
+            "tasks[0].conversation.tools[0].parameters",
+        ),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await refused
+        failure = read_failure(caught.value)
+        assert (failure.reason, failure.metadata["field"]) == ("FIELD_INVALID", field)
+    await still_serving(harness, "t")
+
+
+@pytest.mark.parametrize("rpc", RPCS, ids=NAMES)
+async def test_each_field_at_its_extremes_is_answered_from_the_table(
+    harness: Harness, rpc: Any
+) -> None:
+    service, method = rpc
+    await with_known_ids(harness)
+    ways = scalar_fields(method.input_type)
+    changes = [(way, value) for way in ways for value in extremes(way[-1])]
+    for seed, (way, value) in enumerate(changes):
+        request = valid(method, seed)
+        put(request, way, value)
+        body = request.SerializeToString()
+        code, reason = await call(harness, service, method, body, seconds=0.05)
+        assert in_table(code, reason), ([step.name for step in way], value, code, reason)
+    await still_serving(harness, "after")
+
+
+STREAMS = [rpc for rpc in RPCS if rpc[1].client_streaming]
+
+
+@pytest.mark.parametrize("rpc", STREAMS, ids=[method.name for _, method in STREAMS])
+async def test_absurd_messages_after_a_valid_first_are_answered_from_the_table(
+    harness: Harness, rpc: Any
+) -> None:
+    service, method = rpc
+    request_class = GetMessageClass(method.input_type)
+    seed = 0
+    for seed in range(60):
+        chooser = random.Random(seed)
+        later = [absurd(request_class(), chooser) for _ in range(chooser.choice((1, 2, 3)))]
+        bodies = [message.SerializeToString() for message in (valid(method, seed), *later)]
+        code, reason = await call(harness, service, method, *bodies, seconds=0.2)
+        assert in_table(code, reason), (method.name, seed, code, reason, later)
     await still_serving(harness, f"after-{seed}")
 
 

@@ -102,7 +102,7 @@ async def test_health_tells_each_service_and_follows_the_weights(harness: Harnes
     serving, not_serving = 1, 2
     for service in ("", *OURS):
         assert await health(harness, service) == serving
-    harness.engine.fail_next_load = True
+    harness.engine.fail_loads = 1
     with pytest.raises(grpc.aio.AioRpcError):
         await harness.upload(1)
     for service in ("", *OURS):

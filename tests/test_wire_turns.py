@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import grpc
 import pytest
 
+from penstock.server.engine import Delta, EngineRequest
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
@@ -56,6 +58,35 @@ async def test_a_turn_streams_exactly_what_the_engine_sampled(harness: Harness) 
         trajectory_pb2.AUTHOR_POLICY,
     ]
     assert trajectory.segments[1].temperature == 1.0
+
+
+async def test_a_resume_at_another_temperature_begins_a_segment_of_its_own(slow: Harness) -> None:
+    call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
+    await asyncio.sleep(0.05)
+    await abort(slow, "t")
+    first = await call
+    assert {segment.temperature for segment in first.segments} == {1.0}
+    both = sampling(len(first.tokens) + 20, temperature=0.5)
+    second = await slow.resume("t", sampling_params=both)
+    assert {segment.temperature for segment in second.segments} == {0.5}
+    _, before, after = (await stored(slow, "t")).segments
+    assert (before.temperature, after.temperature) == (1.0, 0.5)
+    assert [int(t) for t in codec.token_ids(before)] == first.tokens
+    assert [int(t) for t in codec.token_ids(after)] == second.tokens
+
+
+async def test_the_lowest_temperature_is_taken_as_it_is_written(harness: Harness) -> None:
+    taken: list[float] = []
+    generate = harness.engine.generate
+
+    async def recording(request: EngineRequest) -> AsyncGenerator[Delta]:
+        taken.append(request.sampling.temperature)
+        return await generate(request)
+
+    harness.engine.generate = recording  # type: ignore[method-assign]
+    turn = await harness.generate("t", sampling_params=sampling(temperature=0.01))
+    assert taken == [0.01]  # Not the float32 below it, which an engine would refuse.
+    assert turn.segments[0].temperature == pytest.approx(0.01)
 
 
 async def test_final_only_sends_one_segment(harness: Harness) -> None:

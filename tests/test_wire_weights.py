@@ -27,6 +27,7 @@ from tests.harness import (
     messages,
     payload,
     sampling,
+    send,
     upload,
 )
 
@@ -35,10 +36,6 @@ STATES = {
     weights_pb2.WEIGHT_STATE_STAGED: "staged",
     weights_pb2.WEIGHT_STATE_ACTIVE: "active",
 }
-
-
-async def send(harness: Harness, requests: list[Any]) -> list[Any]:
-    return [response async for response in harness.wire.UpdateWeights(iter(requests))]
 
 
 async def refusal(harness: Harness, requests: list[Any]) -> tuple[grpc.StatusCode, str]:
@@ -264,7 +261,7 @@ async def test_a_load_that_fails_half_way_stops_serving_until_a_full_upload(
 ) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(100)))
     await asyncio.sleep(0.1)
-    slow.engine.fail_next_load = True
+    slow.engine.fail_loads = 1
     unavailable = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await slow.upload(1)

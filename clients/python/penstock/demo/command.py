@@ -17,12 +17,16 @@ from penstock.demo.settings import PRINTABLE, SUMS, Plan, choose_scale
 from penstock.demo.summary import read_run, summarize, write_summary
 
 INTERRUPTED = 130
+STEPS = (
+    f"{choose_scale(SUMS, tiny=False).steps}; {choose_scale('', tiny=False).steps} with a data set "
+    f"of reasoning-gym, {choose_scale(PRINTABLE, tiny=True).steps} with --tiny"
+)
 
 
 @click.command(name="demo")
 @click.option("--model", help="Folder, or name on the Hugging Face hub.  [SmolLM2-135M-Instruct]")
 @click.option("--task", help=f"Data set of reasoning-gym, or {SUMS!r}: What is a + b?  [{SUMS}]")
-@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps.  [40; 8 with --tiny]")
+@click.option("--steps", type=click.IntRange(min=1), help=f"Optimizer steps.  [{STEPS}]")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder for the results.  [runs/demo-<time>]"
 )

@@ -1,0 +1,119 @@
+"""What the task queue keeps: rules, attempts and groups, and what it hands out.
+
+State only; what moves it on is in `task_queue`, and when leases run out in `lease_clock`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from penstock.v1 import task_service_pb2, trajectory_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRules:
+    """How long leases last and how often an attempt is made."""
+
+    seconds: float = 60.0
+    """Length of a lease without a call on the trajectory."""
+    grace_seconds: float = 10.0
+    """What is left of it when the agent's lease stream is lost."""
+    max_attempts: int = 3
+    """Times an attempt is made before its failure becomes part of the group."""
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or not self.grace_seconds > 0:
+            raise ValueError(f"leases must last, got {self.seconds} s, {self.grace_seconds} s")
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """One LeaseTasks stream."""
+
+    agent_id: str
+    concurrency: int
+    purpose: trajectory_pb2.Purpose.ValueType
+    whole_groups: bool = False
+    held: set[str] = field(default_factory=set[str])
+    """Trajectory ids leased to it and not yet given back."""
+    _noted_too_large: bool = False
+
+    def note_too_large(self, task: task_service_pb2.Task) -> None:
+        """Says, once, why an agent that wants whole groups gets none: it would wait in silence."""
+        if not self._noted_too_large:
+            self._noted_too_large = True
+            logger.warning(
+                "agent %s wants whole groups and works on %d attempts at a time; task %s has %d",
+                self.agent_id,
+                self.concurrency,
+                task.task_id,
+                task.group_size,
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One place of a group."""
+
+    group: Group
+    sample_index: int
+    retry_count: int = 0
+    trajectory_id: str = ""
+    holder: Holder | None = None
+    deadline: float = 0.0
+    open_calls: int = 0
+    branches: set[str] = field(default_factory=set[str])
+    """Trajectories that branch from it, directly or not."""
+    orphaned: bool = False
+    """Its lease stream was lost, and no call has reached it since."""
+    leased: bool = False
+    final: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A task's attempts, or a caller's own group."""
+
+    group_id: str
+    size: int
+    task: task_service_pb2.Task | None
+    purpose: trajectory_pb2.Purpose.ValueType
+    admitted_version: int
+    attempts: list[Attempt] = field(default_factory=list[Attempt])
+    whole: bool = False
+    """Leased as a whole: siblings are judged against one another."""
+    holder: Holder | None = None
+    """The only stream a whole group is leased to, while that lives."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every attempt is final."""
+        return all(attempt.final for attempt in self.attempts)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What an agent is given."""
+
+    task: task_service_pb2.Task
+    group_id: str
+    trajectory_id: str
+    sample_index: int
+    retry_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What closing an attempt came to."""
+
+    final: bool
+    """False where the attempt will be made again."""
+    completed: Group | None = None
+    """The group, where this was its last attempt."""
+    discarded: tuple[str, ...] = ()
+    """Trajectories of the group that will be made again, because it was leased as a whole."""

@@ -1,0 +1,74 @@
+"""The bytes of the active version: the base of the next delta, and what a failed switch goes back to.
+
+The base model is not held, since it can be read again from its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from penstock.server.engine import StagedWeights
+from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_stage import Staged, WeightStage
+
+logger = logging.getLogger(__name__)
+
+BASE_VERSION = 0
+"""The version of the model as the engine read it from its folder."""
+
+
+class HeldWeights:
+    """At most one version, complete and verified, in memory of this server."""
+
+    def __init__(self, stage: WeightStage, base_model: Path | None, *, enabled: bool) -> None:
+        """`base_model` is the folder of version 0; without `enabled` nothing is ever held."""
+        self._stage = stage
+        self._base_model = base_model
+        self._enabled = enabled
+        self._staged: Staged | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """The version held; zero for none."""
+        return self._staged.weight_version if self._staged is not None else 0
+
+    def get(self, weight_version: int) -> Staged | None:
+        """This version, where it is the one that is held."""
+        return self._staged if self.weight_version == weight_version else None
+
+    async def replace(self, staged: Staged) -> None:
+        """Holds this version, which it takes over, instead of the one before; where there is room."""
+        self.let_go()
+        if not self._enabled:
+            staged.release()
+            return
+        try:
+            self._staged = await self._stage.hold(staged)
+        except WeightRefused as error:
+            logger.warning("version %s is not held: %s", staged.weight_version, error)
+
+    def let_go(self) -> None:
+        """Holds nothing any more."""
+        if self._staged is not None:
+            self._staged.release()
+            self._staged = None
+
+    @contextlib.asynccontextmanager
+    async def open(self, weight_version: int) -> AsyncGenerator[StagedWeights | None]:
+        """A version the engine can load again: held, or the base model; None where it is neither."""
+        before = self.get(weight_version)
+        try:
+            if before is not None:
+                before.retain()
+            elif weight_version == BASE_VERSION and self._base_model is not None:
+                before = await self._stage.read_base_model(BASE_VERSION, self._base_model)
+        except WeightRefused as error:
+            logger.error("version %s cannot be read again: %s", weight_version, error)
+        try:
+            yield before.weights if before is not None else None
+        finally:
+            if before is not None:
+                before.release()

@@ -1,0 +1,76 @@
+"""Opening a file that an uploader shares: in memory, of this host, and nothing but a file.
+
+It stays the uploader's. It is read with `pread`, so that one cut short under our hands is a refusal and
+not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import stat
+from pathlib import Path
+
+from penstock.server.weight_manifest import WeightRefused
+from penstock.wire.reasons import Reason
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Where shm_open(3) keeps what it names.
+SEGMENTS = Path("/dev/shm")
+# A file without a name, as another process of this host reaches it.
+DESCRIPTOR_PATH = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
+# statfs(2) f_type of file systems that live in memory: tmpfs, which memfd is too, ramfs, hugetlbfs.
+MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6, 0x958458F6)
+
+
+def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
+    """A descriptor of our own for the file an uploader shares, and its length.
+
+    The file has to live in memory of this host, and be named by its path, as a POSIX segment (without
+    a slash), or as another process's descriptor. Links are not followed. Raises WeightRefused.
+    """
+    if name and "/" not in name:
+        name = str(SEGMENTS / name)
+    if not name.startswith("/"):
+        raise WeightRefused(
+            Reason.FIELD_INVALID,
+            f"shared_memory.name has to be an absolute path or a segment's name, got {name!r}",
+            field="header.shared_memory.name",
+            got=name,
+        )
+    follow = 0 if DESCRIPTOR_PATH.fullmatch(name) else os.O_NOFOLLOW
+    try:
+        # Only a handle at first: opening what turns out to be a device may have effects of its own.
+        handle = os.open(name, os.O_PATH | os.O_CLOEXEC | follow)
+    except (OSError, ValueError) as error:
+        raise _unavailable(name, f"cannot be opened: {error}") from error
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unavailable(name, "is no regular file")
+        if _file_system(handle) not in MEMORY_FILE_SYSTEMS:
+            raise _unavailable(name, "does not live in memory")
+        here = f"{BOOT_ID.read_text().strip()}:{status.st_dev}"
+        if host_namespace != here:
+            raise _unavailable(name, f"is of another host: {host_namespace!r}, here {here!r}")
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC), status.st_size
+    except OSError as error:
+        raise _unavailable(name, f"cannot be opened: {error}") from error
+    finally:
+        os.close(handle)
+
+
+def _unavailable(name: str, problem: str) -> WeightRefused:
+    return WeightRefused(
+        Reason.SOURCE_UNAVAILABLE, f"shared memory {name!r} {problem}", name=name, problem=problem
+    )
+
+
+def _file_system(descriptor: int) -> int:
+    """`f_type` of statfs(2), the structure's first word."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = (ctypes.c_long * 32)()
+    if libc.fstatfs(descriptor, ctypes.byref(words)) != 0:
+        raise OSError(ctypes.get_errno(), "fstatfs failed")
+    return words[0]

@@ -1,0 +1,28 @@
+"""Blocking work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def run_to_its_end(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """Runs `work` in a thread. A caller that is cancelled leaves only once it has ended.
+
+    So what `work` reads and writes may be given away as soon as this is left, however it is left. `undo`
+    takes a result that the caller will never see.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        if running.exception() is None and undo is not None:
+            undo(running.result())
+        raise

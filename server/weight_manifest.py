@@ -1,0 +1,287 @@
+"""What an upload announces, and whether it is a version of this model; all before any byte of it.
+
+check_full         a payload that is the version itself
+check_delta        a payload of differences from a version whose bytes are held
+check_checkpoint   a folder of safetensors files, which say themselves where their tensors are
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.server.engine import TensorMeta
+from penstock.wire.reasons import Reason
+from penstock.wire.sparse import SparseCoding
+
+
+@dataclass(frozen=True, slots=True)
+class Float:
+    """How a dtype is laid out, as far as telling finite numbers goes."""
+
+    bits: np.dtype[np.unsignedinteger]
+    magnitude: int
+    """Every bit but the sign."""
+    infinity: int
+    """Smallest magnitude that is not finite."""
+
+
+FLOATS: Mapping[str, Float] = {
+    "float32": Float(np.dtype("<u4"), 0x7FFF_FFFF, 0x7F80_0000),
+    "bfloat16": Float(np.dtype("<u2"), 0x7FFF, 0x7F80),
+    "float16": Float(np.dtype("<u2"), 0x7FFF, 0x7C00),
+}
+
+
+FRAME_BYTES = 4096
+"""Room for what compression adds to a payload that does not compress."""
+
+
+# What a payload may be longer than its tensors, so that it can end on a page.
+PADDING_BYTES = 4096
+
+
+class WeightRefused(Exception):
+    """An upload is refused; what serves is as it was."""
+
+    def __init__(self, reason: Reason, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class Encoding(Enum):
+    """How a payload encodes a tensor."""
+
+    RAW = "raw"
+    SAME = "same"
+    SPARSE = "sparse"
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestTensor:
+    """One tensor as the header of an upload announces it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+    length_bytes: int
+    """In the payload, after encoding."""
+    xxh3: int
+    """XXH3-64 of its decoded bytes."""
+    encoding: Encoding = Encoding.RAW
+    coding: SparseCoding | None = None
+    """Set with SPARSE."""
+
+    @property
+    def element_count(self) -> int:
+        """Product of its dimensions."""
+        return math.prod(self.shape)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Its length once decoded."""
+        return self.element_count * FLOATS[self.dtype].bits.itemsize
+
+
+def check_full(
+    manifest: Sequence[ManifestTensor],
+    expected: Mapping[str, TensorMeta],
+    weight_dtype: str,
+    length_bytes: int,
+) -> None:
+    """That a full upload of this model is announced, inside a payload of this length.
+
+    Raises WeightRefused.
+    """
+    _check_listed(manifest, expected, weight_dtype)
+    for tensor in manifest:
+        if tensor.encoding is not Encoding.RAW:
+            raise invalid(tensor, "encoding", "needs a base_weight_version", tensor.encoding.value)
+        _check_raw(tensor, length_bytes)
+        itemsize = FLOATS[weight_dtype].bits.itemsize
+        if tensor.offset_bytes % itemsize:
+            problem = f"is no multiple of {itemsize}"
+            raise invalid(tensor, "offset_bytes", problem, tensor.offset_bytes)
+    _check_apart(manifest)
+
+
+def check_delta(
+    manifest: Sequence[ManifestTensor],
+    expected: Mapping[str, TensorMeta],
+    weight_dtype: str,
+    length_bytes: int,
+    base: Mapping[str, int],
+) -> None:
+    """That every tensor of this model is announced as its difference from a base, or in full.
+
+    `base` has the XXH3-64 of each tensor of the base. Raises WeightRefused.
+    """
+    _check_listed(manifest, expected, weight_dtype)
+    for tensor in manifest:
+        if tensor.encoding is Encoding.RAW:
+            _check_raw(tensor, length_bytes)
+            continue
+        if tensor.encoding is Encoding.SPARSE:
+            _check_sparse(tensor, length_bytes)
+        elif tensor.length_bytes:
+            raise invalid(tensor, "length_bytes", "has to be 0", tensor.length_bytes)
+        found = base.get(tensor.name)
+        if found is None or (tensor.encoding is Encoding.SAME and found != tensor.xxh3):
+            raise _not_the_base(tensor, found)
+    _check_apart(manifest)
+
+
+def check_length(manifest: Sequence[ManifestTensor], length_bytes: int) -> None:
+    """That no memory is asked for that no tensor needs. Raises WeightRefused."""
+    end = max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
+    if length_bytes > end + PADDING_BYTES:
+        raise WeightRefused(
+            Reason.FIELD_INVALID,
+            f"inline.length_bytes is {length_bytes}, but the last tensor ends at {end}",
+            field="header.inline.length_bytes",
+            got=length_bytes,
+        )
+
+
+def check_checkpoint(
+    manifest: Sequence[ManifestTensor], expected: Mapping[str, TensorMeta], weight_dtype: str
+) -> None:
+    """That a full version of this model is announced, without a place in any payload.
+
+    Raises WeightRefused.
+    """
+    _check_listed(manifest, expected, weight_dtype)
+    for tensor in manifest:
+        if tensor.encoding is not Encoding.RAW:
+            raise invalid(tensor, "encoding", "has to be raw", tensor.encoding.value)
+        for field, got in (("offset", tensor.offset_bytes), ("length", tensor.length_bytes)):
+            if got:
+                raise invalid(tensor, f"{field}_bytes", "has to be 0 in a checkpoint", got)
+
+
+def _check_listed(
+    manifest: Sequence[ManifestTensor], expected: Mapping[str, TensorMeta], weight_dtype: str
+) -> None:
+    names: set[str] = set()
+    for tensor in manifest:
+        if tensor.name in names:
+            raise invalid(tensor, "name", "appears twice", tensor.name)
+        names.add(tensor.name)
+        _check_type(tensor, expected.get(tensor.name), weight_dtype)
+    missing = [n for n, meta in expected.items() if n not in names and not meta.optional]
+    if missing:
+        raise WeightRefused(
+            Reason.TENSOR_MISSING,
+            f"{len(missing)} tensors of the model are missing, first {missing[0]}",
+            tensor=missing[0],
+            count=len(missing),
+        )
+
+
+def _check_type(tensor: ManifestTensor, expected: TensorMeta | None, weight_dtype: str) -> None:
+    name = tensor.name
+    if expected is None:
+        raise WeightRefused(Reason.TENSOR_UNKNOWN, f"the model has no tensor {name!r}", tensor=name)
+    if tensor.shape != expected.shape:
+        raise shape_mismatch(name, expected.shape, tensor.shape)
+    if tensor.dtype != weight_dtype:
+        raise dtype_mismatch(name, weight_dtype, tensor.dtype)
+
+
+def _check_raw(tensor: ManifestTensor, length_bytes: int) -> None:
+    if tensor.length_bytes != tensor.decoded_bytes:
+        problem = f"has to be {tensor.decoded_bytes}"
+        raise invalid(tensor, "length_bytes", problem, tensor.length_bytes)
+    _check_inside(tensor, length_bytes)
+
+
+def _check_sparse(tensor: ManifestTensor, length_bytes: int) -> None:
+    coding = tensor.coding
+    if coding is None:
+        raise invalid(tensor, "sparse", "has to be set with this encoding", "nothing")
+    # More than this no coding can take: a byte of position and the element for each, and a frame's head.
+    longest = tensor.element_count + tensor.decoded_bytes + FRAME_BYTES
+    if not 0 <= tensor.length_bytes <= longest:
+        problem = f"has to be from 0 to {longest}"
+        raise invalid(tensor, "length_bytes", problem, tensor.length_bytes)
+    _check_inside(tensor, length_bytes)
+    if not 0 <= coding.changed_element_count <= tensor.element_count:
+        problem = f"has to be from 0 to {tensor.element_count}"
+        raise invalid(tensor, "sparse", problem, coding.changed_element_count)
+    if not 0 <= coding.index_length_bytes <= tensor.length_bytes:
+        problem = f"has positions that are not inside {tensor.length_bytes} bytes"
+        raise invalid(tensor, "sparse", problem, coding.index_length_bytes)
+
+
+def _check_inside(tensor: ManifestTensor, length_bytes: int) -> None:
+    if tensor.offset_bytes < 0 or tensor.offset_bytes + tensor.length_bytes > length_bytes:
+        where = f"is not inside the payload of {length_bytes}"
+        raise invalid(tensor, "offset_bytes", where, tensor.offset_bytes)
+
+
+def _check_apart(manifest: Sequence[ManifestTensor]) -> None:
+    by_offset = sorted((t for t in manifest if t.length_bytes), key=lambda t: t.offset_bytes)
+    for first, second in pairwise(by_offset):
+        if first.offset_bytes + first.length_bytes > second.offset_bytes:
+            raise invalid(second, "offset_bytes", f"overlaps {first.name}", second.offset_bytes)
+
+
+def invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> WeightRefused:
+    """A field of one tensor that cannot be."""
+    return WeightRefused(
+        Reason.FIELD_INVALID,
+        f"{tensor.name}: {field} {problem}, got {got}",
+        field=f"header.tensors.{field}",
+        tensor=tensor.name,
+        got=got,
+    )
+
+
+def shape_mismatch(name: str, expected: Sequence[int], got: Sequence[int]) -> WeightRefused:
+    """A tensor of another shape than the model's."""
+    return WeightRefused(
+        Reason.SHAPE_MISMATCH,
+        f"{name} has shape {list(expected)}, got {list(got)}",
+        tensor=name,
+        expected=list(expected),
+        got=list(got),
+    )
+
+
+def dtype_mismatch(name: str, expected: str, got: str) -> WeightRefused:
+    """A tensor of another dtype than uploads have."""
+    return WeightRefused(
+        Reason.DTYPE_MISMATCH,
+        f"{name} has to be {expected}, got {got!r}",
+        tensor=name,
+        expected=expected,
+        got=got,
+    )
+
+
+def checksum_mismatch(name: str, announced: int, got: int) -> WeightRefused:
+    """A tensor whose bytes are not those announced."""
+    return WeightRefused(
+        Reason.CHECKSUM_MISMATCH,
+        f"{name}: XXH3 is {got:016x}, announced {announced:016x}",
+        tensor=name,
+    )
+
+
+def _not_the_base(tensor: ManifestTensor, found: int | None) -> WeightRefused:
+    held = "nothing" if found is None else f"{found:016x}"
+    return WeightRefused(
+        Reason.BASE_VERSION_MISMATCH,
+        f"{tensor.name} is not what the base holds of it: {held}, announced {tensor.xxh3:016x}",
+        tensor=tensor.name,
+        base_xxh3=held,
+        got=f"{tensor.xxh3:016x}",
+    )

@@ -1,0 +1,209 @@
+"""What becomes of calls on leases that ran out, and of groups that have no lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock.server.errors import DomainError
+from penstock.wire.failure import read_failure
+from penstock.wire.reasons import Reason
+from tests.fakes import ByteRenderer, expected_tokens
+from tests.harness import (
+    AbortRequest,
+    GenerateRequest,
+    GetTrajectoryRequest,
+    Harness,
+    LeaseTasksRequest,
+    SubmitTasksRequest,
+    Task,
+    collect,
+    hello,
+    sampling,
+    sequence,
+    serve,
+)
+
+EXPIRED = (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_EXPIRED")
+
+
+async def failure(awaitable: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await awaitable
+    found = read_failure(caught.value)
+    return found.code, found.reason
+
+
+async def submit(harness: Harness, *task_ids: str) -> None:
+    await harness.wire.SubmitTasks(
+        SubmitTasksRequest(
+            tasks=[
+                Task(
+                    task_id=task_id,
+                    group_size=1,
+                    tokens=sequence([1, 2, 3]),
+                    sampling_params=sampling(8),
+                )
+                for task_id in task_ids
+            ]
+        )
+    )
+
+
+@asynccontextmanager
+async def leasing(harness: Harness, concurrency: int = 1) -> AsyncGenerator[Any]:
+    call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=concurrency))
+    yield call
+    call.cancel()
+
+
+async def take(call: Any) -> Any:
+    async with asyncio.timeout(5):
+        return await call.read()
+
+
+async def refused_everywhere(harness: Harness, trajectory_id: str) -> None:
+    """Every call that names a trajectory says that its lease has run out."""
+    attempts = {
+        "GetTrajectory": harness.wire.GetTrajectory(
+            GetTrajectoryRequest(trajectory_id=trajectory_id)
+        ),
+        "Continue": harness.resume(trajectory_id, tokens=sequence([1])),
+        "resume": harness.resume(trajectory_id),
+        "Generate": harness.generate(trajectory_id),
+        "branch": harness.generate("late", [9], parent_trajectory_id=trajectory_id),
+        "reward": harness.complete(trajectory_id),
+        "failure": harness.fail(trajectory_id),
+    }
+    found = {name: await failure(call) for name, call in attempts.items()}
+    assert found == dict.fromkeys(attempts, EXPIRED), trajectory_id
+
+
+async def open_with_branches(harness: Harness, lease: Any) -> tuple[str, ...]:
+    root = lease.trajectory_id
+    await collect(harness.wire.Generate(GenerateRequest(trajectory_id=root)))
+    await harness.generate(f"{root}-branch", [9], parent_trajectory_id=root)
+    await harness.generate(f"{root}-leaf", [8], parent_trajectory_id=f"{root}-branch")
+    return root, f"{root}-branch", f"{root}-leaf"
+
+
+@pytest.mark.parametrize("max_attempts", [2, 1], ids=["made again", "failed"])
+async def test_an_expired_lease_is_always_said_to_be_one(tmp_path: Path, max_attempts: int) -> None:
+    rules = ("leases.seconds=0.3", f"leases.max_attempts={max_attempts}")
+    async with serve(tmp_path, *rules) as harness:
+        await submit(harness, "one", "two")
+        async with leasing(harness) as call:
+            lease = await take(call)
+            ids = await open_with_branches(harness, lease)
+            again = await take(call)  # The lease has run out: the place is free.
+            assert again.retry_count == (max_attempts == 2)
+            for trajectory_id in ids:
+                await refused_everywhere(harness, trajectory_id)
+            # What was never opened is unknown still.
+            assert (await failure(harness.complete("nobody")))[1] == "TRAJECTORY_UNKNOWN"
+
+
+async def test_the_branches_of_a_replaced_runs_leases_have_expired(harness: Harness) -> None:
+    await hello(harness.wire, run_id="one")
+    await submit(harness, "one")
+    async with leasing(harness) as call:
+        ids = await open_with_branches(harness, await take(call))
+        await hello(harness.wire, epoch=2, run_id="two")
+        for trajectory_id in ids:
+            await refused_everywhere(harness, trajectory_id)
+
+
+async def test_a_branch_that_never_began_does_not_expire_with_its_root(tmp_path: Path) -> None:
+    async with serve(tmp_path, "leases.seconds=0.3", step_seconds=0.02) as harness:
+        await submit(harness, "one")
+        async with leasing(harness) as call:
+            lease = await take(call)
+            root = lease.trajectory_id
+            await collect(harness.wire.Generate(GenerateRequest(trajectory_id=root)))
+            # It is refused at the engine's door, as if it had never been asked for.
+            refuse = harness.serving.switch.refuse
+            await refuse(DomainError(Reason.WEIGHTS_INCONSISTENT, "told to refuse"))
+            code, _ = await failure(harness.generate("branch", [9], parent_trajectory_id=root))
+            assert code == grpc.StatusCode.UNAVAILABLE
+            await refuse(None)
+            await take(call)
+            # The id is free: it belongs to no lease.
+            turn = await harness.generate("branch", [9])
+            assert turn.tokens == expected_tokens([9], [0] * 16)[0]
+
+
+async def test_a_lease_that_runs_out_while_the_prompt_is_encoded_is_refused(
+    tmp_path: Path,
+) -> None:
+    encoding, encoded = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Slow(ByteRenderer):
+        def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
+            loop.call_soon_threadsafe(encoding.set)
+            asyncio.run_coroutine_threadsafe(encoded.wait(), loop).result(5)
+            return super().encode_text("x", first=first)
+
+    async with serve(tmp_path, "leases.seconds=0.3") as harness:
+        await submit(harness, "one")
+        async with leasing(harness) as call:
+            lease = await take(call)
+            harness.serving.opening._renderer = Slow()
+            opening = asyncio.ensure_future(
+                harness.generate(lease.trajectory_id, text="y" * 20_000)
+            )
+            await encoding.wait()
+            await take(call)
+            encoded.set()
+            assert await failure(opening) == EXPIRED
+            # Nobody works on what belongs to another agent by now.
+            assert not harness.serving.turns.in_flight
+            assert harness.serving.store.open_count == 0
+
+
+async def test_a_group_without_leases_lives_while_any_sibling_is_called(tmp_path: Path) -> None:
+    async with serve(tmp_path, "leases.seconds=0.4", step_seconds=0.02) as harness:
+        place = {"group_id": "mine", "group_size": 3}
+        turn = asyncio.ensure_future(
+            harness.generate("t0", sample_index=0, sampling_params=sampling(60), **place)
+        )
+        # Open, and idle for longer than a lease; and never opened at all.
+        await harness.generate("t1", sample_index=1, sampling_params=sampling(1), **place)
+        await asyncio.sleep(0.8)
+        assert not turn.done()
+        assert not await harness.complete("t1")
+        await harness.generate("t2", sample_index=2, sampling_params=sampling(1), **place)
+        assert len((await turn).tokens) == 60
+        assert not await harness.complete("t2")
+        assert await harness.complete("t0")
+        exchange = await hello(harness.wire)
+        exchange.send(demand={"group_count": 1})
+        delivery = await exchange.receive("delivery")
+        outcomes = [t.outcome.WhichOneof("result") for t in delivery.group.trajectories]
+        assert outcomes == ["reward"] * 3
+
+
+async def test_a_group_without_leases_ends_a_lease_after_its_last_call(tmp_path: Path) -> None:
+    async with serve(tmp_path, "leases.seconds=0.3", step_seconds=0.01) as harness:
+        turn = asyncio.ensure_future(
+            harness.generate("t0", group_id="mine", group_size=2, sampling_params=sampling(400))
+        )
+        await asyncio.sleep(0.5)
+        exchange = await hello(harness.wire)
+        exchange.send(demand={"group_count": 1})
+        await exchange.nothing()
+        request = AbortRequest()
+        request.all.SetInParent()
+        await harness.wire.Abort(request)
+        await turn
+        delivery = await exchange.receive("delivery")
+        reasons = {t.outcome.failure.reason for t in delivery.group.trajectories}
+        assert reasons == {"LEASE_EXPIRED"}
