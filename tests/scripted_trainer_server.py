@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
+import torch
+import xxhash
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
@@ -17,7 +23,7 @@ from penstock.v1 import (
     trainer_service_pb2,
     weights_pb2,
 )
-from penstock.wire import codec
+from penstock.wire import codec, sparse
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import DOMAIN
 
@@ -38,6 +44,75 @@ async def refuse(context: Any, code: grpc.StatusCode, reason: str, message: str 
     await context.abort(
         code, message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),)
     )
+
+
+@dataclass
+class Received:
+    """What one upload brought, checked as a server would."""
+
+    changed_tensor_count: int = 1
+    """What the server is to say of it."""
+    header: Any = None
+    payload: bytearray = field(default_factory=bytearray)
+
+    async def take(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """An upload whose payload comes in chunks, or elsewhere."""
+        self.header = (await anext(requests)).header
+        version = self.header.weight_version
+        await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
+        async for request in requests:
+            if request.WhichOneof("message") == "commit":
+                digest = hashlib.sha256(self.header.SerializeToString(deterministic=True)).digest()
+                assert request.commit.header_sha256 == digest
+                if self.header.WhichOneof("source") == "shared_memory":
+                    self._map()
+                await context.write(
+                    Progress(
+                        weight_version=version,
+                        state=weights_pb2.WEIGHT_STATE_STAGED,
+                        changed_tensor_count=self.changed_tensor_count,
+                    )
+                )
+                return
+            chunk = request.chunk
+            assert chunk.offset_bytes == len(self.payload)
+            assert 0 < len(chunk.data) <= 1 << 20
+            assert chunk.xxh3 == xxhash.xxh3_64_intdigest(chunk.data)
+            self.payload += chunk.data
+        raise AssertionError("no commit")
+
+    def _map(self) -> None:
+        """Reads the memory as another process would."""
+        source = self.header.shared_memory
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        path = Path(source.name)
+        assert source.host_namespace == f"{boot_id}:{path.stat().st_dev}"
+        self.payload = bytearray(path.read_bytes())
+
+    def tensors(self, base: dict[str, bytes] | None = None) -> dict[str, bytes]:
+        """The bytes of every tensor of this version, differences applied to the base."""
+        result: dict[str, bytes] = {}
+        for spec in self.header.tensors:
+            data = bytes(self.payload[spec.offset_bytes : spec.offset_bytes + spec.length_bytes])
+            assert len(data) == spec.length_bytes
+            if spec.encoding == weights_pb2.TENSOR_ENCODING_SAME:
+                assert base is not None and not data
+                data = base[spec.name]
+            elif spec.encoding == weights_pb2.TENSOR_ENCODING_SPARSE:
+                assert base is not None
+                bits = {"float32": "<u4", "bfloat16": "<u2"}[spec.dtype]
+                target = np.frombuffer(bytearray(base[spec.name]), bits)
+                sparse.apply(target, spec.sparse, data)
+                data = target.tobytes()
+            assert spec.xxh3 == xxhash.xxh3_64_intdigest(data), spec.name
+            result[spec.name] = data
+        return result
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor of a whole version."""
+        spec = next(spec for spec in self.header.tensors if spec.name == name)
+        flat = torch.frombuffer(bytearray(self.tensors()[name]), dtype=getattr(torch, spec.dtype))
+        return flat.view(tuple(spec.shape))
 
 
 class Session:

@@ -75,7 +75,7 @@ def loaded_by(*command: str) -> set[str]:
         ("-m", "penstock.client", "version"),
         *(
             ("-m", "penstock.client", name, "--help")
-            for name in ("serve", "train", "rollout", "demo", "version")
+            for name in ("serve", "train", "rollout", "weights", "demo", "version")
         ),
     ],
     ids=" ".join,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,24 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from safetensors.torch import load_file
 
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
-from penstock.trainer.publisher import Publisher
+from penstock.trainer.probe import Probe
+from penstock.trainer.publisher import Publisher, Sent
+from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, Transport
 from penstock.v1 import weights_pb2
+from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.scripted_trainer_server import Progress, ScriptedServer, refuse
+from penstock.wire.memory_file import MemoryFile
+from penstock.wire.upload import NotStaged
+from penstock.wire.upload import upload as wire_upload
+from tests.harness import Harness, SwitchWeights, hello, serve
+from tests.scripted_trainer_server import Progress, Received, ScriptedServer, refuse
 
 KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
+SAME = weights_pb2.TENSOR_ENCODING_SAME
 
 
 @dataclass
@@ -39,56 +49,15 @@ class Weights:
         yield from self.tensors.items()
 
 
-@dataclass
-class Received:
-    """What one upload brought."""
-
-    header: Any = None
-    payload: bytearray = field(default_factory=bytearray)
-
-    async def take(self, requests: AsyncIterator[Any], context: Any) -> None:
-        self.header = (await anext(requests)).header
-        version = self.header.weight_version
-        await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
-        async for request in requests:
-            if request.WhichOneof("message") == "commit":
-                digest = hashlib.sha256(self.header.SerializeToString(deterministic=True)).digest()
-                assert request.commit.header_sha256 == digest
-                await context.write(
-                    Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_STAGED)
-                )
-                return
-            chunk = request.chunk
-            assert chunk.offset_bytes == len(self.payload)
-            assert 0 < len(chunk.data) <= 1 << 20
-            assert chunk.xxh3 == xxhash.xxh3_64_intdigest(chunk.data)
-            self.payload += chunk.data
-        raise AssertionError("no commit")
-
-    async def map(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Takes a header with a shared source, and reads the memory as another process would."""
-        await self.take(requests, context)
-        source = self.header.shared_memory
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        path = Path(source.name)
-        assert source.host_namespace == f"{boot_id}:{path.stat().st_dev}"
-        self.payload = bytearray(path.read_bytes())
-
-    def tensor(self, name: str) -> Any:
-        spec = next(spec for spec in self.header.tensors if spec.name == name)
-        data = bytes(self.payload[spec.offset_bytes : spec.offset_bytes + spec.length_bytes])
-        assert len(data) == spec.length_bytes
-        assert spec.xxh3 == xxhash.xxh3_64_intdigest(data)
-        integers = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype))
-        return integers.view(tuple(spec.shape))
-
-
 @contextlib.asynccontextmanager
-async def publishing(server: ScriptedServer, *, shared: bool = True) -> AsyncGenerator[Publisher]:
+async def publishing(
+    server: ScriptedServer | Harness, *transports: Callable[..., Transport], **options: Any
+) -> AsyncGenerator[Publisher]:
     compute = ComputeThread()
-    options = client_options(own_connection=True)
-    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
-        publisher = Publisher(channel, compute, shared_memory=shared)
+    own = client_options(own_connection=True)
+    async with grpc.aio.insecure_channel(server.address, options=own) as channel:
+        made = [make(channel) for make in transports]
+        publisher = Publisher(channel, compute, transports=made, **options)
         try:
             yield publisher
         finally:
@@ -96,16 +65,28 @@ async def publishing(server: ScriptedServer, *, shared: bool = True) -> AsyncGen
             compute.close()
 
 
-async def upload(publisher: Publisher, version: int) -> bool:
+async def upload(publisher: Publisher, version: int) -> Sent | None:
     return await publisher.upload(version, trainer_epoch=lambda: 17, in_flight=KEEP)
+
+
+async def publish(publisher: Publisher, weights: Weights, version: int) -> Sent:
+    """Fills, uploads and is told that the server switched."""
+    await publisher.fill(weights, version, "float32")
+    sent = await upload(publisher, version)
+    assert sent is not None
+    publisher.switched(version)
+    return sent
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shared", [True, False])
 async def test_every_byte_arrives_in_the_servers_dtype(dtype: str, shared: bool) -> None:
     weights, received = Weights(), Received()
-    async with ScriptedServer() as server, publishing(server, shared=shared) as publisher:
-        server.uploads = [received.map if shared else received.take]
+    async with (
+        ScriptedServer() as server,
+        publishing(server, SharedMemory if shared else Stream) as publisher,
+    ):
+        server.uploads = [received.take]
         await publisher.fill(weights, 4, dtype)
         assert await upload(publisher, 4)
         length = publisher.length_bytes
@@ -124,7 +105,7 @@ async def test_every_byte_arrives_in_the_servers_dtype(dtype: str, shared: bool)
 async def test_the_payload_is_reused_for_the_next_version() -> None:
     weights, first, second = Weights(), Received(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
-        server.uploads = [first.map, second.map]
+        server.uploads = [first.take, second.take]
         await publisher.fill(weights, 1, "float32")
         await upload(publisher, 1)
         with torch.no_grad():
@@ -162,7 +143,7 @@ async def test_an_upload_that_is_in_the_way_is_waited_out() -> None:
         await refuse(context, grpc.StatusCode.ABORTED, "UPLOAD_IN_PROGRESS")
 
     async with ScriptedServer() as server, publishing(server) as publisher:
-        server.uploads = [busy, busy, Received().map]
+        server.uploads = [busy, busy, Received().take]
         await publisher.fill(Weights(), 1, "float32")
         assert await upload(publisher, 1)
         assert not server.uploads
@@ -220,7 +201,333 @@ async def test_what_is_not_finite_keeps_its_bytes() -> None:
     # Refusing it is the server's part: the payload must not quietly become something else.
     weights, received = Weights({"a": torch.tensor([np.inf, -np.inf, 1.0])}), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
-        server.uploads = [received.map]
+        server.uploads = [received.take]
         await publisher.fill(weights, 1, "bfloat16")
         await upload(publisher, 1)
     assert torch.equal(received.tensor("a").float(), weights.tensors["a"])
+
+
+# Differences.
+
+
+def changing(count: int = 20_000) -> Weights:
+    return Weights({"a.weight": torch.randn(count), "b.bias": torch.randn(3)})
+
+
+def change(weights: Weights, elements: int = 7) -> None:
+    """A few elements of one tensor."""
+    places = torch.randperm(len(weights.tensors["a.weight"]))[:elements]
+    weights.tensors["a.weight"][places] += 1e-3
+
+
+def bytes_of(weights: Weights) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in weights.tensors.items()}
+
+
+def uploads(server: ScriptedServer, count: int) -> list[Received]:
+    received = [Received() for _ in range(count)]
+    server.uploads += [one.take for one in received]
+    return received
+
+
+@pytest.mark.parametrize("transport", [Stream, SharedMemory])
+async def test_versions_go_as_differences_between_anchors(transport: Any) -> None:
+    weights, bases = changing(), list[int]()
+    held: dict[str, bytes] = {}
+    async with ScriptedServer() as server:
+        received = uploads(server, 6)
+        async with publishing(server, transport, delta="on", anchor_every=3) as publisher:
+            for version, upload in enumerate(received, 1):
+                sent = await publish(publisher, weights, version)
+                held = upload.tensors(held)
+                assert held == bytes_of(weights)
+                bases.append(upload.header.base_weight_version)
+                assert sent.delta == bool(bases[-1])
+                assert sent.dense_bytes == publisher.length_bytes > 80_000
+                assert sent.changed_tensors == 1
+                assert sent.bytes_sent == len(upload.payload)
+                if sent.delta:
+                    assert sent.bytes_sent < 100
+                    assert sent.changed_elements_ratio == 7 / 20_003
+                    assert upload.header.tensors[1].encoding == SAME
+                else:
+                    assert sent.bytes_sent == sent.dense_bytes
+                    assert sent.changed_elements_ratio is None
+                change(weights)
+    assert bases == [0, 1, 2, 0, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("transport", "delta", "expected"),
+    [
+        (Stream, "auto", True),
+        (Stream, "off", False),
+        (SharedMemory, "auto", False),
+        (SharedMemory, "on", True),
+    ],
+)
+async def test_whether_differences_pay_is_the_transports_unless_told(
+    transport: Any, delta: Any, expected: bool
+) -> None:
+    weights = changing()
+    async with (
+        ScriptedServer() as server,
+        publishing(server, transport, delta=delta) as publisher,
+    ):
+        uploads(server, 2)
+        await publish(publisher, weights, 1)
+        change(weights)
+        assert (await publish(publisher, weights, 2)).delta == expected
+        # A second copy is there only where it is of use.
+        assert len(publisher._payloads) == 1 + expected
+
+
+async def test_a_version_the_server_never_switched_to_is_no_base() -> None:
+    weights = changing()
+    async with ScriptedServer() as server, publishing(server, Stream) as publisher:
+        first, second, third = uploads(server, 3)
+        await publish(publisher, weights, 1)
+        change(weights)
+        await publisher.fill(weights, 2, "float32")
+        await upload(publisher, 2)
+        change(weights)
+        await publish(publisher, weights, 3)
+        assert second.header.base_weight_version == third.header.base_weight_version == 1
+        assert third.tensors(first.tensors()) == bytes_of(weights)
+
+
+async def test_a_step_that_changed_nothing_sends_nothing() -> None:
+    weights = changing()
+    async with ScriptedServer() as server, publishing(server, Stream) as publisher:
+        first, second, third = uploads(server, 3)
+        second.changed_tensor_count = 0
+        await publish(publisher, weights, 1)
+        publisher.relabel(2)
+        sent = await upload(publisher, 2)
+        assert sent is not None
+        assert (sent.bytes_sent, sent.delta, sent.changed_tensors) == (0, True, 0)
+        assert second.header.inline.length_bytes == 0
+        publisher.switched(2)
+        change(weights)
+        await publish(publisher, weights, 3)
+        assert third.header.base_weight_version == 2
+        assert third.tensors(second.tensors(first.tensors())) == bytes_of(weights)
+
+
+@pytest.mark.parametrize("reason", ["BASE_VERSION_MISMATCH", "CHECKSUM_MISMATCH"])
+async def test_a_server_with_another_base_gets_the_same_version_whole_at_once(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    refused = Received()
+
+    async def mismatch(requests: AsyncIterator[Any], context: Any) -> None:
+        refused.header = (await anext(requests)).header
+        await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason, "version 0 is held")
+
+    weights = changing()
+    async with ScriptedServer() as server, publishing(server, Stream) as publisher:
+        first, again, third = Received(), Received(), Received()
+        server.uploads = [first.take, mismatch, again.take, third.take]
+        await publish(publisher, weights, 1)
+        change(weights)
+        # No pause comes in between.
+        monkeypatch.setattr("penstock.trainer.publisher.FIRST_PAUSE_SECONDS", 1e6)
+        sent = await publish(publisher, weights, 2)
+        assert (sent.delta, sent.bytes_sent) == (False, sent.dense_bytes)
+        assert (refused.header.base_weight_version, refused.header.weight_version) == (1, 2)
+        assert (again.header.base_weight_version, again.header.weight_version) == (0, 2)
+        assert again.tensors() == bytes_of(weights)
+        change(weights)
+        assert (await publish(publisher, weights, 3)).delta
+
+
+async def test_a_server_that_keeps_no_base_is_not_asked_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(tmp_path, "weights.hold_active=false") as harness:
+        sent: list[bool] = []
+        weights = Weights(
+            {
+                "model.embed_tokens.weight": torch.randn(300, 4),
+                "model.layers.0.mlp.weight": torch.randn(8, 4),
+            }
+        )
+        exchange = await hello(harness.wire)
+        async with publishing(harness, Stream) as publisher:
+            for version in range(1, 6):
+                await publisher.fill(weights, version, "float32")
+                done = await upload(publisher, version)
+                assert done is not None
+                sent.append(done.delta)
+                exchange.send(switch_weights=SwitchWeights(weight_version=version))
+                assert not (await exchange.receive("weight_receipt")).HasField("rejection")
+                publisher.switched(version)
+            assert len(publisher._payloads) == 1
+    assert sent == [False] * 5
+    # Versions 2, 3 and 4 were tried as differences.
+    assert caplog.text.count("whole") == 4
+    assert caplog.text.count("the server keeps no base for differences") == 1
+
+
+async def test_a_forgotten_base_is_followed_by_a_whole_version() -> None:
+    weights = changing()
+    async with ScriptedServer() as server, publishing(server, Stream) as publisher:
+        *_, third, fourth = uploads(server, 4)
+        await publish(publisher, weights, 1)
+        publisher.forget_base()
+        assert not (await publish(publisher, weights, 2)).delta
+        assert (await publish(publisher, weights, 3)).delta
+        # Also one that is filled already.
+        await publisher.fill(weights, 4, "float32")
+        publisher.forget_base()
+        sent = await upload(publisher, 4)
+        assert sent is not None and not sent.delta
+        assert third.header.base_weight_version == 2
+        assert fourth.tensors() == bytes_of(weights)
+
+
+async def test_without_memory_for_two_every_version_goes_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = changing()
+    async with ScriptedServer() as server, publishing(server, Stream) as publisher:
+        uploads(server, 3)
+        await publish(publisher, weights, 1)
+        (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     70 kB\n")
+        monkeypatch.setattr("penstock.trainer.publisher.MEMORY_INFO", tmp_path / "meminfo")
+        assert [(await publish(publisher, weights, v)).delta for v in (2, 3)] == [False, False]
+        assert len(publisher._payloads) == 1
+    assert caplog.text.count("no memory for a second copy") == 1
+
+
+async def test_bytes_of_attempts_that_failed_are_counted() -> None:
+    async def breaks(requests: AsyncIterator[Any], context: Any) -> None:
+        header = (await anext(requests)).header
+        version = header.weight_version
+        await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
+        await anext(requests)
+        await refuse(context, grpc.StatusCode.DATA_LOSS, "CHECKSUM_MISMATCH")
+
+    async with ScriptedServer() as server, publishing(server, Stream) as publisher:
+        server.uploads = [breaks, Received().take]
+        sent = await publish(publisher, changing(100_000), 1)
+        assert sent.bytes_sent == 2 * sent.dense_bytes
+
+
+# Other ways.
+
+
+async def test_a_checkpoint_folder_for_each_version_of_which_the_newest_stay(
+    tmp_path: Path,
+) -> None:
+    def checkpoints(channel: Any) -> CheckpointFolder:
+        return CheckpointFolder(channel, compute, tmp_path / "weights", keep=2)
+
+    compute, weights = ComputeThread(), changing()
+    kept: list[list[str]] = []
+    async with ScriptedServer() as server, publishing(server, checkpoints) as publisher:
+        received = uploads(server, 4)
+        # Left by a run that went further.
+        (tmp_path / "weights" / "17").mkdir(parents=True)
+        for version, upload in enumerate(received, 1):
+            sent = await publish(publisher, weights, version)
+            assert (sent.delta, sent.bytes_sent) == (False, sent.dense_bytes)
+            folder = Path(upload.header.checkpoint.path)
+            assert folder == tmp_path / "weights" / str(version)
+            stored = load_file(folder / "model.safetensors")
+            for spec in upload.header.tensors:
+                assert torch.equal(stored[spec.name], weights.tensors[spec.name])
+                assert spec.xxh3 == xxhash.xxh3_64_intdigest(stored[spec.name].numpy().tobytes())
+                assert (spec.offset_bytes, spec.length_bytes) == (0, 0)
+            kept.append(sorted(path.name for path in folder.parent.iterdir()))
+            change(weights)
+    compute.close()
+    assert kept == [["1"], ["1", "2"], ["2", "3"], ["3", "4"]]
+
+
+async def test_the_version_in_use_outlives_newer_ones(tmp_path: Path) -> None:
+    compute = ComputeThread()
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        folders = CheckpointFolder(channel, compute, tmp_path, keep=1)
+        for version in (1, 2, 10):
+            (tmp_path / str(version)).mkdir()
+        folders.switched(2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "2"]
+    compute.close()
+
+
+async def test_memory_that_was_shared_can_be_neither_cut_nor_grown() -> None:
+    file = MemoryFile(100)
+    try:
+        with pytest.raises(PermissionError):
+            os.truncate(file.path, 50)
+        with pytest.raises(PermissionError):
+            os.truncate(file.path, 200)
+        assert len(file.path.read_bytes()) == len(file.view) == 100
+    finally:
+        file.close()
+
+
+async def test_requests_are_the_bytes_protobuf_writes() -> None:
+    heard: list[bytes] = []
+
+    async def listen(requests: AsyncIterator[Any], context: Any) -> None:
+        async for request in requests:
+            heard.append(request.SerializeToString())
+            if request.WhichOneof("message") == "header":
+                await context.write(Progress(state=weights_pb2.WEIGHT_STATE_READY))
+
+    sizes: list[int] = []
+    rng = np.random.default_rng(0)
+    # Many small pieces share a chunk, and a large one is cut.
+    pieces = [rng.bytes(size) for size in (3, 0, 127, 128, 3 << 20, 16_384, 1 << 20, 5)]
+    payload = b"".join(pieces)
+    header = weights_pb2.WeightHeader(weight_version=300, trainer_epoch=1 << 62)
+    async with ScriptedServer() as server:
+        server.uploads = [listen]
+        options = client_options(own_connection=True)
+        async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+            with pytest.raises(NotStaged):
+                await wire_upload(channel, header, pieces, on_sent=sizes.append)
+    chunks = [
+        weights_pb2.WeightChunk(offset_bytes=at, data=data, xxh3=xxhash.xxh3_64_intdigest(data))
+        for at in range(0, len(payload), 1 << 20)
+        for data in [payload[at : at + (1 << 20)]]
+    ]
+    digest = hashlib.sha256(header.SerializeToString(deterministic=True)).digest()
+    assert sizes == [len(chunk.data) for chunk in chunks]
+    assert heard == [
+        weights_pb2.UpdateWeightsRequest(header=header).SerializeToString(),
+        *(weights_pb2.UpdateWeightsRequest(chunk=c).SerializeToString() for c in chunks),
+        weights_pb2.UpdateWeightsRequest(
+            commit=weights_pb2.WeightCommit(header_sha256=digest)
+        ).SerializeToString(),
+    ]
+
+
+async def test_the_probe_is_scored_with_the_very_bytes_that_travel() -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def score(tensors: Any, token_ids: Any) -> Any:
+        seen.append({name: tensor.clone() for name, tensor in tensors.items()})
+        return np.asarray([-0.5, -0.25], np.float32)
+
+    weights, (first, second) = changing(), (Received(), Received())
+    probe = Probe(score, tokens=3, tolerance=0.125, token_ids=(5, 6, 7, 8))
+    async with (
+        ScriptedServer() as server,
+        publishing(server, Stream, probe=probe) as publisher,
+    ):
+        server.uploads = [first.take, second.take]
+        await publisher.fill(weights, 1, "bfloat16")
+        await upload(publisher, 1)
+        publisher.relabel(2)
+        await upload(publisher, 2)
+    (tensors,) = seen
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(tensors[name], tensor.to(torch.bfloat16))
+    for received in (first, second):
+        probe_sent = received.header.probe
+        assert codec.token_ids(probe_sent).tolist() == [5, 6, 7]
+        assert codec.logprobs(probe_sent).tolist() == [-0.5, -0.25]
+        assert probe_sent.tolerance == 0.125

@@ -67,6 +67,10 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("staleness.late_policy=maybe", ["staleness.late_policy", "'maybe'"]),
         ("model.dtype=float16", ["model.dtype", "'float16'"]),
         ("data.group_size=1", ["data.group_size", "1"]),
+        ("weights.transport=inline", ["weights.transport", "'inline'", "'stream'"]),
+        ("weights.probe.tokens=1", ["weights.probe.tokens", "at least 2", "1"]),
+        ("weights.anchor_every=0", ["weights.anchor_every", "0"]),
+        ("weights={transport = 'checkpoint', delta = 'on'}", ["weights", 'delta = "on"']),
         ("data.jsonl.path=x", ["data", "exactly one", "reasoning_gym", "jsonl"]),
         ("train", ["section.field=value", "'train'"]),
         ("run.seed.deep=1", ["run.seed"]),
@@ -95,7 +99,10 @@ def test_the_command_says_so_and_exits_with_2(
     assert train(write(tmp_path), ["train.clip_low=7"], False, False) == 2
     assert "train.clip_low" in capsys.readouterr().err
     assert train(write(tmp_path), [], False, True) == 0
-    assert 'name = "basic_arithmetic"' in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert 'name = "basic_arithmetic"' in shown
+    for line in ('transport = "auto"', 'delta = "auto"', "anchor_every = 50", "tolerance = 0.1"):
+        assert line in shown
 
 
 def test_every_field_explains_itself() -> None:

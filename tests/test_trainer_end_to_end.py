@@ -192,6 +192,118 @@ async def test_goes_round_and_publishes_a_version_for_every_step(
     assert list((tmp_path / "out" / "tensorboard").iterdir())
 
 
+def sampled(engine: LoadingEngine) -> dict[str, bytes]:
+    """What the engine loaded last, tensor by tensor."""
+    data = engine.payloads[-1]
+    return {
+        tensor.name: data[tensor.offset_bytes : tensor.offset_bytes + tensor.length_bytes]
+        for tensor in engine.loaded[-1].tensors
+    }
+
+
+def trained(folder: Path) -> dict[str, bytes]:
+    """The model that the trainer left."""
+    with safe_open(folder / "out" / "model" / "model.safetensors", "np") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("weights", "deltas"),
+    [
+        ({"transport": "shared_memory"}, [False] * 4),
+        ({"transport": "shared_memory", "delta": "on"}, [False, True, True, True]),
+        ({"transport": "stream", "anchor_every": 3}, [False, True, True, False]),
+        ({"transport": "checkpoint", "keep": 1}, [False] * 4),
+    ],
+    ids=["shared memory", "shared memory, differences", "stream", "checkpoint"],
+)
+async def test_whatever_the_way_the_engine_gets_the_trainers_very_bits(
+    tiny: Path, tmp_path: Path, weights: dict[str, object], deltas: list[bool]
+) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        # So small a step that most of the bits stay.
+        path = configure(
+            tmp_path,
+            tiny,
+            server.address,
+            run={"steps": 4},
+            train={"learning_rate": 1e-9},
+            weights=weights,
+        )
+        code, _, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+        assert server.engine.versions == [1, 2, 3, 4]
+        assert sampled(server.engine) == trained(tmp_path)
+    steps = records(tmp_path)
+    assert [step["delta"] for step in steps] == deltas
+    for step in steps:
+        if step["delta"]:
+            assert step["upload_bytes"] < step["upload_dense_bytes"]
+            # A step whose groups have no gradient changes nothing.
+            assert (step["changed_elements_ratio"] > 0) == step["applied"]
+            assert step["changed_elements_ratio"] < 1
+        else:
+            assert step["upload_bytes"] == step["upload_dense_bytes"]
+    if weights["transport"] == "checkpoint":
+        (left,) = (tmp_path / "out" / "weights").iterdir()
+        assert left.name == "4"
+
+
+async def test_a_load_that_fails_costs_a_whole_version_and_no_step(
+    tiny: Path, tmp_path: Path
+) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(
+            tmp_path, tiny, server.address, run={"steps": 6}, weights={"transport": "stream"}
+        )
+        trainer = await start_trainer(path)
+        await server.engine.loads(2)
+        server.engine.fail_loads = 1
+        code, _, err = await trainer.end()
+        assert code == 0, err
+        assert "WEIGHT_LOAD_FAILED" in err and "sending it once more, whole" in err
+        assert server.engine.versions[-1] == 6
+        assert sampled(server.engine) == trained(tmp_path)
+    steps = records(tmp_path)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step["delta"] for step in steps].count(False) == 2
+    # With what the difference was before it.
+    assert all(s["upload_bytes"] >= s["upload_dense_bytes"] for s in steps if not s["delta"])
+
+
+async def test_an_engine_that_computes_something_else_ends_the_run(
+    tiny: Path, tmp_path: Path
+) -> None:
+    # The fake engine's scores have nothing to do with the model.
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(
+            tmp_path,
+            tiny,
+            server.address,
+            weights={"probe": {"tokens": 8, "tolerance": 0.05}},
+        )
+        code, _, err = await (await start_trainer(path)).end()
+    assert code == 1
+    assert "sending it once more, whole" in err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("penstock train: stopped: version 1 was sent whole and rejected again: ")
+    assert "nats off" in last
+
+
+async def test_the_probes_difference_is_recorded(tiny: Path, tmp_path: Path) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(
+            tmp_path,
+            tiny,
+            server.address,
+            weights={"probe": {"tokens": 8, "tolerance": 1000.0}},
+        )
+        code, _, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+        assert server.engine.scores == 3
+    assert all(step["probe_difference"] > 0 for step in records(tmp_path))
+
+
 async def test_without_lag_is_the_synchronous_loop(tiny: Path, tmp_path: Path) -> None:
     async with serving(tiny) as server, working(server.address, letters):
         path = configure(tmp_path, tiny, server.address, staleness={"max_lag": 0})
@@ -211,6 +323,9 @@ async def test_steps_without_gradient_still_advance(tiny: Path, tmp_path: Path) 
         assert server.engine.versions == [1, 2, 3]
     steps = records(tmp_path)
     assert [step["applied"] for step in steps] == [False, False, False]
+    # Nobody knows what version 0 was.
+    assert [step["unchanged"] for step in steps] == [False, True, True]
+    assert "version 2 changes no tensor, for the step had no gradient" in err
     assert [step["groups_without_gradient"] for step in steps] == [2, 2, 2]
     assert all(step["loss"] == 0.0 and step["grad_norm"] == 0.0 for step in steps)
 
@@ -244,13 +359,20 @@ async def test_some_failures_are_counted_and_survived(tiny: Path, tmp_path: Path
     assert [step["failures"] for step in records(tmp_path)] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("transport", ["auto", "stream"])
 async def test_a_server_that_is_killed_is_given_its_weights_again(
-    tiny: Path, tmp_path: Path
+    tiny: Path, tmp_path: Path, transport: str
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(serving(tiny))
         await stack.enter_async_context(working(first.address, letters))
-        path = configure(tmp_path, tiny, first.address, run={"steps": 12})
+        path = configure(
+            tmp_path,
+            tiny,
+            first.address,
+            run={"steps": 12},
+            weights={"transport": transport},
+        )
         trainer = await start_trainer(path)
         await first.engine.loads(3)
         before = first.engine.versions[-1]
@@ -261,7 +383,15 @@ async def test_a_server_that_is_killed_is_given_its_weights_again(
             assert "lost the server" in err and "connected again" in err
             assert second.engine.versions[0] >= before
             assert second.engine.versions[-1] == 12
-    assert [step["step"] for step in records(tmp_path)] == list(range(1, 13))
+            assert sampled(second.engine) == trained(tmp_path)
+    steps = records(tmp_path)
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    if transport == "stream":
+        # The server that came back gets a whole version by itself, and then differences again. What
+        # it is given once more has no record of its own.
+        whole = [step["step"] for step in steps if not step["delta"]]
+        assert whole[0] == 1 and len(whole) <= 3
+        assert steps[-1]["delta"]
 
 
 async def test_a_server_that_stays_away_ends_the_run(tiny: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.trainer.fsdp_policy import FsdpPolicy
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter
+    from penstock.trainer.probe import Probe
     from penstock.trainer.publisher import Publisher
     from penstock.trainer.tasks import TaskFeeder
 
@@ -191,18 +192,26 @@ def _wire(
     from penstock.trainer.checkpoint import TrainerState, save_checkpoint
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter, keep_until
-    from penstock.trainer.publisher import Publisher
+    from penstock.trainer.probe import Probe
 
     run, state = config.run, start.state
     tasks = _make_feeder(config, state, channel)
     exchange = _make_exchange(config, state, channel, stopping)
-    publisher = Publisher(bulk, compute, shared_memory=config.weights.transport == "auto")
+    probe = Probe(
+        start.policy.score,
+        tokens=config.weights.probe.tokens,
+        tolerance=config.weights.probe.tolerance,
+        token_ids=state.probe,
+    )
+    publisher = _make_publisher(config, compute, bulk, probe)
     keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
 
     def checkpoint(step: int, weight_version: int) -> None:
-        reached = TrainerState(run.id, step, weight_version, tasks.next_index, tasks.outstanding)
+        reached = TrainerState(
+            run.id, step, weight_version, tasks.next_index, tasks.outstanding, probe.token_ids
+        )
         folder = run.out / "checkpoints"
         save_checkpoint(folder, reached, start.policy.save, keep=config.checkpoint.keep)
 
@@ -214,12 +223,38 @@ def _wire(
         publisher=publisher,
         tasks=tasks,
         metrics=metrics,
+        probe=probe,
         checkpoint=checkpoint,
         stopping=stopping,
         step=state.step,
         share_prefixes=start.share_prefixes,
     )
     return _Parts(exchange, publisher, metrics, loop)
+
+
+def _make_publisher(
+    config: TrainerConfig, compute: ComputeThread, bulk: grpc.aio.Channel, probe: Probe
+) -> Publisher:
+    from penstock.trainer.publisher import Publisher
+    from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, Transport
+
+    weights = config.weights
+    transports: list[Transport] = []
+    if weights.transport in ("auto", "shared_memory"):
+        transports.append(SharedMemory(bulk))
+    if weights.transport in ("auto", "stream"):
+        transports.append(Stream(bulk))
+    if weights.transport == "checkpoint":
+        folder = config.run.out / "weights"
+        transports.append(CheckpointFolder(bulk, compute, folder, keep=weights.keep))
+    return Publisher(
+        bulk,
+        compute,
+        transports=transports,
+        delta=weights.delta,
+        anchor_every=weights.anchor_every,
+        probe=probe,
+    )
 
 
 def _make_feeder(

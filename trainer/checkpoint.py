@@ -33,6 +33,8 @@ class TrainerState:
     """First data index never submitted."""
     outstanding: tuple[int, ...]
     """Data indices submitted and not trained."""
+    probe: tuple[int, ...] = ()
+    """Tokens of the run's probe; none where it has none yet."""
 
 
 def save_checkpoint(
@@ -81,6 +83,8 @@ def read_state(checkpoint: Path) -> TrainerState:
             weight_version=cast("int", fields["weight_version"]),
             next_index=cast("int", fields["next_index"]),
             outstanding=tuple(cast("list[int]", fields["outstanding"])),
+            # Checkpoints of before there were probes have no such field.
+            probe=tuple(cast("list[int]", fields.get("probe", []))),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointUnusable(f"{path}: {error!r}") from error

@@ -32,5 +32,18 @@ class WeightsRefused(TrainerError):
     """The server refuses a weight version, and sending it again would not help."""
 
 
+class SwitchRejected(WeightsRefused):
+    """The server refuses to switch to a staged version, or could not; says what it samples."""
+
+    def __init__(self, weight_version: int, active_version: int, reason: str, message: str) -> None:
+        super().__init__(
+            f"the server refuses to switch to version {weight_version} and stays at "
+            f"{active_version}: {reason}: {message}"
+        )
+        self.weight_version = weight_version
+        self.reason = reason
+        self.message = message
+
+
 class EverythingFailed(TrainerError):
     """Every trajectory of too many groups in a row failed."""

@@ -32,7 +32,7 @@ from typing import cast
 
 import grpc
 
-from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, WeightsRefused
+from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
 from penstock.trainer.stopping import unless
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
@@ -72,6 +72,9 @@ class SwitchReceipt:
     weight_version: int
     pause_seconds: float
     """How long generation stood still; zero where a lost stream took the figure with it."""
+    probe_difference: float | None = None
+    """Mean difference of the engine's score of the probe, in nats; None without a probe, or where a lost
+    stream took it along."""
     received_at: float = field(default_factory=time.time)
     """Unix seconds."""
 
@@ -197,7 +200,7 @@ class Exchange:
     def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt]:
         """Asks for a staged version; the trainer holds it from now on.
 
-        The future fails with WeightsRefused. A lost stream does not fail it: once the server is
+        The future fails with SwitchRejected. A lost stream does not fail it: once the server is
         back and up to date it succeeds.
         """
         future: asyncio.Future[SwitchReceipt] = asyncio.get_running_loop().create_future()
@@ -353,15 +356,16 @@ class Exchange:
     def _switched(self, receipt: weights_pb2.WeightReceipt) -> None:
         version = receipt.weight_version
         future = self._switches.pop(version, None)
-        if receipt.active_weight_version == version:
+        if not receipt.HasField("rejection"):
             if future is not None and not future.done():
                 pause = receipt.pause.ToNanoseconds() / 1e9
-                future.set_result(SwitchReceipt(version, pause))
+                probed = receipt.HasField("probe")
+                difference = receipt.probe.mean_difference if probed else None
+                future.set_result(SwitchReceipt(version, pause, difference))
             return
-        error = WeightsRefused(
-            f"the server refuses to switch to version {version} and stays at "
-            f"{receipt.active_weight_version}: {receipt.rejection.reason}: "
-            f"{receipt.rejection.message}"
+        rejection = receipt.rejection
+        error = SwitchRejected(
+            version, receipt.active_weight_version, rejection.reason, rejection.message
         )
         if future is None or future.done():
             raise error

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +21,7 @@ from safetensors.torch import (
     save_file,  # pyright: ignore[reportUnknownVariableType]
 )
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -29,6 +30,10 @@ from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.loss import policy_loss, token_logprobs, token_mean
 from penstock.trainer.policy import StepResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +169,26 @@ class FsdpPolicy:
         # named_parameters leaves out the second name of a tied tensor, and buffers are not weights.
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach()
+
+    def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Scores a sequence under given weights; see `policy.Policy`."""
+        whole = {n: tensor.to(self._device, torch.float32) for n, tensor in tensors.items()}
+        ids_1T = torch.tensor([list(token_ids)], device=self._device)
+        self._sources_M = torch.arange(len(token_ids) - 1, device=self._device)
+        # Without dropout, as it is sampled.
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                output = cast(
+                    "_Output",
+                    functional_call(
+                        self._module, whole, kwargs={"input_ids": ids_1T, "use_cache": False}
+                    ),
+                )
+        finally:
+            self._module.train()
+        logprobs = torch.log_softmax(output.logits.squeeze(0).float(), dim=-1)
+        return logprobs.gather(1, ids_1T[0, 1:, None]).squeeze(1).cpu().numpy()
 
     def save_model(self, folder: Path) -> None:
         """Writes a model folder; see `policy.Policy`."""

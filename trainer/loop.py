@@ -11,13 +11,26 @@ gather. A step's demand follows its switch, because from then on the trainer hol
 from which lag is counted. Every step publishes a version of its own, also where nothing had a
 gradient: the server counts batches by the versions between them.
 
+A switch can be rejected: the engine could not load the version, or its probe was off. The server then
+samples the version before. The order of events:
+
+    1. SwitchWeights(v), the receipts of v's batch, the next demand; the next step gathers
+    2. WeightReceipt(v) with a rejection. v's step is done all the same: the policy contains it, so its
+       receipts stand and its groups are not trained again; only the engine lags behind
+    3. v once more, whole, out of the payload, which the policy's next step does not touch. The groups
+       that come meanwhile carry one version more of lag, and are masked or held back as any others
+    4. SwitchWeights(v) again. Accepted: the step is concluded. Rejected: the run ends. What it has not
+       saved the server delivers again to the trainer that resumes
+
+The next version is not published before that is settled.
+
 A run is asked to stop by `stopping`, and ends in one of these ways:
 
     server there     gathering ends at once; a step that computes is finished: publish, switch,
                      receipts, checkpoint, conclude
     server away      computing is finished, and so is its step, but only here: the server hears
                      nothing of it. Checkpoint; the record as far as known. Whoever waits for the
-                     server (`_retry`, the switch's answer) stops waiting as `Exchange.left` is set
+                     server (`Handover`) stops waiting as `Exchange.left` is set
     server lost      as with the server there until the loss, from then on as with the server away
       after that
 
@@ -34,9 +47,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 from opentelemetry.trace import Span
@@ -44,20 +56,20 @@ from opentelemetry.trace import Span
 from penstock.trainer.batching import TrainingGroup, build_micro_batches, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import EverythingFailed, ServerLost, SessionRefused
+from penstock.trainer.errors import EverythingFailed, SessionRefused
 from penstock.trainer.exchange import Exchange, SwitchReceipt
+from penstock.trainer.handover import Handover
 from penstock.trainer.metrics import MetricsWriter, StepRecord
 from penstock.trainer.policy import Policy, StepResult
-from penstock.trainer.publisher import Publisher
+from penstock.trainer.probe import Probe
+from penstock.trainer.publisher import Publisher, Sent
 from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import TaskFeeder
-from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-RETRY_SECONDS = 0.5
-LONGEST_RETRY_SECONDS = 5.0
+UNAVAILABLE = rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
 LATE_POLICIES = {
     "mask": trainer_service_pb2.LATE_POLICY_MASK,
     "wait": trainer_service_pb2.LATE_POLICY_WAIT,
@@ -95,6 +107,7 @@ class TrainingLoop:
         publisher: Publisher,
         tasks: TaskFeeder,
         metrics: MetricsWriter,
+        probe: Probe,
         checkpoint: Callable[[int, int], None],
         stopping: asyncio.Event,
         step: int,
@@ -109,10 +122,11 @@ class TrainingLoop:
         self._publisher = publisher
         self._tasks = tasks
         self._metrics = metrics
+        self._probe = probe
         self._checkpoint = checkpoint
         self._stopping = stopping
         self._share_prefixes = share_prefixes
-        self._in_flight = IN_FLIGHT[config.weights.in_flight]
+        self._handover = Handover(exchange, publisher, IN_FLIGHT[config.weights.in_flight])
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
         self._weight_dtype = ""
@@ -158,21 +172,23 @@ class TrainingLoop:
         """Agrees with the server on weights and tasks before the first step.
 
         The server starts with the base model, as version 0. Where it has seen other versions, this
-        run's weights get a greater number than all of them, for versions only grow.
+        run's weights get a greater number than all of them, for versions only grow. A server that serves
+        nothing, because it could not load a version, needs one whatever its number.
         """
-        info = await self._retry(self._publisher.server_info)
+        info = await self._handover.retry(self._publisher.server_info)
         if info is None:
             return
         self._weight_dtype = info.weight_dtype
         held = self._exchange.held_version
         newest = max(info.active_weight_version, *info.staged_weight_versions, 0)
-        if newest > held or welcome.active_weight_version != held:
+        serves = all(replica.state != UNAVAILABLE for replica in info.replicas)
+        if newest > held or welcome.active_weight_version != held or not serves:
             version = held if newest < held else newest + 1
             log.info("the server samples version %d; publishing %d", newest, version)
             await self._publisher.fill(self._policy.weights, version, self._weight_dtype)
-            await self._stage(version)
-            await self._answer(self._exchange.switch(version))
-        await self._retry(self._tasks.submit_again)
+            if await self._handover.stage(version) is not None:
+                await self._handover.confirm(version, self._exchange.switch(version))
+        await self._handover.retry(self._tasks.submit_again)
 
     async def restore(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Brings a server up to date that came back with less than it had. Raises ServerLost."""
@@ -181,10 +197,13 @@ class TrainingLoop:
             raise SessionRefused(
                 f"the server samples version {active}, which this trainer never published"
             )
+        if active < held:
+            # It has lost what differences are made from.
+            self._publisher.forget_base()
         # A payload that is newer is on its way already, and will be switched to.
         if active < held and self._publisher.filled_version == held:
             log.warning("the server came back with version %d; publishing %d again", active, held)
-            if await self._upload(held):
+            if await self._handover.upload(held) is not None:
                 self._exchange.repeat_switch()
         await self._tasks.submit_again()
 
@@ -200,7 +219,7 @@ class TrainingLoop:
                 # The checkpoint resumed from contains it, and its receipt was never heard.
                 self._exchange.receipt([delivery], self.step)
                 self._exchange.demand(1)
-                await self._retry(self._tasks.fill)
+                await self._handover.retry(self._tasks.fill)
                 continue
             group = read_group(
                 delivery,
@@ -216,18 +235,18 @@ class TrainingLoop:
             else:
                 record.groups_failed += 1
                 self._refuse(delivery)
-                await self._retry(self._tasks.fill)
+                await self._handover.retry(self._tasks.fill)
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
-        _describe(batch, record)
-        await self._retry(self._tasks.fill)
+        _describe_batch(batch, record)
+        await self._handover.retry(self._tasks.fill)
         return None if self._exchange.left.is_set() else batch
 
     def _heed(self, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup) -> None:
         """A dropped group took its task with it; a requeued one did not."""
         if notice.reason == "GROUP_DROPPED":
             self._tasks.arrived()
-            group.create_task(self._retry(self._tasks.fill))
+            group.create_task(self._handover.retry(self._tasks.fill))
 
     async def _next_delivery(self) -> trajectory_pb2.TrajectoryGroup | None:
         """The next group, or None as soon as the run is to stop."""
@@ -256,6 +275,7 @@ class TrainingLoop:
 
     async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
         record.time_train_start = time.time()
+        self._probe.choose(batch.groups)
         result = await self._compute.run(self._compute_step, batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
@@ -289,10 +309,11 @@ class TrainingLoop:
             )
         else:
             self._publisher.relabel(record.weight_version)
-        staged = await self._stage(record.weight_version)
+        sent = await self._handover.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
-        record.upload_bytes = self._publisher.length_bytes if staged else 0
+        if sent is not None:
+            _describe_upload(sent, record)
 
     def _switch(self, batch: Batch, record: StepRecord) -> asyncio.Future[SwitchReceipt]:
         """Switch, receipts, and the demand of the next step, in this order on the stream."""
@@ -324,55 +345,23 @@ class TrainingLoop:
     async def _conclude(
         self, switch: asyncio.Future[SwitchReceipt], record: StepRecord, span: Span
     ) -> None:
-        receipt = await self._answer(switch)
-        if receipt is None:
+        switched = await self._handover.confirm(record.weight_version, switch)
+        if switched is None:
             record.time = time.time()
         else:
+            receipt = switched.receipt
             record.time_switch_end = record.time = receipt.received_at
             record.seconds_switch = record.time_switch_end - record.time_switch_start
             record.pause_seconds = receipt.pause_seconds
+            record.probe_difference = receipt.probe_difference
+            if switched.sent_again is not None:
+                record.upload_bytes += switched.sent_again.bytes_sent
+                record.delta = False
         record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0
         self._metrics.write(record, span)
 
-    async def _upload(self, weight_version: int) -> bool:
-        return await self._publisher.upload(
-            weight_version,
-            trainer_epoch=lambda: self._exchange.trainer_epoch,
-            in_flight=self._in_flight,
-        )
 
-    async def _stage(self, weight_version: int) -> bool:
-        """Whether the server has it; it has not where the run stops without the server."""
-
-        async def attempt() -> bool:
-            await self._upload(weight_version)
-            return True
-
-        return await self._retry(attempt) is not None
-
-    async def _answer(self, wait: Awaitable[T]) -> T | None:
-        """What the server answers; None where the run stops without the server."""
-        return await unless(self._exchange.left, wait)
-
-    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T | None:
-        """Until it succeeds, or the exchange gives the server up, which ends the run; None where
-        the run stops without the server."""
-        return await self._answer(self._attempt(attempt))
-
-    async def _attempt(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        pause = RETRY_SECONDS
-        while True:
-            await self._exchange.ready()
-            try:
-                return await attempt()
-            except ServerLost as error:
-                log.warning("%s; trying again", error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY_SECONDS)
-
-
-def _describe(batch: Batch, record: StepRecord) -> None:
-    """The batch's own figures."""
+def _describe_batch(batch: Batch, record: StepRecord) -> None:
     groups = batch.groups
     rewards = np.array([reward for group in groups for reward in group.rewards])
     lags = np.concatenate([group.lags for group in groups])
@@ -390,3 +379,13 @@ def _describe(batch: Batch, record: StepRecord) -> None:
         for trajectory in delivery.trajectories
         if trajectory.traceparent
     ]
+
+
+def _describe_upload(sent: Sent, record: StepRecord) -> None:
+    record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
+    record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
+    record.changed_tensors = sent.changed_tensors
+    record.unchanged = sent.changed_tensors == 0
+    if record.unchanged:
+        why = "" if record.applied else ", for the step had no gradient"
+        log.warning("version %d changes no tensor%s", record.weight_version, why)

@@ -65,7 +65,21 @@ class StepRecord:
     """Part of the step in which the trainer waited for groups."""
     pause_seconds: float = 0.0
     """How long generation stood still for the switch."""
+    probe_difference: float | None = None
+    """Mean difference between the engine's score of the probe and the trainer's, in nats; None without
+    one."""
     upload_bytes: int = 0
+    """Bytes of weights that were sent; through the stream those of attempts that failed too."""
+    upload_dense_bytes: int = 0
+    """Size of the whole version."""
+    delta: bool = False
+    """Whether the version went as a difference."""
+    changed_tensors: int | None = None
+    """Tensors that differ from what the server sampled before, as it says; None where it did not say."""
+    changed_elements_ratio: float | None = None
+    """Elements that differ from the version before, of all; None where no difference was made."""
+    unchanged: bool = False
+    """Whether no tensor changed: an alarm."""
     time: float = 0.0
     """When the record was made."""
     time_gather_start: float = 0.0
@@ -172,6 +186,10 @@ class _Instruments:
         self._tokens = meter.create_counter("penstock.trainer.tokens", unit="{token}")
         self._masked = meter.create_counter("penstock.trainer.tokens_masked", unit="{token}")
         self._bytes = meter.create_counter("penstock.trainer.upload", unit="By")
+        self._probe = meter.create_histogram("penstock.trainer.probe_difference", unit="{nat}")
+        self._unchanged = meter.create_counter(
+            "penstock.trainer.weights.unchanged", unit="{version}"
+        )
         self._failures = meter.create_counter("penstock.trainer.failures", unit="{trajectory}")
 
     def record(self, record: StepRecord) -> None:
@@ -184,6 +202,9 @@ class _Instruments:
         self._masked.add(record.tokens_masked)
         self._bytes.add(record.upload_bytes)
         self._failures.add(record.failures)
+        self._unchanged.add(record.unchanged)
+        if record.probe_difference is not None:
+            self._probe.record(record.probe_difference)
 
 
 class _Display:
@@ -214,9 +235,11 @@ class _Display:
             f" (max {r.lag_max})  masked {r.tokens_masked}  tokens {r.tokens}"
             f"  seconds {r.seconds:.2f} = wait {r.seconds_wait:.2f} + train {r.seconds_train:.2f}"
             f" + upload {r.seconds_upload:.2f}  idle {r.idle_ratio:.0%}"
-            f"  pause {r.pause_seconds:.3f}  {r.upload_bytes / 1e6:.0f} MB"
+            f"  pause {r.pause_seconds:.3f}  {_megabytes(r.upload_bytes)}"
+            f" of {_megabytes(r.upload_dense_bytes)} MB"
             f"  logprob diff {r.logprob_diff_mean:.4f} (max {r.logprob_diff_max:.3f})"
             f"  no gradient {r.groups_without_gradient}/{r.groups}  failed {r.failures}"
+            f"{'  unchanged!' if r.unchanged else ''}"
         )
 
     def _table(self) -> Table:
@@ -241,12 +264,17 @@ class _Display:
                 f"{r.seconds_upload:.2f}",
                 f"{r.idle_ratio:.0%}",
                 f"{r.pause_seconds:.3f}",
-                f"{r.upload_bytes / 1e6:.0f}",
+                "unchanged!" if r.unchanged else _megabytes(r.upload_bytes),
                 f"{r.logprob_diff_mean:.4f}",
                 f"{r.groups_without_gradient}/{r.groups}",
                 str(r.failures),
             )
         return table
+
+
+def _megabytes(count: int) -> str:
+    """Three digits, for a difference can be a thousandth of the whole."""
+    return f"{count / 1e6:.{3 if count < 1e6 else 1 if count < 1e8 else 0}f}"
 
 
 def keep_until(folder: Path, step: int) -> None:

@@ -1,28 +1,30 @@
 """One weight version as packed bytes, in memory that another process of this host can read.
 
-The memory is a file without a name, which the server opens as `/proc/<pid>/fd/<n>`: it needs no
-room in /dev/shm, and nothing is left of it when the trainer is killed. It is allocated once and
-reused, because fresh pages cost several times the copy.
+The memory is allocated once and reused, because fresh pages cost several times the copy.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from penstock.trainer.errors import WeightsRefused
 from penstock.v1 import weights_pb2
+from penstock.wire.memory_file import MemoryFile
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 # So that no tensor straddles a cache line it need not, whatever its dtype.
 ALIGNMENT = 64
+# What tells apart bit patterns of a width, whatever they mean.
+_ELEMENTS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,13 @@ class Payload:
         self._dtype_name = dtype
         self._dtype = _torch_dtype(dtype)
         self._places, self.length_bytes = _lay_out(tensors, self._dtype)
-        self._descriptor = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
-        # Allocates every page now: a sparse file would end in SIGBUS when memory runs out.
-        os.posix_fallocate(self._descriptor, 0, self.length_bytes)
-        self._memory = mmap.mmap(self._descriptor, self.length_bytes)
-        self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
-        device = os.fstat(self._descriptor).st_dev
-        self.host_namespace = f"{BOOT_ID.read_text().strip()}:{device}"
+        self.file = MemoryFile(self.length_bytes)
         self._specs: tuple[weights_pb2.TensorSpec, ...] = ()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self._dtype.itemsize
 
     @property
     def specs(self) -> tuple[weights_pb2.TensorSpec, ...]:
@@ -60,14 +61,11 @@ class Payload:
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrites the payload; the names and shapes are those of the constructor, in their
         order."""
-        view = memoryview(self._memory)
         specs: list[weights_pb2.TensorSpec] = []
         for place, (name, tensor) in zip(self._places, tensors, strict=True):
             if (place.name, place.shape) != (name, tuple(tensor.shape)):
                 raise ValueError(f"{name} {tuple(tensor.shape)}: the payload expects {place}")
-            data = view[place.offset : place.offset + place.length]
-            target = torch.frombuffer(data, dtype=self._dtype).view(place.shape)
-            target.copy_(tensor.detach())
+            self._tensor(place).copy_(tensor.detach())
             specs.append(
                 weights_pb2.TensorSpec(
                     name=name,
@@ -76,18 +74,29 @@ class Payload:
                     offset_bytes=place.offset,
                     length_bytes=place.length,
                     encoding=weights_pb2.TENSOR_ENCODING_RAW,
-                    xxh3=xxhash.xxh3_64_intdigest(data),
+                    xxh3=xxhash.xxh3_64_intdigest(self._bytes(place)),
                 )
             )
         self._specs = tuple(specs)
 
-    def slice(self, offset: int, length: int) -> bytes:
-        """A copy of a part of the payload, shorter at its end."""
-        return self._memory[offset : offset + length]
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its name: views, which the next `fill` overwrites."""
+        return {place.name: self._tensor(place) for place in self._places}
+
+    def elements(self) -> list[NDArray[np.unsignedinteger]]:
+        """Every tensor's bit patterns, flat, in the order of `specs`: views likewise."""
+        patterns = _ELEMENTS[self._dtype.itemsize]
+        return [np.frombuffer(self._bytes(place), patterns) for place in self._places]
 
     def close(self) -> None:
         """Gives the memory back once the last who reads it has let go of it."""
-        os.close(self._descriptor)
+        self.file.close()
+
+    def _bytes(self, place: _Place) -> memoryview:
+        return self.file.view[place.offset : place.offset + place.length]
+
+    def _tensor(self, place: _Place) -> Tensor:
+        return torch.frombuffer(self._bytes(place), dtype=self._dtype).view(place.shape)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

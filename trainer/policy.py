@@ -7,14 +7,18 @@ event loop's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from penstock.trainer.batching import MicroBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,16 @@ class Policy(Protocol):
         """Every tensor of a full upload with its Hugging Face name, always in the same order.
 
         The tensors are the live ones: they hold until the next `step`. Tied ones come once.
+        """
+        ...
+
+    def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probability of each token but the first, given those before it, at temperature 1; shape
+        [n - 1], n the tokens.
+
+        Computed with `tensors`, named as by `weights`, in place of the policy's own, whatever their dtype
+        in float32 arithmetic: as exact as can be, so that only what the engine rounds sets the two
+        apart. Takes memory for the weights in float32 meanwhile.
         """
         ...
 

@@ -1,61 +1,110 @@
 """The trainer's weights to the server: packed, described, uploaded over a connection of their own.
 
-    fill (compute thread) -> header -> READY -> chunks, or nothing for shared memory -> commit ->
-    STAGED
+    fill (compute thread) -> upload: whole, or as a difference -> STAGED -> switched
 
 The switch itself travels on the exchange. The payload keeps the bytes of the newest version until
 the next `fill`, so that a server that comes back empty can be given them again without the model.
+
+Where differences are sent there are two payloads: one has what the server samples, and the other is
+filled, compared with it, and takes its place once the server has switched. A version goes whole:
+
+    the first; each so many-th (the anchor); after `forget_base`, which a server that was away or that
+    rejected a switch calls for; and at once where the server has another base, or the difference did not
+    come out as it should. Every version does where there is no memory for the second payload, and where
+    the server turns out to keep no base.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
-import xxhash
 from torch import Tensor
 
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
+from penstock.trainer.parcel import Delta, Held, Parcel, can_differ, difference, whole
 from penstock.trainer.payload import Payload
+from penstock.trainer.probe import Probe
+from penstock.trainer.transports import SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
+from penstock.wire.upload import NotStaged
 
 log = logging.getLogger(__name__)
 
 # Every tensor of a full upload with its name, in an order that does not change.
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
-CHUNK_BYTES = 1024 * 1024
-UPDATE_WEIGHTS = "/penstock.v1.RolloutService/UpdateWeights"
 GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
-# What a server answers that cannot read this host's memory: the stream still can.
-NOT_SHARED = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID)
 # What passes: an upload that broke off and that the server has not noticed yet, a flipped bit, an
 # epoch that a reconnection of the exchange has just outdated.
 PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
+# What a difference can be refused for and the whole version cannot.
+NOT_THE_BASE = (Reason.BASE_VERSION_MISMATCH, Reason.CHECKSUM_MISMATCH)
+# A server that is configured to keep nothing refuses each difference; two can be chance.
+REFUSALS_IN_A_ROW = 3
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.2
+# Memory beyond a second payload that has to be free before it is allocated.
+SPARE_MEMORY_RATIO = 0.25
+MEMORY_INFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the upload of one version took."""
+
+    bytes_sent: int
+    """Of weights, through the stream those of failed attempts too."""
+    dense_bytes: int
+    """Size of the whole version."""
+    delta: bool
+    """Whether it went as a difference."""
+    changed_elements_ratio: float | None
+    """Elements that differ from the version before, of all; None where it went whole."""
+    changed_tensors: int | None
+    """Tensors that differ from what the server sampled, as it says; None where it did not say."""
 
 
 class Publisher:
     """Uploads weight versions; one at a time."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, compute: ComputeThread, *, shared_memory: bool = True
+        self,
+        channel: grpc.aio.Channel,
+        compute: ComputeThread,
+        *,
+        transports: Sequence[Transport] = (),
+        delta: Delta = "auto",
+        anchor_every: int = 50,
+        probe: Probe | None = None,
     ) -> None:
-        """`channel` must carry nothing else, lest bulk delay what does."""
+        """The first of `transports` is used; the next where the server cannot read from it. None
+        given are shared memory, then `channel`, which must carry nothing else.
+        """
         self._channel = channel
         self._compute = compute
-        self._shared_memory = shared_memory
-        self._payload: Payload | None = None
+        self._transports = list(transports) or [SharedMemory(channel), Stream(channel)]
+        self._place = 0
+        self._delta = delta
+        self._anchor_every = anchor_every
+        self._probe = probe
+        self._payloads: list[Payload] = []
+        self._filled: Payload | None = None
         self._filled_version = 0
+        self._base: Held | None = None
+        self._deltas_since_anchor = 0
+        self._refused_in_a_row = 0
+        self._whole_only = False
+        self._measured: weights_pb2.WeightProbe | None = None
         self._lock = asyncio.Lock()
 
     @property
@@ -65,8 +114,16 @@ class Publisher:
 
     @property
     def length_bytes(self) -> int:
-        """Size of one upload."""
-        return self._payload.length_bytes if self._payload else 0
+        """Size of a whole version."""
+        return self._filled.length_bytes if self._filled else 0
+
+    @property
+    def _transport(self) -> Transport:
+        return self._transports[self._place]
+
+    @property
+    def _bytes_sent(self) -> int:
+        return sum(transport.bytes_sent for transport in self._transports)
 
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
         """What the server is and holds. Raises ServerLost."""
@@ -82,7 +139,8 @@ class Publisher:
             raise _lost_or(error, "GetServerInfo") from error
 
     async def fill(self, weights: Weights, weight_version: int, dtype: str) -> None:
-        """Copies weights into the payload as this version, in the dtype the server named.
+        """Copies weights into the payload as this version, in the dtype the server named, and scores
+        the probe with them.
 
         Waits for an upload that is under way.
         """
@@ -101,45 +159,168 @@ class Publisher:
         *,
         trainer_epoch: Callable[[], int],
         in_flight: weights_pb2.InFlightPolicy.ValueType,
-    ) -> bool:
+    ) -> Sent | None:
         """Stages a version on the server; returns once it is verified there.
 
-        False means that the payload holds a newer one by now. `trainer_epoch` is asked for each
+        None means that the payload holds a newer one by now. `trainer_epoch` is asked for each
         attempt. Raises ServerLost where the server is away, and WeightsRefused where it says no.
         """
         async with self._lock:
-            for attempt in range(ATTEMPTS):
-                if self._filled_version != weight_version:
-                    return False
-                header = self._header(trainer_epoch(), in_flight)
-                try:
-                    await self._send(header)
-                    break
-                except grpc.aio.AioRpcError as error:
-                    if not await self._passes(read_failure(error), attempt + 1 < ATTEMPTS):
-                        raise _lost_or(error, f"version {weight_version}") from error
-                    if await self._is_held():
-                        break
-                    await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
-            return True
+            if self._filled_version != weight_version:
+                return None
+            try:
+                return await self._upload(trainer_epoch, in_flight)
+            except grpc.aio.AioRpcError as error:
+                raise _lost_or(error, f"version {weight_version}") from error
+            except NotStaged as error:
+                raise WeightsRefused(str(error)) from error
+
+    def switched(self, weight_version: int) -> None:
+        """The server samples this version: what comes next can be its difference from it."""
+        if self._filled is not None and weight_version == self._filled_version:
+            self._base = Held(self._filled, weight_version) if self._sends_deltas() else None
+        self._transport.switched(weight_version)
+
+    def forget_base(self) -> None:
+        """What the server holds is not known any more: the next upload is a whole one."""
+        self._base = None
 
     def close(self) -> None:
-        """Frees the payload."""
-        if self._payload is not None:
-            self._payload.close()
-            self._payload = None
+        """Frees the payloads."""
+        for payload in self._payloads:
+            payload.close()
+        self._payloads, self._filled, self._base = [], None, None
 
-    async def _passes(self, failure: Failure, attempts_left: bool) -> bool:
-        """Whether another attempt may succeed."""
-        if not attempts_left or failure.code == grpc.StatusCode.UNAVAILABLE:
-            return False
-        if self._shared_memory and failure.reason in NOT_SHARED:
+    # In the compute thread.
+
+    def _fill(self, weights: Weights, dtype: str) -> None:
+        self._filled = self._free_payload(weights, dtype)
+        self._filled.fill(weights())
+        if self._probe is not None:
+            self._measured = self._probe.measure(self._filled.tensors())
+
+    def _free_payload(self, weights: Weights, dtype: str) -> Payload:
+        """One that does not hold the base, where the base is to be kept."""
+        base = self._base
+        if base is None:
+            while self._whole_only and len(self._payloads) > 1:
+                self._payloads.pop().close()
+            # Until a switch makes a base of one, the first is enough.
+            return self._payloads[0] if self._payloads else self._allocate(weights, dtype)
+        for payload in self._payloads:
+            if payload is not base.payload:
+                return payload
+        try:
+            _check_memory(base.payload.length_bytes)
+            return self._allocate(weights, dtype)
+        except OSError as error:
             log.warning(
-                "the server cannot read this host's memory (%s); weights go through the stream",
-                failure.message,
+                "no memory for a second copy of the weights (%s): every version is sent whole",
+                error.strerror,
             )
-            self._shared_memory = False
-            return True
+            self._whole_only, self._base = True, None
+            return base.payload
+
+    def _allocate(self, weights: Weights, dtype: str) -> Payload:
+        payload = Payload(weights(), dtype)
+        self._payloads.append(payload)
+        return payload
+
+    def _pack(self) -> Parcel:
+        payload, base = self._filled, self._base
+        if payload is None:
+            raise RuntimeError("fill comes before upload")
+        if base is None or self._deltas_since_anchor + 1 >= self._anchor_every:
+            return whole(payload, self._filled_version)
+        return difference(payload, self._filled_version, base)
+
+    # On the event loop.
+
+    async def _upload(
+        self,
+        trainer_epoch: Callable[[], int],
+        in_flight: weights_pb2.InFlightPolicy.ValueType,
+    ) -> Sent:
+        parcel = await self._compute.run(self._pack)
+        before = self._bytes_sent
+        changed_tensors: int | None = None
+        for attempt in range(ATTEMPTS):
+            header = self._header(parcel, trainer_epoch(), in_flight)
+            try:
+                staged = await self._transport.send(header, parcel)
+                changed_tensors = staged.changed_tensor_count
+                break
+            except grpc.aio.AioRpcError as error:
+                failure = read_failure(error)
+                if attempt + 1 == ATTEMPTS or failure.code == grpc.StatusCode.UNAVAILABLE:
+                    raise
+                if parcel.is_delta and failure.reason in NOT_THE_BASE:
+                    parcel = self._instead(parcel, failure)
+                    continue
+                if self._fall_back(failure):
+                    continue
+                if not await self._passes(failure):
+                    raise
+                if await self._is_held():
+                    break
+                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
+        self._deltas_since_anchor = self._deltas_since_anchor + 1 if parcel.is_delta else 0
+        if parcel.is_delta:
+            self._refused_in_a_row = 0
+        return Sent(
+            bytes_sent=self._bytes_sent - before,
+            dense_bytes=parcel.payload.length_bytes,
+            delta=parcel.is_delta,
+            changed_elements_ratio=parcel.changed_elements_ratio,
+            changed_tensors=changed_tensors,
+        )
+
+    def _header(
+        self,
+        parcel: Parcel,
+        trainer_epoch: int,
+        in_flight: weights_pb2.InFlightPolicy.ValueType,
+    ) -> weights_pb2.WeightHeader:
+        """All but the tensors and their source."""
+        return weights_pb2.WeightHeader(
+            weight_version=parcel.weight_version,
+            base_weight_version=parcel.base_weight_version,
+            activation=weights_pb2.ACTIVATION_STAGED,
+            in_flight=in_flight,
+            trainer_epoch=trainer_epoch,
+            probe=self._measured,
+        )
+
+    def _sends_deltas(self) -> bool:
+        if self._whole_only or self._anchor_every == 1 or self._delta == "off":
+            return False
+        if self._filled is not None and not can_differ(self._filled):
+            return False
+        return self._delta == "on" or self._transport.prefers_deltas
+
+    def _instead(self, parcel: Parcel, failure: Failure) -> Parcel:
+        """The whole version, after its difference was refused."""
+        log.warning("%s: sending version %d whole", failure.message, parcel.weight_version)
+        self._base = None
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row == REFUSALS_IN_A_ROW:
+            log.warning("the server keeps no base for differences: every version is sent whole")
+            self._whole_only = True
+        return whole(parcel.payload, parcel.weight_version)
+
+    def _fall_back(self, failure: Failure) -> bool:
+        """Whether the server cannot read from this transport and there is another one."""
+        if self._place + 1 == len(self._transports) or not _cannot_read(failure):
+            return False
+        self._place += 1
+        log.warning(
+            "the server cannot read this host's memory (%s); weights go through the stream",
+            failure.message,
+        )
+        return True
+
+    async def _passes(self, failure: Failure) -> bool:
+        """Whether another attempt may succeed, or none is needed."""
         if failure.reason == Reason.WEIGHT_VERSION_STALE:
             return await self._is_held()
         return failure.reason in PASSING
@@ -150,75 +331,24 @@ class Publisher:
         held = (info.active_weight_version, *info.staged_weight_versions)
         return self._filled_version in held
 
-    def _fill(self, weights: Weights, dtype: str) -> None:
-        if self._payload is None:
-            self._payload = Payload(weights(), dtype)
-        self._payload.fill(weights())
 
-    def _header(
-        self, trainer_epoch: int, in_flight: weights_pb2.InFlightPolicy.ValueType
-    ) -> weights_pb2.WeightHeader:
-        payload = self._payload
-        if payload is None:
-            raise RuntimeError("fill comes before upload")
-        header = weights_pb2.WeightHeader(
-            weight_version=self._filled_version,
-            tensors=payload.specs,
-            activation=weights_pb2.ACTIVATION_STAGED,
-            in_flight=in_flight,
-            trainer_epoch=trainer_epoch,
-        )
-        if self._shared_memory:
-            header.shared_memory.name = str(payload.path)
-            header.shared_memory.host_namespace = payload.host_namespace
-        else:
-            header.inline.length_bytes = payload.length_bytes
-        return header
-
-    async def _send(self, header: weights_pb2.WeightHeader) -> None:
-        ready = asyncio.Event()
-        method: grpc.aio.StreamStreamMultiCallable[
-            weights_pb2.UpdateWeightsRequest, weights_pb2.UpdateWeightsResponse
-        ] = self._channel.stream_stream(
-            UPDATE_WEIGHTS,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(weights_pb2.UpdateWeightsResponse),
-        )
-        call = method(self._requests(header, ready))
-        staged = False
-        async for response in call:
-            if response.state == weights_pb2.WEIGHT_STATE_READY:
-                ready.set()
-            staged = staged or response.state == weights_pb2.WEIGHT_STATE_STAGED
-        if not staged:
-            raise WeightsRefused(
-                f"version {header.weight_version}: the server ended the upload without staging it"
-            )
-
-    async def _requests(
-        self, header: weights_pb2.WeightHeader, ready: asyncio.Event
-    ) -> AsyncIterator[weights_pb2.UpdateWeightsRequest]:
-        """Header, then chunks once the server is ready, then the commit."""
-        payload = self._payload
-        if payload is None:
-            raise RuntimeError("the publisher is closed")
-        # Embedding a message writes these same bytes: fields in the order of their numbers.
-        digest = hashlib.sha256(header.SerializeToString(deterministic=True)).digest()
-        yield weights_pb2.UpdateWeightsRequest(header=header)
-        await ready.wait()
-        if header.WhichOneof("source") == "inline":
-            for offset in range(0, payload.length_bytes, CHUNK_BYTES):
-                yield _chunk(offset, payload.slice(offset, CHUNK_BYTES))
-        yield weights_pb2.UpdateWeightsRequest(
-            commit=weights_pb2.WeightCommit(header_sha256=digest)
-        )
+def _cannot_read(failure: Failure) -> bool:
+    """What a server answers that does not see the memory, or does not know such a source."""
+    if failure.reason == Reason.FIELD_INVALID:
+        field = failure.metadata.get("field", "header.source")
+        return field.startswith(("header.source", "header.shared_memory"))
+    return failure.reason == Reason.SOURCE_UNAVAILABLE
 
 
-def _chunk(offset: int, data: bytes) -> weights_pb2.UpdateWeightsRequest:
-    chunk = weights_pb2.WeightChunk(
-        offset_bytes=offset, data=data, xxh3=xxhash.xxh3_64_intdigest(data)
-    )
-    return weights_pb2.UpdateWeightsRequest(chunk=chunk)
+def _check_memory(length_bytes: int) -> None:
+    """Raises OSError where allocating so much would leave too little: the kernel would rather end a
+    process than refuse."""
+    for line in MEMORY_INFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            available = int(value.split()[0]) * 1024
+            if available < length_bytes * (1 + SPARE_MEMORY_RATIO):
+                raise OSError(0, f"{available >> 20} MiB are free, {length_bytes >> 20} needed")
 
 
 def _lost_or(error: grpc.aio.AioRpcError, subject: str) -> ServerLost | WeightsRefused:

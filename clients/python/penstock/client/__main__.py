@@ -1,4 +1,4 @@
-"""The command line: `penstock serve | train | rollout | demo | version`.
+"""The command line: `penstock serve | train | rollout | weights | demo | version`.
 
 Kept light: each command imports what it runs when it runs. The engine's child process imports the main
 module anew, so nothing here may have an effect at import.
@@ -23,6 +23,7 @@ _PASS_THROUGH: dict[str, Any] = {
 }
 
 _SERVE_EXTRAS = "server,cpu (or server,cuda)"
+_UPLOAD_EXTRAS = "server (or trainer)"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -159,6 +160,65 @@ def rollout(
         drain_seconds=drain_timeout,
     )
     sys.exit(run(RolloutOptions(server, generate, reward, settings)))
+
+
+@main.group()
+def weights() -> None:
+    """Show the weight versions of a server, or push one by hand."""
+
+
+@weights.command("show")
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show_weights(address: str, as_json: bool) -> None:
+    """Show what the server at HOST:PORT samples, holds and takes."""
+    from penstock.client.weights import show
+
+    sys.exit(show(address, as_json))
+
+
+@weights.command("push")
+@click.argument("address", metavar="HOST:PORT")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--version",
+    "weight_version",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Greater than every version the server has. Default: the newest one's and one.",
+)
+@click.option(
+    "--source",
+    type=click.Choice(["auto", "checkpoint", "stream", "shared-memory"]),
+    default="auto",
+    show_default=True,
+    help="How the server gets the bytes. auto: FOLDER itself where the server can read it and its "
+    "dtype is the server's, else memory of this host, else the connection.",
+)
+@click.option(
+    "--in-flight",
+    type=click.Choice(["keep", "recompute", "drain", "abort"]),
+    help="What happens to turns in flight. Default: as the server is configured.",
+)
+@click.option("--stage-only", is_flag=True, help="Upload and verify, and do not switch.")
+def push_weights(
+    address: str,
+    folder: Path,
+    weight_version: int | None,
+    source: str,
+    in_flight: str | None,
+    stage_only: bool,
+) -> None:
+    """Upload a Hugging Face checkpoint, a FOLDER of safetensors, to the server at HOST:PORT.
+
+    Tensors are converted to the server's dtype. Prints how long sampling stood still and how many
+    tensors changed. Not while a trainer is connected: versions only grow, and its next would be
+    refused.
+    """
+    from penstock.client.weights import PushOptions, push
+
+    options = PushOptions(address, folder.resolve(), weight_version, source, in_flight, stage_only)
+    _exit(push, _UPLOAD_EXTRAS, options)
 
 
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)

@@ -1,0 +1,307 @@
+"""`penstock weights`: what a server samples, and a version from a checkpoint by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import grpc
+
+from penstock.client.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
+from penstock.client.errors import from_rpc
+from penstock.v1 import rollout_service_pb2, weights_pb2
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+from penstock.wire.memory_file import MemoryFile
+from penstock.wire.reasons import Reason
+
+CALL_SECONDS = 10.0
+GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
+IN_FLIGHT = {
+    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
+    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
+    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
+}
+SOURCES = {
+    "checkpoint": weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
+    "shared-memory": weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
+    "stream": weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
+}
+"""In the order in which "auto" tries them: the fewest copies first."""
+
+Info = rollout_service_pb2.GetServerInfoResponse
+
+
+class PushRefused(Exception):
+    """What was asked for cannot be done; the message is for the person who asked."""
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """What the command line says."""
+
+    address: str
+    folder: Path
+    """Absolute."""
+    version: int | None
+    """None is one more than the newest the server has."""
+    source: str
+    """A key of SOURCES, or "auto"."""
+    in_flight: str | None
+    """None leaves it to the server."""
+    stage_only: bool
+
+
+def show(address: str, as_json: bool) -> int:
+    """Prints what the server samples and holds; returns the exit status."""
+
+    async def work() -> None:
+        async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+            info = await _server_info(channel)
+        click.echo(json.dumps(_figures(info), indent=2) if as_json else _table(address, info))
+
+    return _run(work())
+
+
+def push(options: PushOptions) -> int:
+    """Uploads a checkpoint and, unless told otherwise, switches to it; returns the exit status.
+
+    Raises ModuleNotFoundError where xxhash is missing, before anything is asked of the server.
+    """
+    from penstock.wire.upload import NotStaged
+
+    async def work() -> None:
+        own = client_options(own_connection=True)
+        async with grpc.aio.insecure_channel(options.address, options=own) as channel:
+            try:
+                await _push(channel, options)
+            except NotStaged as error:
+                raise PushRefused(str(error)) from error
+
+    return _run(work())
+
+
+def _run(work: Coroutine[None, None, None]) -> int:
+    """The exit status; stderr explains one that is not zero."""
+    try:
+        asyncio.run(work)
+    except grpc.aio.AioRpcError as error:
+        problem: Exception = from_rpc(error)
+    except (PushRefused, CheckpointUnreadable) as error:
+        problem = error
+    else:
+        return 0
+    sys.stderr.write(f"penstock weights: {problem}\n")
+    return 1
+
+
+async def _server_info(channel: grpc.aio.Channel) -> Info:
+    call = channel.unary_unary(
+        GET_SERVER_INFO,
+        request_serializer=codec.encode,
+        response_deserializer=codec.decoder(Info),
+    )
+    return await call(rollout_service_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+
+
+# push
+
+
+async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
+    tensors = read_checkpoint(options.folder)
+    info = await _server_info(channel)
+    newest = max(
+        info.active_weight_version, *info.staged_weight_versions, *info.adapter_weight_versions, 0
+    )
+    version = newest + 1 if options.version is None else options.version
+    header = weights_pb2.WeightHeader(
+        weight_version=version,
+        activation=weights_pb2.ACTIVATION_STAGED
+        if options.stage_only
+        else weights_pb2.ACTIVATION_IMMEDIATE,
+        in_flight=IN_FLIGHT[options.in_flight]
+        if options.in_flight
+        else weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED,
+        # Later than that of any trainer that has started.
+        trainer_epoch=time.time_ns(),
+    )
+    sources = _sources(options, info, tensors)
+    for place, source in enumerate(sources):
+        try:
+            last = await _send(channel, header, source, options.folder, tensors, info.weight_dtype)
+            break
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc(error)
+            if failure.reason != Reason.SOURCE_UNAVAILABLE or place + 1 == len(sources):
+                raise
+            sys.stderr.write(f"penstock weights: {failure}; going on with {sources[place + 1]}\n")
+    else:
+        raise PushRefused("the server takes weights from none of the sources known here")
+    click.echo(_outcome(version, last, len(tensors)))
+
+
+def _sources(options: PushOptions, info: Info, tensors: Sequence[StoredTensor]) -> list[str]:
+    """What to try, in order. Raises PushRefused where what was asked for cannot be."""
+    other = next((t for t in tensors if t.dtype != info.weight_dtype), None)
+    if options.source == "checkpoint" and other is not None:
+        raise PushRefused(
+            f"{other.name} is {other.dtype} and the server wants {info.weight_dtype}: it reads a "
+            "checkpoint as it is; --source stream converts"
+        )
+    if options.source != "auto":
+        return [options.source]
+    offered = [name for name, kind in SOURCES.items() if kind in info.weight_sources]
+    return [name for name in offered if name != "checkpoint" or other is None]
+
+
+async def _send(
+    channel: grpc.aio.Channel,
+    announced: weights_pb2.WeightHeader,
+    source: str,
+    folder: Path,
+    tensors: Sequence[StoredTensor],
+    dtype: str,
+) -> weights_pb2.UpdateWeightsResponse:
+    from penstock.wire.upload import upload
+
+    header = weights_pb2.WeightHeader()
+    header.CopyFrom(announced)
+    if source == "checkpoint":
+        header.tensors.extend(_specs(tensors, dtype, placed=False))
+        header.checkpoint.path = str(folder)
+        return await upload(channel, header)
+    header.tensors.extend(_specs(tensors, dtype, placed=True))
+    length = sum(spec.length_bytes for spec in header.tensors)
+    if source == "stream":
+        header.inline.length_bytes = length
+        return await upload(channel, header, _converted(tensors, dtype))
+    try:
+        file = MemoryFile(length)
+    except OSError as error:
+        raise PushRefused(f"no {length} bytes of memory to share: {error.strerror}") from error
+    try:
+        for spec, data in zip(header.tensors, _converted(tensors, dtype), strict=True):
+            file.view[spec.offset_bytes : spec.offset_bytes + spec.length_bytes] = data
+        header.shared_memory.name = str(file.path)
+        header.shared_memory.host_namespace = file.host_namespace
+        return await upload(channel, header)
+    finally:
+        file.close()
+
+
+def _specs(
+    tensors: Sequence[StoredTensor], dtype: str, *, placed: bool
+) -> Iterator[weights_pb2.TensorSpec]:
+    """What the header says of each tensor, in the server's dtype; one after the other in a payload,
+    or, not `placed`, where their files say."""
+    import xxhash
+
+    offset = 0
+    for tensor, data in zip(tensors, _converted(tensors, dtype), strict=True):
+        length = tensor.length_as(dtype)
+        yield weights_pb2.TensorSpec(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=dtype,
+            offset_bytes=offset if placed else 0,
+            length_bytes=length if placed else 0,
+            encoding=weights_pb2.TENSOR_ENCODING_RAW,
+            xxh3=xxhash.xxh3_64_intdigest(data),
+        )
+        offset += length
+
+
+def _converted(tensors: Sequence[StoredTensor], dtype: str) -> Iterator[memoryview]:
+    # One at a time: a model converted as a whole may not fit beside itself.
+    for tensor in tensors:
+        yield tensor.bytes_as(dtype)
+
+
+def _outcome(version: int, last: weights_pb2.UpdateWeightsResponse, count: int) -> str:
+    changed = f"{last.changed_tensor_count} of {count} tensors changed"
+    if not last.changed_tensor_count:
+        changed = "unchanged! every tensor is what it was"
+    if last.state == weights_pb2.WEIGHT_STATE_ACTIVE:
+        pause = last.pause.ToNanoseconds() / 1e9
+        return f"version {version} is active; pause {pause:.3f} s; {changed}"
+    return f"version {version} is staged, version {last.active_weight_version} samples; {changed}"
+
+
+# show
+
+
+def _figures(info: Info) -> dict[str, object]:
+    """What --json prints."""
+    lora = info.lora if info.HasField("lora") else None
+    return {
+        "server_version": info.server_version,
+        "model": info.model,
+        "active_weight_version": info.active_weight_version,
+        "staged_weight_versions": list(info.staged_weight_versions),
+        "delta_base_weight_version": info.delta_base_weight_version,
+        "adapter_weight_versions": list(info.adapter_weight_versions),
+        "lora": {"max_rank": lora.max_rank, "max_adapters": lora.max_adapters} if lora else None,
+        "weight_dtype": info.weight_dtype,
+        "weight_sources": [
+            _enum_name(weights_pb2.WeightSourceKind.Name(kind), "WEIGHT_SOURCE_KIND_")
+            for kind in info.weight_sources
+        ],
+        "replicas": [
+            {
+                "address": replica.address,
+                "state": _state(replica),
+                "active_weight_version": replica.active_weight_version,
+                "running_turn_count": replica.load.running_turn_count,
+                "waiting_turn_count": replica.load.waiting_turn_count,
+            }
+            for replica in info.replicas
+        ],
+    }
+
+
+def _table(address: str, info: Info) -> str:
+    lora = "not enabled"
+    if info.HasField("lora"):
+        lora = _listed(info.adapter_weight_versions) + (
+            f" (rank up to {info.lora.max_rank}, {info.lora.max_adapters} at a time)"
+        )
+    sources = [weights_pb2.WeightSourceKind.Name(kind) for kind in info.weight_sources]
+    rows = [
+        ("server", f"{address}, release {info.server_version}"),
+        ("model", info.model),
+        ("active", f"version {info.active_weight_version}"),
+        ("staged", _listed(info.staged_weight_versions)),
+        ("delta base", _listed([v for v in (info.delta_base_weight_version,) if v])),
+        ("adapters", lora),
+        ("dtype", info.weight_dtype),
+        ("sources", ", ".join(_enum_name(name, "WEIGHT_SOURCE_KIND_") for name in sources)),
+    ]
+    lines = [f"{name:<12}{value}" for name, value in rows]
+    lines += ["", f"{'replica':<24}{'state':<14}{'version':>8}{'running':>9}{'waiting':>9}"]
+    lines += [
+        f"{replica.address or '(the server itself)':<24}{_state(replica):<14}"
+        f"{replica.active_weight_version:>8}{replica.load.running_turn_count:>9}"
+        f"{replica.load.waiting_turn_count:>9}"
+        for replica in info.replicas
+    ]
+    return "\n".join(lines)
+
+
+def _listed(versions: Sequence[int]) -> str:
+    return ", ".join(f"version {version}" for version in versions) or "none"
+
+
+def _state(replica: rollout_service_pb2.ReplicaInfo) -> str:
+    name = rollout_service_pb2.ReplicaState.Name(replica.state)
+    return _enum_name(name, "REPLICA_STATE_")
+
+
+def _enum_name(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower().replace("_", " ")

@@ -1,0 +1,229 @@
+"""The trainer's walk in this process, around a policy that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from rich.console import Console
+
+from penstock.trainer.__main__ import _make_publisher, _Parts, _walk
+from penstock.trainer.compute import ComputeThread
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.exchange import Contract, Exchange
+from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
+from penstock.trainer.metrics import MetricsWriter
+from penstock.trainer.policy import StepResult
+from penstock.trainer.probe import Probe
+from penstock.trainer.publisher import Publisher
+from penstock.trainer.tasks import Problem, TaskFeeder
+from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+from tests.scripted_trainer_server import Progress, Session
+
+Welcome = codec.twin(trainer_service_pb2.Welcome)
+GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
+WeightReceipt = codec.twin(weights_pb2.WeightReceipt)
+TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
+Trajectory = codec.twin(trajectory_pb2.Trajectory)
+Segment = codec.twin(trajectory_pb2.Segment)
+Outcome = codec.twin(trajectory_pb2.Outcome)
+
+
+class Scalars:
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Numbers:
+    def problem(self, index: int) -> Problem:
+        return Problem((("user", str(index)),), {}, "numbers")
+
+
+class StillPolicy:
+    """Counts its steps; each ends when it may."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.copies = 0
+        self.computing, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+
+    def step(self, batches: Sequence[Any], token_count: int) -> StepResult:
+        self.computing.set()
+        assert self.may_end.wait(20)
+        self.steps += 1
+        return StepResult(applied=True)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.copies += 1
+        yield "a.weight", torch.full((3,), float(self.steps))
+
+    def score(self, tensors: Any, token_ids: Sequence[int]) -> Any:
+        return np.full(len(token_ids) - 1, -float(tensors["a.weight"][0]), np.float32)
+
+    def save_model(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+@dataclass
+class Run:
+    """A walk under way, and what it leaves behind."""
+
+    policy: StillPolicy
+    exchange: Exchange
+    publisher: Publisher
+    probe: Probe
+    loop: TrainingLoop
+    stopping: asyncio.Event
+    walk: asyncio.Task[None]
+    folder: Path
+    saved: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """Step and weight version of each checkpoint, and the steps the policy had done by then."""
+
+    async def ends(self, seconds: float = 3.0) -> None:
+        async with asyncio.timeout(seconds):
+            await self.walk
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path,
+    address: str,
+    *,
+    step: int = 0,
+    next_index: int = 0,
+    outstanding: Sequence[int] = (),
+    steps: int = 100,
+    probe: Sequence[int] = (),
+    policy: StillPolicy | None = None,
+    weights: dict[str, object] | None = None,
+) -> AsyncGenerator[Run]:
+    config = TrainerConfig.model_validate(
+        {
+            "run": {"steps": steps, "out": str(folder)},
+            "model": {"path": "none"},
+            "data": {"group_size": 2, "reasoning_gym": {"name": "chain_sum"}},
+            "train": {"groups_per_step": 1},
+            "weights": {"transport": "stream", **(weights or {})},
+            "checkpoint": {"every_steps": 50},
+        }
+    )
+    compute, stopping = ComputeThread(1), asyncio.Event()
+    policy = policy or StillPolicy()
+    saved: list[tuple[int, int, int]] = []
+    metrics = MetricsWriter(folder, Scalars(), Console(file=io.StringIO()), steps=100)
+    options, own = client_options(), client_options(own_connection=True)
+    async with (
+        grpc.aio.insecure_channel(address, options=options) as channel,
+        grpc.aio.insecure_channel(address, options=own) as bulk,
+    ):
+        chosen = Probe(
+            policy.score,
+            tokens=config.weights.probe.tokens,
+            tolerance=config.weights.probe.tolerance,
+            token_ids=probe,
+        )
+        publisher = _make_publisher(config, compute, bulk, chosen)
+        exchange = Exchange(
+            channel,
+            run_id="r",
+            contract=Contract(max_lag=4, groups_per_step=1),
+            in_flight=IN_FLIGHT["keep"],
+            weight_version=step,
+            step=step,
+            give_up_after_seconds=60.0,
+            stopping=stopping,
+        )
+        tasks = TaskFeeder(
+            channel,
+            Numbers(),
+            config.data,
+            run_id="r",
+            pending_target=4,
+            next_index=next_index,
+            outstanding=outstanding,
+        )
+        loop = TrainingLoop(
+            config,
+            policy=policy,
+            compute=compute,
+            exchange=exchange,
+            publisher=publisher,
+            tasks=tasks,
+            metrics=metrics,
+            probe=chosen,
+            checkpoint=lambda step, version: saved.append((step, version, policy.steps)),
+            stopping=stopping,
+            step=step,
+            share_prefixes=False,
+        )
+        parts = _Parts(exchange, publisher, metrics, loop)
+        walk = asyncio.create_task(_walk(parts, stopping))
+        try:
+            yield Run(policy, exchange, publisher, chosen, loop, stopping, walk, folder, saved)
+        finally:
+            policy.may_end.set()
+            walk.cancel()
+            await asyncio.wait((walk,))
+            publisher.close()
+            metrics.close()
+            compute.close()
+
+
+def delivery(number: int) -> Any:
+    """The group of one task, sampled by the first weights."""
+
+    def trajectory(sibling: int) -> Any:
+        prompt = Segment(
+            author=trajectory_pb2.AUTHOR_CONTEXT,
+            token_ids=codec.array_bytes(np.array([1, 2], np.int32)),
+        )
+        answer = Segment(
+            author=trajectory_pb2.AUTHOR_POLICY,
+            token_ids=codec.array_bytes(np.array([3 + sibling], np.int32)),
+            logprobs=codec.array_bytes(np.array([-1.0], np.float32), codec.LOGPROB),
+            temperature=1.0,
+        )
+        return Trajectory(
+            trajectory_id=f"{number}-{sibling}",
+            segments=[prompt, answer],
+            outcome=Outcome(reward=float(sibling)),
+        )
+
+    group = TrajectoryGroup(
+        group_id=f"g{number}", task_id=f"r/{number}", trajectories=[trajectory(0), trajectory(1)]
+    )
+    return GroupDelivery(delivery_id=number + 1, group=group)
+
+
+async def greet(session: Session, active: int = 0) -> None:
+    await session.receive("hello")
+    await session.send(welcome=Welcome(active_weight_version=active))
+
+
+async def stage(requests: AsyncIterator[Any], context: Any) -> None:
+    """Takes an upload."""
+    version = (await anext(requests)).header.weight_version
+    await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
+    async for _ in requests:
+        pass
+    await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_STAGED))

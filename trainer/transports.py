@@ -1,0 +1,173 @@
+"""How the bytes of a weight version reach the server: one class for each way.
+
+    SharedMemory       the server maps the trainer's own memory; one host
+    Stream             chunks, over a connection that carries nothing else
+    CheckpointFolder   a folder of safetensors on a file system that both see
+
+A transport makes one call of `UpdateWeights`, from the header to the version being staged. What is sent,
+when, and what follows a refusal, is the publisher's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+
+from penstock.trainer.checkpoint import replace_folder
+from penstock.trainer.compute import ComputeThread
+from penstock.trainer.parcel import Parcel
+from penstock.v1 import weights_pb2
+from penstock.wire.memory_file import MemoryFile
+from penstock.wire.upload import upload
+
+MODEL_FILE = "model.safetensors"
+
+
+class Transport(Protocol):
+    """One way to the server."""
+
+    @property
+    def prefers_deltas(self) -> bool:
+        """Whether differences pay, where the configuration leaves it open."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of weights sent so far; on a stream those of uploads that failed too."""
+        ...
+
+    async def send(
+        self, header: weights_pb2.WeightHeader, parcel: Parcel
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """Names tensors and source in the header and uploads; returns once the version is staged.
+
+        Raises AioRpcError, and NotStaged where the server ends the upload without a word.
+        """
+        ...
+
+    def switched(self, weight_version: int) -> None:
+        """The server samples this version now."""
+        ...
+
+
+class Stream:
+    """Through the connection itself."""
+
+    prefers_deltas = True
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        """`channel` must carry nothing else, lest bulk delay what does."""
+        self._channel = channel
+        self.bytes_sent = 0
+
+    async def send(
+        self, header: weights_pb2.WeightHeader, parcel: Parcel
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """See `Transport`."""
+        header.tensors.extend(parcel.specs)
+        header.inline.length_bytes = parcel.length_bytes
+        return await upload(self._channel, header, parcel.pieces, on_sent=self._count)
+
+    def switched(self, weight_version: int) -> None:
+        """Nothing is left to do."""
+
+    def _count(self, length: int) -> None:
+        self.bytes_sent += length
+
+
+class SharedMemory:
+    """The payload's own memory, which the server maps; a difference gets memory for itself."""
+
+    prefers_deltas = False
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._difference: MemoryFile | None = None
+        self.bytes_sent = 0
+
+    async def send(
+        self, header: weights_pb2.WeightHeader, parcel: Parcel
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """See `Transport`."""
+        file = self._pack(parcel) if parcel.is_delta else parcel.payload.file
+        header.tensors.extend(parcel.specs)
+        header.shared_memory.name = str(file.path)
+        header.shared_memory.host_namespace = file.host_namespace
+        staged = await upload(self._channel, header)
+        self.bytes_sent += parcel.length_bytes
+        return staged
+
+    def switched(self, weight_version: int) -> None:
+        """The server reads a difference no more."""
+        self._release()
+
+    def _pack(self, parcel: Parcel) -> MemoryFile:
+        self._release()
+        file = self._difference = MemoryFile(parcel.length_bytes)
+        offset = 0
+        for piece in parcel.pieces:
+            file.view[offset : offset + len(piece)] = piece
+            offset += len(piece)
+        return file
+
+    def _release(self) -> None:
+        if self._difference is not None:
+            self._difference.close()
+            self._difference = None
+
+
+class CheckpointFolder:
+    """A folder for each version, whole: `<folder>/<version>/model.safetensors`."""
+
+    prefers_deltas = False
+
+    def __init__(
+        self, channel: grpc.aio.Channel, compute: ComputeThread, folder: Path, *, keep: int
+    ) -> None:
+        """`folder` has to have the same name on the server's side. The `keep` newest stay, and
+        always the one that is sampled."""
+        self._channel = channel
+        self._compute = compute
+        self._folder = folder.absolute()
+        self._keep = keep
+        self.bytes_sent = 0
+
+    async def send(
+        self, header: weights_pb2.WeightHeader, parcel: Parcel
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """See `Transport`."""
+        await self._compute.run(self._write, parcel)
+        for spec in parcel.specs:
+            tensor = header.tensors.add()
+            tensor.CopyFrom(spec)
+            # Where a tensor lies, its file says itself.
+            tensor.ClearField("offset_bytes")
+            tensor.ClearField("length_bytes")
+        header.checkpoint.path = str(self._folder / str(parcel.weight_version))
+        staged = await upload(self._channel, header)
+        self.bytes_sent += parcel.payload.length_bytes
+        return staged
+
+    def switched(self, weight_version: int) -> None:
+        """Removes versions beyond those to keep."""
+        for version in self._versions()[: -self._keep]:
+            if version != weight_version:
+                shutil.rmtree(self._folder / str(version))
+
+    def _write(self, parcel: Parcel) -> None:
+        for version in self._versions():
+            # Of a run that went further, was stopped and resumed from before.
+            if version > parcel.weight_version:
+                shutil.rmtree(self._folder / str(version))
+        tensors = parcel.payload.tensors()
+        replace_folder(
+            self._folder / str(parcel.weight_version),
+            lambda folder: save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"}),
+        )
+
+    def _versions(self) -> list[int]:
+        return sorted(int(path.name) for path in self._folder.glob("*") if path.name.isdecimal())
