@@ -235,8 +235,7 @@ class _Display:
             f" (max {r.lag_max})  masked {r.tokens_masked}  tokens {r.tokens}"
             f"  seconds {r.seconds:.2f} = wait {r.seconds_wait:.2f} + train {r.seconds_train:.2f}"
             f" + upload {r.seconds_upload:.2f}  idle {r.idle_ratio:.0%}"
-            f"  pause {r.pause_seconds:.3f}  {_megabytes(r.upload_bytes)}"
-            f" of {_megabytes(r.upload_dense_bytes)} MB"
+            f"  pause {r.pause_seconds:.3f}  {_sent(r)} MB"
             f"  logprob diff {r.logprob_diff_mean:.4f} (max {r.logprob_diff_max:.3f})"
             f"  no gradient {r.groups_without_gradient}/{r.groups}  failed {r.failures}"
             f"{'  unchanged!' if r.unchanged else ''}"
@@ -270,6 +269,12 @@ class _Display:
                 str(r.failures),
             )
         return table
+
+
+def _sent(record: StepRecord) -> str:
+    """Megabytes of the upload, beside those of the whole where a difference was sent."""
+    sent = _megabytes(record.upload_bytes)
+    return f"{sent} of {_megabytes(record.upload_dense_bytes)}" if record.delta else sent
 
 
 def _megabytes(count: int) -> str:
