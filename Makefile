@@ -9,8 +9,8 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types gen gen-into format bench bench-codec bench-serving bench-update \
-	bench-staleness
+.PHONY: help setup demo test faults soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
+	bench-staleness bench-weights bench-delta
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -24,6 +24,18 @@ demo: setup ## a real model learns over the wire; ARGS="--steps 10 --task chain_
 
 test: setup ## all tests; ARGS="-k codec" are passed on
 	@$(BIN)/python -m pytest $(ARGS)
+
+FAULTS := 20
+UPDATES := 200
+SEED :=
+
+faults: setup ## every fault from every source, FAULTS=20 times each; SEED=7 repeats a run
+	@$(BIN)/python -m pytest tests/faults -q -k "not soak" --fault-count $(FAULTS) \
+		$(if $(SEED),--fault-seed $(SEED)) $(ARGS)
+
+soak: setup ## UPDATES=200 weight updates under load, with faults among them; SEED=7
+	@$(BIN)/python -m pytest tests/faults -q -k soak --updates $(UPDATES) \
+		$(if $(SEED),--fault-seed $(SEED)) $(ARGS)
 
 lint: setup ## ruff, buf lint, buf format
 	@$(BIN)/ruff check
@@ -47,7 +59,7 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-bench: bench-codec bench-staleness bench-update bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-delta bench-update bench-weights bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -60,3 +72,9 @@ bench-update: setup ## how long a weight update pauses generation
 
 bench-staleness: setup ## the gate and its controller under heavy-tailed lengths
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
+
+bench-weights: setup ## how fast weights travel by each transport, next to memcpy, TCP and vLLM's own ways
+	@$(BIN)/python benchmarks/weights.py $(ARGS)
+
+bench-delta: setup ## how small and how fast differences are, also between the versions of a real run
+	@$(BIN)/python benchmarks/delta.py $(ARGS)

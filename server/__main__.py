@@ -107,9 +107,11 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
 
+    from penstock.server import allocator
     from penstock.server.serving import AddressInUse
     from penstock.wire import telemetry
 
+    allocator.keep_freed_memory()
     telemetry.configure("penstock-server")
     try:
         return asyncio.run(_serve(config, arguments))

@@ -54,6 +54,9 @@ class Weights(_Section):
     hold_active: bool = True
     """Whether the bytes of the active version stay in memory: deltas apply to them, and a version that
     fails to load goes back to them."""
+    collective_seconds: float = Field(default=300.0, gt=0, le=86_400)
+    """Longest time that joining a collective takes, and each step of an upload by one. Where the engine is
+    not back by then it is given up, and the server with it."""
 
 
 class Streaming(_Section):

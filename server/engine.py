@@ -8,9 +8,17 @@ Order of a weight switch, which the server's `WeightSwitch` drives under one loc
 
     pause -> load -> resume -> score, where there is a probe
 
+Where the weights come by a collective that the engine joined before, `load` is
+
+    begin_collective -> receive_collective, once for each round -> finish_collective
+                  or -> abandon_collective
+
 Between the return of `pause` and the call of `resume` the engine samples nothing. Each delta names the
 weight version whose forward pass sampled it: the server hands the version over in `load`, at the pause
 boundary, and the engine attaches it to every later step. A delta never spans two versions.
+
+An adapter is a version of its own beside the full weights. It is added and removed without a pause; a
+request that names one is sampled by it and by no other, and its deltas carry that adapter's version.
 """
 
 from __future__ import annotations
@@ -68,6 +76,8 @@ class EngineRequest:
     """Tokens the engine may gather before it hands them over; the first and the last never wait."""
     trace_headers: Mapping[str, str] = field(default_factory=dict[str, str])
     """W3C context for the engine's own span."""
+    adapter_version: int | None = None
+    """Version of the adapter that samples it, which the engine has; None for the full weights alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,28 @@ class StagedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """One complete, verified adapter."""
+
+    weight_version: int
+    folder: Path
+    """As PEFT writes it; it stays until the engine no longer has the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What an engine offers for adapters."""
+
+    max_rank: int
+    max_adapters: int
+    """Most that sample at the same time; one more can be there."""
+
+
+CollectiveUpdate = Mapping[str, object] | Sequence[Mapping[str, object]]
+"""One description for every worker, or one for each."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDescription:
     """What does not change while the engine lives."""
 
@@ -129,6 +161,8 @@ class EngineDescription:
     """Hugging Face parameter name -> shape, for every tensor of a full upload."""
     checkpoint: Path | None = None
     """Folder of safetensors files that version 0 was read from, where there is one."""
+    adapters: AdapterLimits | None = None
+    """None where it was started without adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +179,7 @@ class EngineLost(Exception):
 
 
 class EngineLoadFailed(Exception):
-    """Loading weights failed after it had begun: what the engine holds cannot be trusted."""
+    """Loading weights failed. Where it was `load`, what the engine holds cannot be trusted."""
 
 
 class Engine(Protocol):
@@ -186,17 +220,66 @@ class Engine(Protocol):
         """
         ...
 
+    async def join_collective(
+        self, backend: str, rendezvous: Mapping[str, object], seconds: float
+    ) -> None:
+        """Joins a collective in place of the one it is in, if any; `rendezvous` is the backend's own.
+
+        The engine may stand still meanwhile. Raises WeightRefused where it did not come to be: the engine
+        is in no collective then. Raises EngineLost where it is not back within about `seconds`.
+        """
+        ...
+
+    async def begin_collective(self) -> None:
+        """Begins an update by the collective; only while paused. Changes nothing yet."""
+        ...
+
+    async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
+        """Takes part in one transfer, which `update` describes in the backend's own words.
+
+        After an error the update has ended and the collective is left. Raises WeightRefused where the
+        weights are what they were, EngineLoadFailed where they are not, and EngineLost as joining does.
+        """
+        ...
+
+    async def finish_collective(self, weight_version: int, seconds: float) -> None:
+        """Makes what came the weights; later tokens carry `weight_version`.
+
+        Raises as `receive_collective`.
+        """
+        ...
+
+    async def abandon_collective(self, seconds: float) -> bool:
+        """Ends an update without finishing it, and leaves the collective.
+
+        Returns whether the weights are what they were. Raises EngineLost.
+        """
+        ...
+
     async def resume(self) -> None:
         """Ends a pause."""
         ...
 
-    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    async def score(
+        self, token_ids: NDArray[np.int32], adapter_version: int | None = None
+    ) -> NDArray[np.float32]:
         """Log-probability of each token but the first, given those before it, at temperature 1.
 
         Shape [n] -> [n - 1], n >= 2; one place of the context has to stay free. Computed anew by the
-        weights that are there, before any request that still waits for a place; not while paused. Raises
-        EngineLost.
+        weights that are there, with that adapter where one is named, before any request that still waits
+        for a place; not while paused. Raises EngineLost.
         """
+        ...
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Makes an adapter known, beside those that are there; nothing pauses.
+
+        Raises EngineLoadFailed, after which everything is as it was, and EngineLost.
+        """
+        ...
+
+    async def remove_adapter(self, weight_version: int) -> None:
+        """Frees an adapter; no request that names it is left. Raises EngineLost."""
         ...
 
     def stats(self) -> EngineStats:

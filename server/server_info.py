@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
+from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.engine import Engine
 from penstock.server.group_buffer import GroupBuffer
 from penstock.server.trajectory_store import TrajectoryStore
@@ -14,6 +15,7 @@ from penstock.wire.codec import twin
 
 GetServerInfoResponse = twin(rollout_service_pb2.GetServerInfoResponse)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
+LoraSupport = twin(rollout_service_pb2.LoraSupport)
 ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 
 
@@ -25,12 +27,14 @@ class ServerInfo:
         engine: Engine,
         switch: WeightSwitch,
         weights: WeightVersions,
+        adapters: AdapterVersions,
         store: TrajectoryStore,
         buffer: GroupBuffer,
     ) -> None:
         self._engine = engine
         self._switch = switch
         self._weights = weights
+        self._adapters = adapters
         self._store = store
         self._buffer = buffer
         self.draining = False
@@ -52,6 +56,7 @@ class ServerInfo:
                 weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
                 weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
                 weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
+                weights_pb2.WEIGHT_SOURCE_KIND_COLLECTIVE,
             ],
             load=load,
             replicas=[
@@ -63,7 +68,15 @@ class ServerInfo:
             ],
             weight_dtype=description.weight_dtype,
             delta_base_weight_version=self._weights.delta_base_version,
+            lora=self._lora(),
+            adapter_weight_versions=self._adapters.weight_versions,
         )
+
+    def _lora(self) -> rollout_service_pb2.LoraSupport | None:
+        limits = self._engine.description.adapters
+        if limits is None:
+            return None
+        return LoraSupport(max_rank=limits.max_rank, max_adapters=limits.max_adapters)
 
     def _load(self) -> rollout_service_pb2.ServerLoad:
         stats = self._engine.stats()

@@ -24,8 +24,9 @@ from opentelemetry.context import Context
 from penstock.server.errors import DomainError, to_status
 from penstock.v1 import rollout_service_pb2, task_service_pb2, trainer_service_pb2
 from penstock.wire import telemetry
-from penstock.wire.codec import MalformedMessage, decode, encode
+from penstock.wire.codec import MalformedMessage, decoder, encode
 from penstock.wire.reasons import Reason
+from penstock.wire.upload_messages import read_upload_message
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         (trainer_service_pb2, "TrainerService"),
     )
 )
+
+# What reads the requests of a method, where it is not the codec.
+READERS: Mapping[str, Callable[[bytes], object]] = {
+    "penstock.v1.RolloutService/UpdateWeights": read_upload_message,
+}
 
 LINGER_SECONDS = 10.0
 LINGER_PAUSE_SECONDS = 0.05
@@ -64,20 +70,22 @@ class Call:
 Handler = Callable[[Any, Call], Any]
 
 
-def _deserializer(typed: type[Message]) -> Callable[[bytes], object]:
+def _deserializer(name: str, typed: type[Message]) -> Callable[[bytes], object]:
+    read = READERS.get(name) or decoder(typed)
+
     def deserialize(data: bytes) -> object:
         try:
-            return decode(typed, data)
+            return read(data)
         except MalformedMessage as error:
             return _Malformed(DomainError(Reason.MALFORMED_MESSAGE, str(error)))
 
     return deserialize
 
 
-def _checked(message: object) -> Message:
+def _checked(message: object) -> object:
     if isinstance(message, _Malformed):
         raise message.error
-    return cast("Message", message)
+    return message
 
 
 @contextlib.contextmanager
@@ -99,7 +107,7 @@ def _call(context: ServicerContext) -> Call:
     return Call(telemetry.incoming(metadata), context.write)
 
 
-async def _requests(stream: AsyncIterator[object]) -> AsyncIterator[Message]:
+async def _requests(stream: AsyncIterator[object]) -> AsyncIterator[object]:
     async for message in stream:
         yield _checked(message)
 
@@ -161,17 +169,17 @@ def _method_handler(
     service: ServiceDescriptor, method: MethodDescriptor, handler: Handler
 ) -> grpc.RpcMethodHandler[Any, Any]:
     name = f"{service.full_name}/{method.name}"
-    typed = GetMessageClass(method.input_type)
+    deserialize = cast("Any", _deserializer(name, GetMessageClass(method.input_type)))
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            cast("Any", _stream_stream(name, handler)), cast("Any", _deserializer(typed)), encode
+            cast("Any", _stream_stream(name, handler)), deserialize, encode
         )
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(
-            cast("Any", _unary_stream(name, handler)), cast("Any", _deserializer(typed)), encode
+            cast("Any", _unary_stream(name, handler)), deserialize, encode
         )
     return grpc.unary_unary_rpc_method_handler(
-        cast("Any", _unary_unary(name, handler)), cast("Any", _deserializer(typed)), encode
+        cast("Any", _unary_unary(name, handler)), deserialize, encode
     )
 
 

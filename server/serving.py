@@ -19,6 +19,8 @@ from typing import Any, cast
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from penstock.server.adapter_folder import AdapterFolders
+from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.admission import Admission
 from penstock.server.attempts import LeaseRules
 from penstock.server.broadcast import Broadcast
@@ -34,12 +36,14 @@ from penstock.server.reflection import add_reflection
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
+from penstock.server.stage_memory import SHARED_MEMORY
 from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
 from penstock.server.telemetry import Gauge, ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.turns import TurnRunner
+from penstock.server.weight_collective import Collective
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import InFlight, WeightSwitch
 from penstock.server.weight_versions import WeightVersions
@@ -103,6 +107,12 @@ class Serving:
         self.switch = WeightSwitch(engine)
         self.turns = TurnRunner(engine, self.switch, renderer.decode)
         self.metrics = ServerMetrics()
+        folders = AdapterFolders(
+            config.weights.stage_folder or SHARED_MEMORY, str(description.model)
+        )
+        self.adapters = AdapterVersions(
+            engine, self.switch, self.turns, folders, description.adapters
+        )
         stage = WeightStage(
             config.weights.stage_folder,
             description.tensors,
@@ -112,6 +122,8 @@ class Serving:
             stage,
             self.switch,
             self.turns,
+            self.adapters,
+            Collective(engine, config.weights.collective_seconds),
             InFlight(config.weights.in_flight),
             description,
             max_staged=config.weights.max_staged,
@@ -143,7 +155,9 @@ class Serving:
             self.turns,
             self._journal,
         )
-        self.info = ServerInfo(engine, self.switch, self.weights, self.store, self.buffer)
+        self.info = ServerInfo(
+            engine, self.switch, self.weights, self.adapters, self.store, self.buffer
+        )
         # grpcio-health-checking carries no types.
         self._health: Any = cast("Any", health).aio.HealthServicer()
         self._background: list[asyncio.Task[None]] = []
@@ -152,6 +166,7 @@ class Serving:
     def _wire_callbacks(self) -> None:
         self.switch.on_health = self._publish_health
         self.turns.on_tokens = self.metrics.tokens_sampled
+        self.turns.on_left = self.adapters.free_idle
         self.weights.on_staged = self.metrics.weights_staged
         self.weights.on_switched = self.metrics.weights_switched
         self.weights.on_trainer_version = self.admission.advance
@@ -196,6 +211,10 @@ class Serving:
         counts = self.metrics.observe_counts
         counts("penstock.groups.dropped", "{group}", "never trained", lambda: self.trainer.drops)
         counts("penstock.attempts.failed", "{attempt}", "failed", lambda: self.closing.failures)
+        counts("penstock.turns.moved", "{turn}", "went on under another adapter", self._moves)
+
+    def _moves(self) -> Mapping[str, float]:
+        return self.adapters.moves
 
     def _handlers(self) -> Mapping[str, Handler]:
         rollouts, tasks = self.rollouts, self.tasks

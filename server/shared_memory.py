@@ -1,12 +1,15 @@
 """Opening a file that an uploader shares: in memory, of this host, and nothing but a file.
 
-It stays the uploader's. It is read with `pread`, so that one cut short under our hands is a refusal and
-not a SIGBUS.
+It stays the uploader's. One that is sealed can never become shorter, so it is mapped, and stays mapped for
+the versions that follow in it: to map it anew costs as much as to read it. Any other is read with `pread`,
+so that one cut short under our hands is a refusal and not a SIGBUS.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import mmap
 import os
 import re
 import stat
@@ -21,7 +24,49 @@ SEGMENTS = Path("/dev/shm")
 # A file without a name, as another process of this host reaches it.
 DESCRIPTOR_PATH = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
 # statfs(2) f_type of file systems that live in memory: tmpfs, which memfd is too, ramfs, hugetlbfs.
-MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6, 0x958458F6)
+TMPFS = 0x01021994
+MEMORY_FILE_SYSTEMS = (TMPFS, 0x858458F6, 0x958458F6)
+SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# An uploader that sends differences takes turns with two.
+KEPT_MAPPINGS = 2
+
+
+class SharedFiles:
+    """Opens files that uploaders share, and keeps those it has mapped."""
+
+    def __init__(self) -> None:
+        # By device, inode and length, the one used last at the end. As long as it is mapped its inode
+        # is not another file's.
+        self._mapped: dict[tuple[int, int, int], memoryview] = {}
+
+    def open(self, name: str, host_namespace: str) -> tuple[int, int, memoryview | None]:
+        """A descriptor of our own, its length, and its bytes where it can be mapped.
+
+        Raises WeightRefused.
+        """
+        descriptor, length = open_shared(name, host_namespace)
+        try:
+            return descriptor, length, self._view(descriptor, length)
+        except OSError as error:
+            os.close(descriptor)
+            raise _unavailable(name, f"cannot be mapped: {error}") from error
+
+    def forget(self) -> None:
+        """Keeps nothing; what is in use stays mapped until it is not."""
+        self._mapped.clear()
+
+    def _view(self, descriptor: int, length: int) -> memoryview | None:
+        if not length or not _is_sealed(descriptor):
+            return None
+        status = os.fstat(descriptor)
+        key = status.st_dev, status.st_ino, length
+        view = self._mapped.pop(key, None)
+        if view is None:
+            view = memoryview(mmap.mmap(descriptor, length, prot=mmap.PROT_READ))
+        self._mapped[key] = view
+        while len(self._mapped) > KEPT_MAPPINGS:
+            del self._mapped[next(iter(self._mapped))]
+        return view
 
 
 def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
@@ -59,6 +104,16 @@ def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
         raise _unavailable(name, f"cannot be opened: {error}") from error
     finally:
         os.close(handle)
+
+
+def _is_sealed(descriptor: int) -> bool:
+    """Whether its length can never change, and each of its pages can be had."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False  # Its file system has none.
+    # A huge page that was punched out of a file may not come back.
+    return seals & SEALED == SEALED and _file_system(descriptor) == TMPFS
 
 
 def _unavailable(name: str, problem: str) -> WeightRefused:

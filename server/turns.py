@@ -9,6 +9,8 @@ States of a turn:
 - *sampling*: each delta is appended to the trajectory's record first and offered to subscribers second.
   What a weight version sampled that is not confirmed yet is withheld until it is: with a version that
   fails its probe, the turn ends ABORTED at the token before.
+- *moving*: a turn that an adapter samples can be moved on: the engine's request ends, and another begins at
+  the exact token under the version that is active by then. Its callers see a new segment and no more.
 - *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
   what is left of the turn's budget. A budget that is spent finishes with LENGTH; the engine is never
   asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps what it
@@ -38,6 +40,7 @@ from penstock.server.engine import (
     Sampling,
 )
 from penstock.server.errors import DomainError
+from penstock.server.stop_strings import Decode, StopAcrossResume
 from penstock.v1 import trajectory_pb2
 from penstock.wire.reasons import Reason
 
@@ -109,6 +112,10 @@ class Turn:
     cached_token_count: int = 0
     request_id: str | None = None
     """The engine's request while it has one."""
+    adapter_version: int | None = None
+    """The adapter that samples that request; None for the full weights alone."""
+    moving: bool = False
+    """Whether that request was ended so that the turn goes on under the active version."""
     begun: bool = False
     """Whether the attempt's task has run at all: one that has not cannot be cancelled cleanly."""
     abort_requested: bool = False
@@ -146,6 +153,11 @@ class Switch(Protocol):
         """The version whose tokens are withheld, while one is being probed."""
         ...
 
+    @property
+    def active_adapter(self) -> int | None:
+        """The active version where it is an adapter."""
+        ...
+
     async def confirmed(self) -> bool:
         """Waits for the verdict on that version; False where what it sampled must not be kept."""
         ...
@@ -153,9 +165,6 @@ class Switch(Protocol):
     def admission(self) -> AbstractAsyncContextManager[int]:
         """Waits while weights switch; inside, the version it yields stays the active one."""
         ...
-
-
-Decode = Callable[[Iterable[int]], str]
 
 
 class TurnRunner:
@@ -170,6 +179,8 @@ class TurnRunner:
         self._ended = Broadcast()
         self.on_tokens: Callable[[int, int], None] | None = None
         """Called with the count and the weight version of tokens sampled, for metrics."""
+        self.on_left: Callable[[], None] | None = None
+        """Called when an engine's request has ended, and no longer needs its adapter."""
 
     @property
     def in_flight(self) -> list[Turn]:
@@ -210,7 +221,7 @@ class TurnRunner:
             turn.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
         finally:
             turn.task = None
-            turn.request_id = None
+            self._leave(turn)
             del self._in_flight[turn.record.trajectory_id]
             _end_span(turn)
             assert turn.done is not None and turn.changed is not None
@@ -218,7 +229,23 @@ class TurnRunner:
             turn.changed.notify()
             self._ended.notify()
 
+    def _leave(self, turn: Turn) -> None:
+        """The engine has no request of this turn any more."""
+        turn.request_id = turn.adapter_version = None
+        turn.moving = False
+        if self.on_left is not None:
+            self.on_left()
+
     async def _attempt(self, turn: Turn) -> Finish:
+        while (finish := await self._sample(turn)) is Finish.ABORTED and turn.moving:
+            if turn.abort_requested:
+                break
+            self._leave(turn)
+            turn.attempts += 1
+        return finish
+
+    async def _sample(self, turn: Turn) -> Finish:
+        """One request of the engine's, to its end."""
         if turn.abort_requested:
             return Finish.ABORTED
         remaining = turn.budget - turn.policy_token_count
@@ -228,10 +255,10 @@ class TurnRunner:
                     turn.started_version = version
             return Finish.LENGTH
         deltas = await self._admit(turn, remaining)
-        stop_check = _StopAcrossResume(turn, self._decode)
+        stop_check = StopAcrossResume(turn.sampling.stop, turn.policy_tokens(), self._decode)
         async with contextlib.aclosing(deltas):
-            if turn.abort_requested:
-                # The abort came while the engine was taking the request.
+            if turn.abort_requested or turn.moving:
+                # It came while the engine was taking the request.
                 assert turn.request_id is not None
                 await self._engine.abort([turn.request_id])
             async for delta in deltas:
@@ -262,6 +289,7 @@ class TurnRunner:
                 )
             # From here on an abort goes through the engine, which may already have the request.
             turn.request_id = f"{record.trajectory_id}/{turn.index}/{turn.attempts}"
+            turn.adapter_version = self._switch.active_adapter
             deltas = await self._engine.generate(
                 EngineRequest(
                     request_id=turn.request_id,
@@ -272,6 +300,7 @@ class TurnRunner:
                     priority=record.priority,
                     stream_interval=turn.stream_interval,
                     trace_headers=turn.trace_headers,
+                    adapter_version=turn.adapter_version,
                 )
             )
             if turn.started_version is None:
@@ -307,6 +336,19 @@ class TurnRunner:
             if turn.done is not None:
                 await turn.done.wait()
 
+    async def move(self, turns: Iterable[Turn]) -> None:
+        """Has turns go on under the version that is active when they are admitted again.
+
+        Returns once the engine no longer works on them under the one before. One that is being aborted,
+        or ends by itself, is not moved.
+        """
+        request_ids: list[str] = []
+        for turn in turns:
+            if turn.request_id is not None and not turn.abort_requested:
+                turn.moving = True
+                request_ids.append(turn.request_id)
+        await self._engine.abort(request_ids)
+
     def abort_soon(self, turn: Turn) -> None:
         """Stops a turn whose caller is lost; nobody waits for it."""
         task = asyncio.ensure_future(self.abort([turn]))
@@ -317,46 +359,6 @@ class TurnRunner:
         """Returns when the engine works on no turn; those that still wait for admission may wait on."""
         while self.sampling:
             await self._ended.wait()
-
-
-class _StopAcrossResume:
-    """Finds a stop string that began before an abort and ends after the resume.
-
-    The engine sees what a resumed attempt begins with as prompt and looks for stop strings only in what
-    it writes itself.
-    """
-
-    def __init__(self, turn: Turn, decode: Decode) -> None:
-        self._decode = decode
-        self._stop = turn.sampling.stop if turn.policy_token_count else ()
-        self._longest = max((len(text) for text in self._stop), default=0)
-        self._written: list[int] = []
-        self._before: list[int] = []
-        if self._stop:
-            # A token is at least one byte and a character at most four.
-            reach = 4 * self._longest
-            written = turn.record.token_array()[-turn.policy_token_count :]
-            self._before = [int(token) for token in written[-reach:]]
-
-    def cut(self, delta: Delta) -> tuple[Delta, bool]:
-        """The delta up to the token that completes such a stop string, and whether one does."""
-        if not self._stop:
-            return delta, False
-        start = len(self._decode(self._before))
-        for position, token in enumerate(delta.token_ids):
-            self._written.append(int(token))
-            text = self._decode([*self._before, *self._written])
-            if any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop):
-                return _prefix(delta, position + 1), True
-            if len(text) - start >= self._longest:
-                # From here on the engine sees every stop string whole.
-                self._stop = ()
-                return delta, False
-        return delta, False
-
-
-def _prefix(delta: Delta, count: int) -> Delta:
-    return Delta(delta.token_ids[:count], delta.logprobs[:count], delta.weight_version)
 
 
 def _end_span(turn: Turn) -> None:

@@ -10,6 +10,9 @@ front end. Three facts carry the contract:
 - The engine process handles its commands in the order they were sent. So a command that is answered
   proves that those sent before it have taken effect: `abort` ends with such a round trip.
 - The engine process dies with this one, however it dies: see `vllm_process`.
+
+An adapter is a LoRA of vLLM's with the version as its id. The label of a step names the full weights under
+it, so the deltas of a request that an adapter samples carry the adapter's version instead.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportU
 
 # isort: split
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -28,6 +31,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -35,6 +39,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from penstock.server import checkpoint_tensors
 from penstock.server.engine import (
+    Adapter,
+    AdapterLimits,
+    CollectiveUpdate,
     Delta,
     EngineDescription,
     EngineLoadFailed,
@@ -45,6 +52,7 @@ from penstock.server.engine import (
     Sampling,
     StagedWeights,
 )
+from penstock.server.vllm_collective import VllmCollective
 from penstock.server.vllm_options import describe_options, engine_arguments
 from penstock.server.vllm_process import SHUTDOWN_SECONDS, EngineOwner, LoadReport
 
@@ -83,7 +91,11 @@ class VllmEngine:
         self._llm = llm
         self._load = load
         self._weight_version = BASE_VERSION
+        self._adapters: dict[int, LoRARequest] = {}
         self._scored = 0
+        self._collective = VllmCollective(llm, self._ask, self._give_up)
+        self._given_up = ""
+        """Why this side ended the engine process, where it did."""
         self._closing = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._description = _describe(llm)
@@ -125,6 +137,8 @@ class VllmEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
         # The engine process reads its commands in order: it has this request before a later pause.
         collector = await self._submit(request)
+        if request.adapter_version is not None:
+            return self._deltas(collector, ((str(request.adapter_version), 0),))
         # vLLM appends to this list as labels change, before it hands over their tokens.
         state = self._llm.output_processor.request_states.get(collector.request_id)
         return self._deltas(collector, state.weight_version_starts if state else None)
@@ -139,6 +153,10 @@ class VllmEngine:
                 output = cast(RequestOutput, collector.get_nowait() or await collector.get())
                 finished = output.finished
                 completion = output.outputs[0]
+                if isinstance(completion.stop_reason, str):
+                    # vLLM's front end found the stop string, and may tell the engine process only after
+                    # it has handed this over: an adapter could be removed in between.
+                    await self._llm.engine_core.abort_requests_async([collector.request_id])
                 if starts is None:  # It finished before it could be looked up.
                     spans = completion.weight_versions or []
                     starts = [(span.version, span.start) for span in spans]
@@ -175,10 +193,48 @@ class VllmEngine:
                 f"loading weight version {weights.weight_version} failed: {error}"
             ) from error
 
+    async def join_collective(
+        self, backend: str, rendezvous: Mapping[str, object], seconds: float
+    ) -> None:
+        await self._collective.join(backend, rendezvous, seconds)
+
+    async def begin_collective(self) -> None:
+        await self._collective.begin()
+
+    async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
+        await self._collective.receive(update, seconds)
+
+    async def finish_collective(self, weight_version: int, seconds: float) -> None:
+        await self._collective.finish(weight_version, seconds)
+        self._weight_version = weight_version
+
+    async def abandon_collective(self, seconds: float) -> bool:
+        return await self._collective.abandon(seconds)
+
     async def resume(self) -> None:
         await self._ask(self._llm.resume_generation())
 
-    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    async def add_adapter(self, adapter: Adapter) -> None:
+        version = adapter.weight_version
+        lora = LoRARequest(f"policy@v{version}", version, str(adapter.folder))
+        try:
+            added = await self._ask(self._llm.add_lora(lora))
+        except EngineLost:
+            raise
+        except Exception as error:  # As bare as for `load`.
+            raise EngineLoadFailed(f"adding adapter {version} failed: {error}") from error
+        if not added:
+            raise EngineLoadFailed(f"adding adapter {version} failed: vLLM did not take it")
+        self._adapters[version] = lora
+
+    async def remove_adapter(self, weight_version: int) -> None:
+        # The engine process has been told of the end of every request that names it.
+        del self._adapters[weight_version]
+        await self._ask(self._llm.remove_lora(weight_version))
+
+    async def score(
+        self, token_ids: NDArray[np.int32], adapter_version: int | None = None
+    ) -> NDArray[np.float32]:
         # vLLM scores a prompt by its logits as they are, and without its cache.
         self._scored += 1
         params = SamplingParams(
@@ -191,7 +247,9 @@ class VllmEngine:
             skip_clone=True,
         )
         name = f"score-{self._scored}"
-        request = EngineRequest(name, token_ids, Sampling(1), name, PROBE_PRIORITY)
+        request = EngineRequest(
+            name, token_ids, Sampling(1), name, PROBE_PRIORITY, adapter_version=adapter_version
+        )
         collector = await self._submit(request, params)
         try:
             # Only the last output comes, with everything.
@@ -239,6 +297,7 @@ class VllmEngine:
                 request.request_id,
                 prompt,
                 params or self._sampling_params(request),
+                lora_request=self._lora(request),
                 trace_headers=request.trace_headers or None,
                 priority=request.priority,
             )
@@ -246,6 +305,10 @@ class VllmEngine:
             raise EngineLost(self._reason()) from error
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
+
+    def _lora(self, request: EngineRequest) -> LoRARequest | None:
+        version = request.adapter_version
+        return None if version is None else self._adapters[version]
 
     def _cut(
         self,
@@ -335,6 +398,12 @@ class VllmEngine:
         if not self._death.done():
             self._death.set_result(self._reason())
 
+    def _give_up(self, reason: str) -> None:
+        """Ends an engine process that answers no more."""
+        self._given_up = reason
+        for process in self._manager.processes:
+            process.kill()
+
     @property
     def _manager(self) -> CoreEngineProcManager:
         return cast("CoreEngineProcManager", self._llm.engine_core.resources.engine_manager)
@@ -342,6 +411,8 @@ class VllmEngine:
     def _reason(self) -> str:
         if self._closing:
             return "the engine was closed"
+        if self._given_up:
+            return self._given_up
         ended = self._manager.finished_procs()
         exits = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
         return f"the vLLM engine process ended: {exits or 'no exit code yet'}"
@@ -374,7 +445,13 @@ def _describe(llm: AsyncLLM) -> EngineDescription:
         weight_dtype=str(model.dtype).removeprefix("torch."),
         tensors=checkpoint_tensors.upload_tensors(folder, config, tied=tied),
         checkpoint=folder,
+        adapters=_adapter_limits(llm),
     )
+
+
+def _adapter_limits(llm: AsyncLLM) -> AdapterLimits | None:
+    lora = llm.vllm_config.lora_config
+    return None if lora is None else AdapterLimits(lora.max_lora_rank, lora.max_loras)
 
 
 def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:

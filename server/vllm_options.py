@@ -69,6 +69,9 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
     if on_cpu and arguments.kv_cache_memory_bytes is None and not os.environ.get(KV_CACHE_SPACE):
         # vLLM would reserve nearly all of the machine's memory.
         arguments.kv_cache_memory_bytes = max(1, min(4, _memory_bytes() // (8 * GIB))) * GIB
+    if arguments.enable_lora:
+        # A new version is loaded before the oldest is freed.
+        arguments.max_cpu_loras = max(arguments.max_cpu_loras or 0, arguments.max_loras + 1)
     arguments.weight_transfer_config = WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND)
     return arguments
 

@@ -1,28 +1,30 @@
-"""Copies a staged version into the live model; runs inside vLLM's worker process.
+"""Brings new weights into the live model; runs inside vLLM's worker process.
 
-vLLM finds it through `worker_extension_cls`, whose import registers the backend "penstock". One call,
-`receive_weights`, does the whole update, so that a failure always ends vLLM's update session
-and the next upload can begin another.
+    StagedFileEngine     a complete version from a file in memory: one call does the whole update, so that
+                         a failure always ends vLLM's update session and the next upload can begin another
+    WeightEngine         that, and any other backend of vLLM's own registry for versions which a collective
+                         brings: vLLM has one backend for an engine's whole life, so this one stands in
+                         front of the other, which it makes when a trainer asks to join
 
-On the CPU vLLM packs every linear weight and deletes the original, so tensors cannot simply be copied
-into place: its layerwise reload gives the model its original shape back, one layer at a time, and packs
-again. Two things are put right here that it leaves wrong: a tied `lm_head` keeps a packed copy of
-its own, which the reload does not renew; and after a reload that failed half-way, layers would count
-what they had received as if it were part of the next one.
+vLLM finds it through `worker_extension_cls`, whose import registers the backend "penstock". What
+`vllm_reload` leaves wrong is put right here: on the CPU a tied `lm_head` keeps a packed copy of its own,
+which no reload renews.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import dataclasses
 import math
 import mmap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
+from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -30,12 +32,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import layerwise
+
+# Imported for what they register: the backend "gloo", and what vLLM's LoRA lacks.
+from penstock.server import gloo_weight_engine, vllm_lora  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from penstock.server.vllm_reload import forget_reload, reload_model
+from penstock.server.weight_manifest import WeightRefused
 
 BACKEND = "penstock"
+ROUND = "collective_round"
+"""Key of what an update brings that comes by a collective: the other backend's own description of it."""
 
-# It warns of every layer that has nothing to load, such as a rotary embedding, on every update.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 # The mapping of a staged file is read-only on purpose.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -49,12 +55,6 @@ class StagedFile(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     offsets_bytes: list[int]
-
-
-class _LoadsWeights(Protocol):
-    """What every vLLM model offers."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 
 
 class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile]):
@@ -71,13 +71,7 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         """Nothing: see `receive_weights`."""
 
     def receive_weights(self, update_info: StagedFile) -> None:
-        layerwise.initialize_layerwise_reload(self.model)
-        try:
-            cast(_LoadsWeights, self.model).load_weights(tensors_of(update_info))
-            layerwise.finalize_layerwise_processing(self.model, self.model_config)
-        except BaseException:
-            _forget_reload(self.model)
-            raise
+        reload_model(self.model, self.model_config, tensors_of(update_info))
         self._renew_tied_head()
 
     def finish_weight_update(self) -> None:
@@ -116,22 +110,138 @@ def tensors_of(staged: StagedFile) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _forget_reload(model: torch.nn.Module) -> None:
-    """Ends a reload that failed: layers not yet replaced get their old tensors back.
+OtherEngine = WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]
 
-    The model is then a mixture, but one that a complete reload makes whole.
-    """
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.kernel_tensors is not None:
-            layerwise._place_kernel_tensors(layer, info)  # pyright: ignore[reportPrivateUsage]
-        info.reset()
+
+@dataclass(kw_only=True)
+class JoinInfo(WeightTransferInitInfo):
+    """A collective to join."""
+
+    backend: str
+    rendezvous: dict[str, object]
+    """The backend's own fields."""
+    seconds: float
+    """Longest time that anything may take."""
+
+
+class WeightEngine(StagedFileEngine):
+    """Loads complete versions from a file in memory, and lets at most one other backend do its work."""
+
+    init_info_cls = JoinInfo
+
+    _other: OtherEngine | None = None
+    _begun = False
+    """Whether the other backend is in the middle of an update."""
+    _changed = False
+    """Whether the model is not what it was before that update."""
+    _problem: BaseException | None = None
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Joins, and leaves what was joined before."""
+        assert isinstance(init_info, JoinInfo)
+        self.shutdown()
+        if init_info.backend == BACKEND:
+            raise ValueError(f"{BACKEND!r} takes no collective")
+        config = WeightTransferConfig(backend=init_info.backend)
+        other = cast(
+            OtherEngine,
+            WeightTransferEngineFactory.create_engine(  # pyright: ignore[reportUnknownMemberType]
+                config, self.vllm_config, self.device, self.model
+            ),
+        )
+        try:
+            other.init_transfer_engine(other.parse_init_info(_within_seconds(other, init_info)))
+        except BaseException:
+            other.shutdown()
+            raise
+        self._other = other
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: only what comes says where it comes from."""
+        self._begun = self._changed = False
+        self._problem = None
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """One staged file, or one round of a collective."""
+        if ROUND not in update_info:
+            super().update_weights(update_info)
+            return
+        with self._noting_problems() as other:
+            if not self._begun:
+                self._begun = True
+                self._changed = not getattr(other, "stages_first", False)
+                other.start_weight_update()
+            other.update_weights(cast("dict[str, object]", update_info[ROUND]))
+
+    def finish_weight_update(self) -> None:
+        """Makes what a collective brought the model's weights."""
+        if self._begun:
+            with self._noting_problems() as other:
+                self._changed = True
+                other.finish_weight_update()
+                self._renew_tied_head()
+            self._begun = False
+
+    def abandon(self) -> dict[str, object]:
+        """Ends an update that will not be finished, and leaves the collective; says what became of it."""
+        if self._begun and self._changed:
+            forget_reload(self.model)
+        outcome: dict[str, object] = {"changed": self._begun and self._changed}
+        if self._problem is not None:
+            outcome["problem"] = str(self._problem)
+        if isinstance(self._problem, WeightRefused):
+            outcome["reason"] = self._problem.reason.value
+            outcome["metadata"] = self._problem.metadata
+        self._begun = self._changed = False
+        self._problem = None
+        self.shutdown()
+        return outcome
+
+    def shutdown(self) -> None:
+        """Leaves the collective."""
+        other, self._other = self._other, None
+        if other is not None:
+            other.shutdown()
+
+    @contextlib.contextmanager
+    def _noting_problems(self) -> Generator[OtherEngine]:
+        if self._other is None:
+            raise RuntimeError("no collective was joined")
+        try:
+            yield self._other
+        except BaseException as error:
+            # vLLM hands on its text only.
+            self._problem = error
+            raise
+
+
+def _within_seconds(engine: OtherEngine, join: JoinInfo) -> dict[str, object]:
+    """The rendezvous; a backend that has a deadline of its own waits no longer than this server."""
+    fields = {field.name: field.default for field in dataclasses.fields(engine.init_info_cls)}
+    if "timeout_seconds" not in fields:
+        return join.rendezvous
+    asked = join.rendezvous.get("timeout_seconds", fields["timeout_seconds"])
+    limit = min(float(cast(float, asked)), join.seconds)
+    return {**join.rendezvous, "timeout_seconds": limit}
+
+
+class _Worker(Protocol):
+    """vLLM's worker, as far as an update that failed goes."""
+
+    weight_transfer_engine: WeightEngine
+    _weight_update_active: bool
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; its import is what matters."""
+    """Mixed into vLLM's worker."""
+
+    def abandon_collective(self) -> Mapping[str, object]:
+        """See `WeightEngine.abandon`; vLLM itself has no way to end a session without finishing it."""
+        worker = cast(_Worker, self)
+        worker._weight_update_active = False  # pyright: ignore[reportPrivateUsage]
+        return worker.weight_transfer_engine.abandon()
 
 
 WeightTransferEngineFactory.register_engine(  # pyright: ignore[reportUnknownMemberType]
-    BACKEND, StagedFileEngine
+    BACKEND, WeightEngine
 )

@@ -6,13 +6,13 @@ file its uploader shares. What comes out is always the same: every tensor in ful
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.server.engine import StagedTensor
+from penstock.server.stage_memory import Buffer
 from penstock.server.weight_manifest import FLOATS, WeightRefused
 from penstock.server.weight_verify import Check, pieces, read_into
 from penstock.wire import sparse
@@ -23,7 +23,7 @@ from penstock.wire.reasons import Reason
 class Patch:
     """What changes a copy of the base into the tensor."""
 
-    descriptor: int
+    source: Buffer
     offset_bytes: int
     length_bytes: int
     coding: sparse.SparseCoding
@@ -35,8 +35,8 @@ class Part:
 
     tensor: StagedTensor
     """Its place in what is assembled."""
-    descriptor: int
-    """The file that has its bytes, or those of the base."""
+    source: Buffer
+    """What has its bytes, or those of the base."""
     offset_bytes: int
     xxh3: int | None
     """XXH3-64 of the result, which then also has to be finite; None is not checked."""
@@ -57,18 +57,16 @@ def lay_out(
     return tuple(placed), offset
 
 
-def assemble(target: int, length_bytes: int, parts: Sequence[Part]) -> None:
-    """Writes every part into the file `target`, and checks it there. Blocks.
+def assemble(target: Buffer, parts: Sequence[Part]) -> None:
+    """Writes every part into `target`, which is the server's own, and checks it there. Blocks.
 
     Raises WeightRefused, which names the tensor.
     """
-    if not length_bytes:
-        return
-    # Never closed by hand: an array that looks into it may outlive this call, in a traceback.
-    mapped = memoryview(mmap.mmap(target, length_bytes))
+    if target.view is None:
+        raise RuntimeError("only memory of the server's own can be written to")
     for part in parts:
         begin = part.tensor.offset_bytes
-        _write(mapped[begin : begin + part.tensor.length_bytes], part)
+        _write(target.view[begin : begin + part.tensor.length_bytes], part)
 
 
 def _write(place: memoryview, part: Part) -> None:
@@ -77,7 +75,7 @@ def _write(place: memoryview, part: Part) -> None:
     whole = part.patch is not None or check is None
     offset = part.offset_bytes
     for piece in [place] if whole else pieces(place):
-        read_into(piece, part.descriptor, offset, name)
+        read_into(piece, part.source, offset, name)
         offset += len(piece)
         if check is not None and not whole:
             # While it is in the cache.
@@ -92,7 +90,7 @@ def _write(place: memoryview, part: Part) -> None:
 
 def _apply(place: memoryview, patch: Patch, tensor: StagedTensor) -> None:
     payload = memoryview(bytearray(patch.length_bytes))
-    read_into(payload, patch.descriptor, patch.offset_bytes, tensor.name)
+    read_into(payload, patch.source, patch.offset_bytes, tensor.name)
     try:
         sparse.apply(np.frombuffer(place, FLOATS[tensor.dtype].bits), patch.coding, payload)
     except sparse.SparseInvalid as error:

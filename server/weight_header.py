@@ -5,15 +5,17 @@ Whether the version is in order, and its tensors are the model's, is for `weight
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
+from penstock.server.adapter_manifest import AdapterShape, read_adapter
 from penstock.server.engine import EngineDescription
-from penstock.server.errors import FieldInvalid
+from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.weight_manifest import Encoding, ManifestTensor
 from penstock.server.weight_probe import Probe, read_probe
 from penstock.server.weight_switch import InFlight
 from penstock.v1 import weights_pb2
+from penstock.wire.reasons import Reason
+from penstock.wire.upload_messages import Header
 
 ENCODINGS = {
     weights_pb2.TENSOR_ENCODING_UNSPECIFIED: Encoding.RAW,
@@ -56,7 +58,14 @@ class CheckpointSource:
     path: str
 
 
-Source = InlineSource | SharedSource | CheckpointSource
+@dataclass(frozen=True, slots=True)
+class CollectiveSource:
+    """Bytes by a collective that the engine has joined."""
+
+    backend: str
+
+
+Source = InlineSource | SharedSource | CheckpointSource | CollectiveSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class Announced:
     """Zero for a full upload."""
     trainer_epoch: int
     digest: bytes
-    """SHA-256 of the header: the same again means the same upload."""
+    """SHA-256 of the header as it was sent: the same again means the same upload."""
     source: Source
     manifest: tuple[ManifestTensor, ...]
     immediate: bool
@@ -76,19 +85,23 @@ class Announced:
     in_flight: InFlight | None
     """None is the server's default."""
     probe: Probe | None
+    adapter: AdapterShape | None = None
+    """None for full weights."""
+
+    def check_commit(self, commit: weights_pb2.WeightCommit) -> None:
+        """That both sides mean the same header. Raises CHECKSUM_MISMATCH."""
+        if commit.header_sha256 != self.digest:
+            raise DomainError(
+                Reason.CHECKSUM_MISMATCH,
+                "header_sha256 is not that of the header this stream began with",
+                {"expected": self.digest.hex(), "actual": commit.header_sha256.hex()},
+            )
 
 
-def header_digest(header: weights_pb2.WeightHeader) -> bytes:
-    """SHA-256 of the header as it was sent."""
-    return hashlib.sha256(header.SerializeToString(deterministic=True)).digest()
-
-
-def read_header(
-    header: weights_pb2.WeightHeader, digest: bytes, description: EngineDescription
-) -> Announced:
+def read_header(received: Header, description: EngineDescription) -> Announced:
     """Raises FIELD_INVALID for anything unset, unknown or out of range."""
-    if header.HasField("adapter"):
-        raise FieldInvalid("header.adapter", "is not taken by this server; see GetServerInfo")
+    header = received.message
+    adapter = read_adapter(header, description) if header.HasField("adapter") else None
     source = _read_source(header)
     if isinstance(source, CheckpointSource) and header.base_weight_version:
         raise FieldInvalid(
@@ -96,16 +109,24 @@ def read_header(
             "must be zero with a checkpoint, which is complete",
             header.base_weight_version,
         )
+    immediate = _read_activation(header.activation)
+    if isinstance(source, CollectiveSource) and not immediate:
+        raise FieldInvalid(
+            "header.activation",
+            "must be immediate with a collective, whose bytes go straight into the engine",
+            header.activation,
+        )
     return Announced(
         weight_version=header.weight_version,
         base_version=header.base_weight_version,
         trainer_epoch=header.trainer_epoch,
-        digest=digest,
+        digest=received.sha256,
         source=source,
         manifest=tuple(_read_tensor(spec) for spec in header.tensors),
-        immediate=_read_activation(header.activation),
+        immediate=immediate,
         in_flight=read_in_flight(header.in_flight),
         probe=read_probe(header.probe, description) if header.HasField("probe") else None,
+        adapter=adapter,
     )
 
 
@@ -137,6 +158,8 @@ def _read_source(header: weights_pb2.WeightHeader) -> Source:
         return SharedSource(header.shared_memory.name, header.shared_memory.host_namespace)
     if kind == "checkpoint":
         return CheckpointSource(header.checkpoint.path)
+    if kind == "collective":
+        return CollectiveSource(header.collective.backend)
     if kind is None:
         raise FieldInvalid("header.source", "must be set")
     raise FieldInvalid("header.source", "is not one this server takes; see GetServerInfo", kind)

@@ -3,6 +3,7 @@
 check_full         a payload that is the version itself
 check_delta        a payload of differences from a version whose bytes are held
 check_checkpoint   a folder of safetensors files, which say themselves where their tensors are
+check_collective   what a collective is about to bring, which has no payload
 """
 
 from __future__ import annotations
@@ -159,16 +160,39 @@ def check_checkpoint(
     Raises WeightRefused.
     """
     _check_listed(manifest, expected, weight_dtype)
+    _check_unplaced(manifest, "in a checkpoint")
+
+
+def check_collective(
+    manifest: Sequence[ManifestTensor],
+    expected: Mapping[str, TensorMeta],
+    weight_dtype: str,
+    *,
+    whole: bool,
+) -> None:
+    """That tensors of this model are announced, and, for a `whole` version, all of them.
+
+    Raises WeightRefused.
+    """
+    _check_listed(manifest, expected, weight_dtype, whole=whole)
+    _check_unplaced(manifest, "by a collective")
+
+
+def _check_unplaced(manifest: Sequence[ManifestTensor], where: str) -> None:
     for tensor in manifest:
         if tensor.encoding is not Encoding.RAW:
             raise invalid(tensor, "encoding", "has to be raw", tensor.encoding.value)
         for field, got in (("offset", tensor.offset_bytes), ("length", tensor.length_bytes)):
             if got:
-                raise invalid(tensor, f"{field}_bytes", "has to be 0 in a checkpoint", got)
+                raise invalid(tensor, f"{field}_bytes", f"has to be 0 {where}", got)
 
 
 def _check_listed(
-    manifest: Sequence[ManifestTensor], expected: Mapping[str, TensorMeta], weight_dtype: str
+    manifest: Sequence[ManifestTensor],
+    expected: Mapping[str, TensorMeta],
+    weight_dtype: str,
+    *,
+    whole: bool = True,
 ) -> None:
     names: set[str] = set()
     for tensor in manifest:
@@ -177,7 +201,7 @@ def _check_listed(
         names.add(tensor.name)
         _check_type(tensor, expected.get(tensor.name), weight_dtype)
     missing = [n for n, meta in expected.items() if n not in names and not meta.optional]
-    if missing:
+    if missing and whole:
         raise WeightRefused(
             Reason.TENSOR_MISSING,
             f"{len(missing)} tensors of the model are missing, first {missing[0]}",

@@ -10,7 +10,6 @@ always one complete, dense, verified version, whatever it travelled as, and noth
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import xxhash
 
 from penstock.server.engine import StagedTensor, StagedWeights, TensorMeta
 from penstock.server.intervals import Intervals
-from penstock.server.shared_memory import open_shared
+from penstock.server.shared_memory import SharedFiles
 from penstock.server.stage_memory import Buffer, StageMemory
 from penstock.server.threads import run_to_its_end
 from penstock.server.weight_assembly import Part, Patch, assemble, lay_out
@@ -34,7 +33,7 @@ from penstock.server.weight_manifest import (
     check_full,
     check_length,
 )
-from penstock.server.weight_verify import verify_tensors
+from penstock.server.weight_verify import RunningCheck, verify_tensors
 from penstock.wire.reasons import Reason
 
 
@@ -72,6 +71,7 @@ class WeightStage:
         if weight_dtype not in FLOATS:
             raise ValueError(f"weights can be {', '.join(FLOATS)}, got {weight_dtype!r}")
         self._memory = StageMemory(folder)
+        self._shared = SharedFiles()
         self._expected = expected
         self._weight_dtype = weight_dtype
 
@@ -86,9 +86,13 @@ class WeightStage:
         manifest: Sequence[ManifestTensor],
         length_bytes: int,
         base: Staged | None = None,
+        expected: Mapping[str, TensorMeta] | None = None,
     ) -> Upload:
-        """An upload whose payload of this length arrives in chunks. Raises WeightRefused."""
-        self._check(manifest, length_bytes, base)
+        """An upload whose payload of this length arrives in chunks. Raises WeightRefused.
+
+        `expected` is what it consists of, where that is not the model itself.
+        """
+        self._check(manifest, length_bytes, base, expected)
         check_length(manifest, length_bytes)
         payload = await self._memory.allocate(length_bytes)
         return await self._begin(weight_version, manifest, payload, base, inline=True)
@@ -100,12 +104,13 @@ class WeightStage:
         name: str,
         host_namespace: str,
         base: Staged | None = None,
+        expected: Mapping[str, TensorMeta] | None = None,
     ) -> Upload:
-        """An upload whose payload is a file in memory of this host. Raises WeightRefused."""
-        descriptor, length = open_shared(name, host_namespace)
-        payload = self._memory.adopt(descriptor, length)
+        """An upload whose payload is a file in memory of this host; see `begin_inline`."""
+        descriptor, length, view = self._shared.open(name, host_namespace)
+        payload = self._memory.adopt(descriptor, length, view)
         try:
-            self._check(manifest, length, base)
+            self._check(manifest, length, base, expected)
         except WeightRefused:
             payload.release()
             raise
@@ -132,8 +137,9 @@ class WeightStage:
         except BaseException:
             _release_all(sources)
             raise
+        files = {source.descriptor: source for source in sources}
         parts = [
-            Part(place, descriptor, stored.offset_bytes, wanted.xxh3)
+            Part(place, files[descriptor], stored.offset_bytes, wanted.xxh3)
             for place, (wanted, descriptor, stored) in zip(places, found, strict=True)
         ]
         return Upload(weight_version, manifest, None, target, parts, sources, inline=False)
@@ -151,9 +157,7 @@ class WeightStage:
             places, length = lay_out((t.name, t.shape, t.dtype, t.length_bytes) for t in source)
             target = await self._memory.allocate(length)
             parts = [
-                Part(
-                    place, staged.buffer.descriptor, tensor.offset_bytes, staged.hashes[tensor.name]
-                )
+                Part(place, staged.buffer, tensor.offset_bytes, staged.hashes[tensor.name])
                 for place, tensor in zip(places, source, strict=True)
             ]
             await _assembled(target, parts)
@@ -173,8 +177,9 @@ class WeightStage:
             found = list(checkpoint.tensors.values())
             places, length = lay_out((s.name, s.shape, s.dtype, s.length_bytes) for _, s in found)
             target = await self._memory.allocate(length)
+            files = {source.descriptor: source for source in sources}
             parts = [
-                Part(place, descriptor, stored.offset_bytes, None)
+                Part(place, files[descriptor], stored.offset_bytes, None)
                 for place, (descriptor, stored) in zip(places, found, strict=True)
             ]
             await _assembled(target, parts)
@@ -182,15 +187,25 @@ class WeightStage:
             _release_all(sources)
         return Staged(StagedWeights(weight_version, target.path, places), {}, target)
 
+    def forget_shared(self) -> None:
+        """Lets go of what uploaders shared, but for what is in use."""
+        self._shared.forget()
+
     def close(self) -> None:
         """Releases everything."""
         self._memory.close()
+        self._shared.forget()
 
     def _check(
-        self, manifest: Sequence[ManifestTensor], length_bytes: int, base: Staged | None
+        self,
+        manifest: Sequence[ManifestTensor],
+        length_bytes: int,
+        base: Staged | None,
+        expected: Mapping[str, TensorMeta] | None,
     ) -> None:
         if base is None:
-            check_full(manifest, self._expected, self._weight_dtype, length_bytes)
+            expected = self._expected if expected is None else expected
+            check_full(manifest, expected, self._weight_dtype, length_bytes)
         else:
             check_delta(manifest, self._expected, self._weight_dtype, length_bytes, base.hashes)
 
@@ -239,25 +254,29 @@ class Upload:
         self._sources = sources
         self._inline = inline
         self._received = Intervals()
+        self._running = RunningCheck(manifest)
+        self._in_order_bytes = 0
         self._released = False
         self.weight_version = weight_version
         self.length_bytes = (payload or target).length_bytes
         """What travels, or is read."""
 
-    def write_chunk(self, offset_bytes: int, data: bytes, xxh3: int) -> None:
+    def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
         """Takes one slice of an inline payload, in any order but each byte once.
 
         Raises WeightRefused.
         """
         try:
-            payload = self._check_chunk(offset_bytes, data, xxh3)
+            room = self._check_chunk(offset_bytes, data, xxh3)
         except WeightRefused:
             self.release()
             raise
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(payload.descriptor, view, offset_bytes)
-            view, offset_bytes = view[written:], offset_bytes + written
+        end = offset_bytes + len(data)
+        room[offset_bytes:end] = data
+        if offset_bytes == self._in_order_bytes and self._parts is None:
+            # While it is in the cache.
+            self._in_order_bytes = end
+            self._running.follow(room, end)
 
     async def verify(self) -> Staged:
         """The complete version: nothing missing, each tensor with its checksum, and finite.
@@ -282,15 +301,15 @@ class Upload:
             _release_all([self._target, *self._sources])
 
     async def _fill_target(self) -> tuple[StagedTensor, ...]:
-        descriptor = self._target.descriptor
-        if self._parts is None:
-            await run_to_its_end(lambda: verify_tensors(descriptor, self._manifest))
+        target, parts = self._target, self._parts
+        if parts is None:
+            begun = self._running.begun
+            await run_to_its_end(lambda: verify_tensors(target, self._manifest, begun))
             return tuple(
                 StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
                 for t in self._manifest
             )
-        parts, length = self._parts, self._target.length_bytes
-        await run_to_its_end(lambda: assemble(descriptor, length, parts))
+        await run_to_its_end(lambda: assemble(target, parts))
         return tuple(part.tensor for part in parts)
 
     def _check_complete(self) -> None:
@@ -303,9 +322,11 @@ class Upload:
                 end=gap[1],
             )
 
-    def _check_chunk(self, offset: int, data: bytes, xxh3: int) -> Buffer:
+    def _check_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> memoryview:
+        """What it may be written to."""
         end = offset + len(data)
-        if not self._inline or self._released or self._payload is None:
+        room = self._payload.view if self._payload is not None else None
+        if not self._inline or self._released or room is None:
             raise WeightRefused(
                 Reason.FIELD_INVALID, "chunk: this upload takes none", field="chunk"
             )
@@ -330,7 +351,7 @@ class Upload:
                 field="chunk.data",
                 offset_bytes=offset,
             )
-        return self._payload
+        return room
 
 
 def _dense(manifest: Sequence[ManifestTensor]) -> tuple[tuple[StagedTensor, ...], int]:
@@ -347,22 +368,20 @@ def _delta_parts(
     parts: list[Part] = []
     for tensor, place in zip(manifest, places, strict=True):
         if tensor.encoding is Encoding.RAW:
-            parts.append(Part(place, payload.descriptor, tensor.offset_bytes, tensor.xxh3))
+            parts.append(Part(place, payload, tensor.offset_bytes, tensor.xxh3))
             continue
         patch = None
         if tensor.coding is not None and tensor.encoding is Encoding.SPARSE:
-            patch = Patch(
-                payload.descriptor, tensor.offset_bytes, tensor.length_bytes, tensor.coding
-            )
+            patch = Patch(payload, tensor.offset_bytes, tensor.length_bytes, tensor.coding)
         place_in_base = there[tensor.name]
-        parts.append(Part(place, base.buffer.descriptor, place_in_base, tensor.xxh3, patch))
+        parts.append(Part(place, base.buffer, place_in_base, tensor.xxh3, patch))
     return parts
 
 
 async def _assembled(target: Buffer, parts: Sequence[Part]) -> None:
     """Fills a buffer, or gives it back."""
     try:
-        await run_to_its_end(lambda: assemble(target.descriptor, target.length_bytes, parts))
+        await run_to_its_end(lambda: assemble(target, parts))
     except BaseException:
         target.release()
         raise

@@ -1,5 +1,7 @@
 """Switching weight versions: pause -> load -> resume under one lock, and back where that fails.
 
+`switch` loads a staged version; `change` takes any load, such as one that a collective brings.
+
 Order of events of a switch to version v:
 
 1. The gate closes: new turns wait (up to their deadline), admissions under way finish.
@@ -10,7 +12,8 @@ Order of events of a switch to version v:
    until the score is right.
 5. v is the active version; the gate opens.
 
-What a failure does: a pause that fails leaves the old version serving. After a load that fails, the version
+What a failure does: a pause that fails leaves the old version serving, and so does a load that is refused
+before it has changed anything. After a load that fails, the version
 before is loaded again and goes on as if nothing had been. After a probe that fails, turns in flight
 end ABORTED at the last token of the version before, and then that is loaded again. Where there is no way
 back, or it fails too, the engine holds weights nobody can trust: turns in flight end ABORTED with what they
@@ -22,6 +25,8 @@ have, every admission is refused with WEIGHTS_INCONSISTENT, and only another com
 | RECOMPUTE | freeze, go on under v | dropped, computed again under v |
 | DRAIN | finish first under the old version | dropped |
 | ABORT | end ABORTED | dropped |
+
+An adapter becomes active without a pause: see `adapter_versions`, which closes the gate for that moment.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from penstock.server.broadcast import Broadcast
 from penstock.server.engine import Engine, EngineLoadFailed, EngineLost, StagedWeights
 from penstock.server.errors import DomainError
 from penstock.server.turns import Turn
+from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe, ProbeResult, compare
 from penstock.wire.reasons import Reason
 
@@ -67,6 +73,10 @@ class TurnsInFlight(Protocol):
 
     async def wait_idle(self) -> None: ...
 
+
+Load = Callable[[], Awaitable[None]]
+"""Gives a paused engine other weights. Raises DomainError or WeightRefused where it holds what it held, and
+EngineLoadFailed where what it holds cannot be trusted."""
 
 VersionBefore = Callable[[], AbstractAsyncContextManager[StagedWeights | None]]
 """Opens what a failed switch goes back to; None where it is not to be had."""
@@ -122,6 +132,8 @@ class WeightSwitch:
         self._paused = False
         self._unconfirmed: _Unconfirmed | None = None
         self.active_version = active_version
+        self.active_adapter: int | None = None
+        """The active version where it is an adapter on the full weights."""
         self.on_health: Callable[[], Awaitable[None]] | None = None
         """Called when what `trusted` says has changed."""
 
@@ -162,6 +174,28 @@ class WeightSwitch:
             if not self._admitting:
                 self._changed.notify()
 
+    @asynccontextmanager
+    async def gate_closed(self) -> AsyncGenerator[None]:
+        """New turns wait meanwhile, and none is half admitted; those in flight go on.
+
+        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST where no version can be served.
+        """
+        async with self._lock:
+            if self._refusal is not None:
+                raise self._refusal
+            self._closed = True
+            try:
+                while self._admitting:
+                    await self._changed.wait()
+                yield
+            finally:
+                self._closed = False
+                self._changed.notify()
+
+    def adopt_adapter(self, weight_version: int) -> None:
+        """Makes an adapter that the engine has the active version; the gate is closed."""
+        self.active_version = self.active_adapter = weight_version
+
     async def refuse(self, refusal: DomainError | None) -> None:
         """Refuses every admission with this error, or, with None, no longer."""
         self._refusal = refusal
@@ -177,22 +211,38 @@ class WeightSwitch:
         before: VersionBefore,
         probe: Probe | None = None,
     ) -> Switched:
-        """Makes a staged version the active one.
+        """Makes a staged version the active one; raises as `change`."""
+        version = weights.weight_version
+        return await self.change(
+            version, lambda: self._engine.load(weights), policy, turns, before, probe
+        )
+
+    async def change(
+        self,
+        weight_version: int,
+        load: Load,
+        policy: InFlight,
+        turns: TurnsInFlight,
+        before: VersionBefore,
+        probe: Probe | None = None,
+    ) -> Switched:
+        """Makes the version that `load` gives the engine the active one.
 
         Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where the version before is active again,
-        WEIGHTS_INCONSISTENT where none is, ENGINE_LOST where the engine died.
+        WEIGHTS_INCONSISTENT where none is, ENGINE_LOST where the engine died, and what `load` raises
+        where it changed nothing.
         """
         async with self._lock:
             with tracer.start_as_current_span("penstock.switch_weights") as span:
-                span.set_attribute("penstock.weight_version", weights.weight_version)
+                span.set_attribute("penstock.weight_version", weight_version)
                 span.set_attribute("penstock.in_flight", policy.value)
                 self._closed = True
-                change = _Change(weights, turns, before)
+                change = _Change(weight_version, load, turns, before)
                 try:
                     switched = await self._switch(change, policy, probe)
                 except EngineLost as error:
                     raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
-                except DomainError:
+                except (DomainError, WeightRefused):
                     raise
                 except Exception as error:
                     # Whatever it was, what the engine holds now is not known.
@@ -206,7 +256,7 @@ class WeightSwitch:
                 return switched
 
     async def _switch(self, change: _Change, policy: InFlight, probe: Probe | None) -> Switched:
-        version, turns = change.weights.weight_version, change.turns
+        version, turns = change.weight_version, change.turns
         while self._admitting:
             await self._changed.wait()
         if policy is InFlight.DRAIN:
@@ -218,7 +268,12 @@ class WeightSwitch:
         began = time.monotonic()
         await self._pause(drop_cache=policy is not InFlight.KEEP)
         try:
-            await self._engine.load(change.weights)
+            await change.load()
+        except (DomainError, WeightRefused):
+            # Nothing was changed; what could not be trusted before still cannot.
+            if self.trusted:
+                await self._resume()
+            raise
         except EngineLoadFailed as error:
             await self._go_back(change, f"loading it failed: {error}")
             raise DomainError(
@@ -280,12 +335,12 @@ class WeightSwitch:
         await self._distrust(change, f"{problem}; {way}")
         raise DomainError(
             Reason.WEIGHTS_INCONSISTENT,
-            f"version {change.weights.weight_version} cannot be served: {problem}; {way}",
-            {"weight_version": change.weights.weight_version, "problem": problem},
+            f"version {change.weight_version} cannot be served: {problem}; {way}",
+            {"weight_version": change.weight_version, "problem": problem},
         )
 
     async def _distrust(self, change: _Change, problem: str) -> None:
-        version = change.weights.weight_version
+        version = change.weight_version
         logger.error(
             "nothing is served until a full upload succeeds: version %s: %s", version, problem
         )
@@ -315,6 +370,7 @@ class WeightSwitch:
 class _Change:
     """One switch: to what, for whom, and what to go back to."""
 
-    weights: StagedWeights
+    weight_version: int
+    load: Load
     turns: TurnsInFlight
     before: VersionBefore

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import xxhash
 
+from penstock.server.stage_memory import Buffer
 from penstock.server.weight_manifest import (
     FLOATS,
-    Float,
     ManifestTensor,
     WeightRefused,
     checksum_mismatch,
 )
 from penstock.wire.reasons import Reason
 
-PIECE_BYTES = 4 << 20
-"""Bytes looked at at a time: few enough for the cache. A multiple of every itemsize."""
+PIECE_BYTES = 512 << 10
+"""Bytes looked at at a time: few enough to stay in the cache of a core from one look to the next. A
+multiple of every itemsize."""
 
 
 class Check:
@@ -27,14 +28,15 @@ class Check:
     def __init__(self, name: str, dtype: str, xxh3: int) -> None:
         self._name = name
         self._layout = FLOATS[dtype]
+        self._signed = np.dtype(f"<i{self._layout.bits.itemsize}")
         self._announced = xxh3
         self._digest = xxhash.xxh3_64()
         self._finite = True
 
     def update(self, piece: memoryview) -> None:
-        """Takes the next bytes, a whole number of elements."""
+        """Takes the next bytes, a whole number of elements, and not none."""
         self._digest.update(piece)
-        self._finite = self._finite and _is_finite(piece, self._layout)
+        self._finite = self._finite and self._is_finite(piece)
 
     def finish(self) -> None:
         """Raises WeightRefused where the whole is not what was announced, or not finite."""
@@ -47,30 +49,90 @@ class Check:
                 tensor=self._name,
             )
 
+    def _is_finite(self, piece: memoryview) -> bool:
+        """Two looks without a copy: among signed numbers the positive are the largest, and among
+        unsigned ones the negative."""
+        infinity, negative = self._layout.infinity, self._layout.magnitude + 1
+        patterns = np.frombuffer(piece, self._layout.bits)
+        return bool(
+            patterns.view(self._signed).max() < infinity and patterns.max() < negative + infinity
+        )
 
-def verify_tensors(descriptor: int, manifest: Iterable[ManifestTensor]) -> None:
-    """That the bytes behind the descriptor are those announced, and all finite.
 
-    Raises WeightRefused.
+class RunningCheck:
+    """Checks the tensors of a payload while it comes in, as far as it comes in order."""
+
+    def __init__(self, manifest: Iterable[ManifestTensor]) -> None:
+        self._manifest = sorted(manifest, key=lambda tensor: tensor.offset_bytes)
+        self._index = 0
+        self.begun: dict[str, tuple[Check, int]] = {}
+        """By the tensor's name, its check and how far in the payload that has come."""
+
+    def follow(self, payload: memoryview, end: int) -> None:
+        """Looks at what is new; all bytes before `end` are there."""
+        while self._index < len(self._manifest):
+            tensor = self._manifest[self._index]
+            if end < tensor.offset_bytes:
+                return
+            check, begin = self.begun.get(tensor.name) or begin_check(tensor)
+            stop = min(end, tensor.offset_bytes + tensor.length_bytes)
+            # Whole elements; what is left of one is looked at with its rest.
+            stop -= (stop - tensor.offset_bytes) % FLOATS[tensor.dtype].bits.itemsize
+            for piece in pieces(payload[begin:stop]):
+                check.update(piece)
+            self.begun[tensor.name] = check, stop
+            if stop < tensor.offset_bytes + tensor.length_bytes:
+                return
+            self._index += 1
+
+
+def begin_check(tensor: ManifestTensor) -> tuple[Check, int]:
+    """The check of a tensor, and where in the payload it begins."""
+    return Check(tensor.name, tensor.dtype, tensor.xxh3), tensor.offset_bytes
+
+
+def verify_tensors(
+    source: Buffer,
+    manifest: Iterable[ManifestTensor],
+    begun: Mapping[str, tuple[Check, int]],
+) -> None:
+    """That the bytes are those announced, and all finite. Raises WeightRefused.
+
+    `begun` has what a `RunningCheck` looked at before.
     """
-    buffer = memoryview(bytearray(PIECE_BYTES))
+    room = None if source.view is not None else memoryview(bytearray(PIECE_BYTES))
     for tensor in manifest:
-        check = Check(tensor.name, tensor.dtype, tensor.xxh3)
-        offset, end = tensor.offset_bytes, tensor.offset_bytes + tensor.length_bytes
-        while offset < end:
-            piece = buffer[: end - offset]
-            read_into(piece, descriptor, offset, tensor.name)
-            check.update(piece)
-            offset += len(piece)
+        check, offset = begun.get(tensor.name) or begin_check(tensor)
+        _look_through(source, tensor, check, offset, room)
         check.finish()
 
 
-def read_into(target: memoryview, descriptor: int, offset: int, name: str) -> None:
-    """Fills `target` from the file. Raises WeightRefused, naming the tensor, where it ends before."""
+def _look_through(
+    source: Buffer, tensor: ManifestTensor, check: Check, offset: int, room: memoryview | None
+) -> None:
+    end = tensor.offset_bytes + tensor.length_bytes
+    if room is None and source.view is not None:
+        for piece in pieces(source.view[offset:end]):
+            check.update(piece)
+        return
+    while room is not None and offset < end:
+        piece = room[: end - offset]
+        read_into(piece, source, offset, tensor.name)
+        check.update(piece)
+        offset += len(piece)
+
+
+def read_into(target: memoryview, source: Buffer, offset: int, name: str) -> None:
+    """Fills `target` from there. Raises WeightRefused, naming the tensor, where it ends before."""
+    if source.view is not None and target:
+        # Unlike an assignment, this lets other threads run.
+        found = np.frombuffer(source.view, np.uint8, len(target), offset)
+        np.copyto(np.frombuffer(target, np.uint8), found)
+        return
     filled = 0
     while filled < len(target):
         try:
-            count = os.preadv(descriptor, [target[filled:]], offset + filled)
+            count = os.preadv(source.descriptor, [target[filled:]], offset + filled)
         except OSError as error:
             raise _unreadable(name, f"cannot be read: {error.strerror}") from error
         if not count:
@@ -89,8 +151,3 @@ def _unreadable(name: str, problem: str) -> WeightRefused:
     return WeightRefused(
         Reason.SOURCE_UNAVAILABLE, f"{name}: the payload {problem}", tensor=name, problem=problem
     )
-
-
-def _is_finite(piece: memoryview, layout: Float) -> bool:
-    magnitudes = np.frombuffer(piece, layout.bits) & layout.bits.type(layout.magnitude)
-    return int(magnitudes.max(initial=0)) < layout.infinity

@@ -1,4 +1,4 @@
-"""Fixtures of the wire tests."""
+"""Fixtures of the wire tests, and the options of the fault tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.report import (  # noqa: F401
+    pytest_addoption,
+    pytest_terminal_summary,
+    report,
+)
 from tests.harness import Harness, serve
 
 

@@ -8,6 +8,7 @@ doubled one.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from penstock.server.conversation import Message, Tool
 from penstock.server.engine import (
+    Adapter,
+    AdapterLimits,
     Delta,
     EngineDescription,
     EngineLoadFailed,
@@ -28,6 +32,7 @@ from penstock.server.engine import (
     StagedWeights,
     TensorMeta,
 )
+from tests.fake_collective import FakeCollective
 
 VOCAB_SIZE = 300
 EOS = 256
@@ -89,7 +94,7 @@ class _Running:
     finish: Finish | None = None
 
 
-class FakeEngine:
+class FakeEngine(FakeCollective):
     """Implements the Engine seam; `step_seconds` is how long one token of every request takes."""
 
     def __init__(
@@ -97,7 +102,9 @@ class FakeEngine:
         step_seconds: float = 0.0,
         max_context: int = MAX_CONTEXT,
         checkpoint: Path | None = None,
+        adapters: AdapterLimits | None = None,
     ) -> None:
+        super().__init__()
         self.step_seconds = step_seconds
         self.version = 0
         self.loaded: list[StagedWeights] = []
@@ -116,8 +123,18 @@ class FakeEngine:
         self.salts: list[tuple[str, str, int]] = []
         """(request id, cache salt, version active when the engine took it)"""
         self.max_running = 0
+        self.adapters: dict[int, dict[str, NDArray[np.float32]]] = {}
+        """Those it has, with the tensors it read from the folder of each."""
+        self.adapter_folders: dict[int, Path] = {}
+        self.adapters_added: list[int] = []
+        self.adapters_removed: list[int] = []
+        self.fail_adapters = 0
+        """How many adapters from now on it does not take."""
+        self.pauses = 0
+        self.freeze_at: int | None = None
+        """Requests of so many tokens get no more while it is set."""
         self._description = EngineDescription(
-            "fake", VOCAB_SIZE, max_context, (EOS,), "float32", TENSORS, checkpoint
+            "fake", VOCAB_SIZE, max_context, (EOS,), "float32", TENSORS, checkpoint, adapters
         )
         self._computes: int | None = 0
         """The version it really computes with; None for a mixture."""
@@ -137,6 +154,7 @@ class FakeEngine:
             raise EngineLost(self._lost.result())
         assert request.request_id not in self._running, "request ids must be unique"
         assert request.sampling.max_tokens >= 1
+        assert request.adapter_version is None or request.adapter_version in self.adapters
         running = _Running(request, request.token_ids.tobytes())
         self._running[request.request_id] = running
         self.salts.append((request.request_id, request.cache_salt, self.version))
@@ -165,14 +183,32 @@ class FakeEngine:
                 self._wake.clear()
                 await self._wake.wait()
             async with self._stepping:
-                for running in list(self._running.values()):
-                    if running.finish is None:
-                        self._sample(running)
+                for running in self._scheduled():
+                    self._sample(running)
             await asyncio.sleep(self.step_seconds)
 
+    def _scheduled(self) -> list[_Running]:
+        """As vLLM does it: no more adapters in a step than there is room for; others wait."""
+        chosen: list[_Running] = []
+        adapters: set[int] = set()
+        limits = self._description.adapters
+        for running in self._running.values():
+            adapter = running.request.adapter_version
+            if running.finish is not None or running.count == self.freeze_at:
+                continue
+            if adapter is not None and adapter not in adapters:
+                if limits is None or len(adapters) == limits.max_adapters:
+                    continue
+                adapters.add(adapter)
+            chosen.append(running)
+        return chosen
+
     def _sample(self, running: _Running) -> None:
-        assert self._computes is not None, "sampled with a mixture of weights"
-        token, logprob = sampled(running.prefix, self._computes)
+        adapter = running.request.adapter_version
+        assert adapter is None or adapter in self.adapters, "sampled by an adapter that was removed"
+        version = self._computes if adapter is None else adapter
+        assert version is not None, "sampled with a mixture of weights"
+        token, logprob = sampled(running.prefix, version)
         sampling = running.request.sampling
         running.prefix += np.int32(token).tobytes()
         running.tokens.append(token)
@@ -199,7 +235,9 @@ class FakeEngine:
             Delta(
                 np.asarray(running.tokens, np.int32),
                 np.asarray(running.logprobs, np.float32),
-                self.version,
+                self.version
+                if running.request.adapter_version is None
+                else running.request.adapter_version,
                 running.finish,
                 len(running.request.token_ids) // 2,
             )
@@ -215,6 +253,7 @@ class FakeEngine:
 
     async def pause(self, *, drop_cache: bool) -> None:
         self._paused = True
+        self.pauses += 1
         self.caches_dropped += drop_cache
         async with self._stepping:
             # What was sampled before the boundary carries the version before it.
@@ -239,7 +278,38 @@ class FakeEngine:
             self._computes = weights.weight_version
         self.version = weights.weight_version
 
-    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    async def add_adapter(self, adapter: Adapter) -> None:
+        limits = self._description.adapters
+        assert limits is not None
+        assert len(self.adapters) <= limits.max_adapters, "it would lose one that it has"
+        assert adapter.weight_version not in self.adapters
+        await asyncio.sleep(0)
+        if self.fail_adapters:
+            self.fail_adapters -= 1
+            raise EngineLoadFailed("told not to take it")
+        config = json.loads((adapter.folder / "adapter_config.json").read_text())
+        tensors = load_file(adapter.folder / "adapter_model.safetensors")
+        assert config["peft_type"] == "LORA"
+        assert all(config["r"] in tensor.shape for tensor in tensors.values())
+        self.adapters[adapter.weight_version] = tensors
+        self.adapter_folders[adapter.weight_version] = adapter.folder
+        self.adapters_added.append(adapter.weight_version)
+
+    async def remove_adapter(self, weight_version: int) -> None:
+        assert self.adapter_folders[weight_version].exists(), "the folder has to stay until now"
+        left = [
+            r
+            for r in self._running.values()
+            if r.finish is None and r.request.adapter_version == weight_version
+        ]
+        assert not left, "it still samples"
+        await asyncio.sleep(0)
+        del self.adapters[weight_version]
+        self.adapters_removed.append(weight_version)
+
+    async def score(
+        self, token_ids: NDArray[np.int32], adapter_version: int | None = None
+    ) -> NDArray[np.float32]:
         assert not self._paused, "score only while it runs"
         await asyncio.wait(
             [asyncio.ensure_future(self.score_gate.wait()), self._lost],
@@ -248,8 +318,21 @@ class FakeEngine:
         if self._lost.done():
             raise EngineLost(self._lost.result())
         self.scores += 1
-        assert self._computes is not None, "scored with a mixture of weights"
-        return expected_scores([int(token) for token in token_ids], self._computes)
+        version = self._computes if adapter_version is None else adapter_version
+        assert version is not None, "scored with a mixture of weights"
+        assert adapter_version is None or self._has_slot_for(adapter_version), (
+            "it would wait for ever"
+        )
+        return expected_scores([int(token) for token in token_ids], version)
+
+    def _has_slot_for(self, adapter: int) -> bool:
+        limits = self._description.adapters
+        sampling = {
+            running.request.adapter_version
+            for running in self._running.values()
+            if running.finish is None
+        }
+        return limits is not None and len(sampling - {None, adapter}) < limits.max_adapters
 
     async def resume(self) -> None:
         assert self._computes is not None, "resumed with a mixture of weights"

@@ -17,6 +17,7 @@ import xxhash
 from google.protobuf.message_factory import GetMessageClass
 
 from penstock.server import config
+from penstock.server.engine import AdapterLimits
 from penstock.server.service import SERVICES
 from penstock.server.serving import Serving, bind
 from penstock.v1 import (
@@ -377,9 +378,10 @@ async def serve(
     step_seconds: float = 0.0,
     max_context: int = 512,
     checkpoint: Path | None = None,
+    adapters: AdapterLimits | None = None,
 ) -> AsyncGenerator[Harness]:
     """A server around a fake engine, on a free port; its version 0 is in `checkpoint`."""
-    engine = FakeEngine(step_seconds, max_context, checkpoint)
+    engine = FakeEngine(step_seconds, max_context, checkpoint, adapters)
     stage = folder / "stage"
     stage.mkdir(exist_ok=True)
     loaded = config.load(None, ["listen=127.0.0.1:0", f"weights.stage_folder={stage}", *settings])

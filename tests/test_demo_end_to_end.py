@@ -66,14 +66,15 @@ class Demo:
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[Demo]:
-    """`penstock demo --tiny` with four steps, just started."""
+def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
+    """`penstock demo --tiny` with four steps, just started; with more options where it is given them."""
     mark = uuid.uuid4().hex
     out = tmp_path / "out"
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "penstock.client", "demo", "--tiny"),
             *("--steps", "4", "--out", str(out)),
+            *getattr(request, "param", ()),
         ],
         env={**os.environ, MARK: mark},
         stdout=subprocess.PIPE,
@@ -102,9 +103,29 @@ def test_a_tiny_model_goes_once_round(demo: Demo) -> None:
     metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
     assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4]
     assert all(record["failures"] == 0 for record in metrics)
+    assert max(record["probe_difference"] for record in metrics) < 1e-4
     assert any(record["applied"] for record in metrics)
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "reward, last" in printed
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("demo", [("--lora",)], indirect=True)
+def test_with_an_adapter_it_goes_round_without_a_pause(demo: Demo) -> None:
+    printed, _ = demo.process.communicate(timeout=120)
+    assert demo.process.returncode == 0, printed
+    demo.assert_nothing_is_left()
+    summary = json.loads((demo.out / "summary.json").read_text())
+    assert summary["pause_seconds_by_step"] == [0.0] * 4
+    # Two matrices of rank 8 instead of each matrix of 64 by 64 and more.
+    model = (demo.out / "tiny-model" / "model.safetensors").stat().st_size
+    assert all(0 < size < model / 3 for size in summary["upload_bytes_by_step"])
+    metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4]
+    assert any(record["applied"] for record in metrics)
+    # The engine computes with what the trainer trained.
+    assert max(record["probe_difference"] for record in metrics) < 1e-4
+    assert "an adapter of rank 8" in printed
 
 
 @pytest.mark.timeout(60)

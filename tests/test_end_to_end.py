@@ -172,10 +172,11 @@ async def test_kill_9_of_each_part(
     worker = await start(*rollout)  # type: ignore[misc]
     await trainer.says("step", "reward", since=said + 1)
 
-    # The trainer: the server says so at once, and another one goes on.
+    # The trainer: the server says so at once, and another one goes on, over a collective.
     await trainer.kill()
     await server.says("trainer is gone", seconds=KEEPALIVE_SECONDS)
-    trainer = await start("train", str(config))  # type: ignore[misc]
+    collective = ("weights.transport=collective", "weights.collective.backend=gloo")
+    trainer = await start("train", str(config), *(o for s in collective for o in ("--set", s)))  # type: ignore[misc]
     await trainer.says("step", "reward")
     assert worker.process.returncode is None
 

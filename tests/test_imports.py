@@ -24,7 +24,23 @@ MAY_IMPORT = {
     "trainer": {"v1", "wire", "trainer", "client"},
 }
 SEAMS = {
-    "vllm": {f"vllm_{part}.py" for part in ("engine", "weight_engine", "options", "process")},
+    "vllm": {
+        *(
+            f"vllm_{part}.py"
+            for part in (
+                "engine",
+                "weight_engine",
+                "options",
+                "process",
+                "collective",
+                "reload",
+                "lora",
+            )
+        ),
+        "gloo_weight_engine.py",
+        # The trainer's, where it drives vLLM's own weight transfer.
+        *("weight_sync.py", "gloo_weights.py", "collective_source.py", "collective_transport.py"),
+    },
     "megatron": {"megatron_policy.py"},
 }
 HEAVY = ("torch", "vllm", "transformers", "pydantic", "xxhash", "click", "opentelemetry.sdk")
@@ -85,3 +101,8 @@ def test_neither_the_client_nor_a_help_page_loads_what_is_heavy(command):
     modules = loaded_by(*command)
     assert "penstock.client" in modules
     assert not [name for name in modules if name.startswith(heavy)]
+
+
+@pytest.mark.parametrize("module", ["loop", "publisher", "weight_sync", "collective_transport"])
+def test_a_trainer_loads_vllm_only_when_it_sends_by_a_collective(module):
+    assert "vllm" not in loaded_by("-c", f"import penstock.trainer.{module}")

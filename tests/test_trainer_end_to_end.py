@@ -21,7 +21,13 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import single_turn
 from penstock.server import config as server_config
-from penstock.server.engine import EngineDescription, StagedWeights, TensorMeta
+from penstock.server.engine import (
+    Adapter,
+    AdapterLimits,
+    EngineDescription,
+    StagedWeights,
+    TensorMeta,
+)
 from penstock.server.serving import Serving, bind
 from tests.fakes import ByteRenderer, FakeEngine
 from tests.scripted_trainer_server import unanswering
@@ -33,8 +39,13 @@ Reward = Callable[[Task, Trajectory], Awaitable[float]]
 class LoadingEngine(FakeEngine):
     """The fake engine under a real model's manifest; keeps a sample of what it was given."""
 
-    def __init__(self, tensors: dict[str, TensorMeta], step_seconds: float) -> None:
-        super().__init__(step_seconds)
+    def __init__(
+        self,
+        tensors: dict[str, TensorMeta],
+        step_seconds: float,
+        adapters: AdapterLimits | None = None,
+    ) -> None:
+        super().__init__(step_seconds, adapters=adapters)
         self._tiny = replace(
             super().description, vocab_size=VOCAB_SIZE, weight_dtype="float32", tensors=tensors
         )
@@ -47,8 +58,15 @@ class LoadingEngine(FakeEngine):
 
     async def load(self, weights: StagedWeights) -> None:
         await super().load(weights)
+        await self._note(weights.weight_version)
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        await super().add_adapter(adapter)
+        await self._note(adapter.weight_version)
+
+    async def _note(self, version: int) -> None:
         async with self._changed:
-            self.versions.append(weights.weight_version)
+            self.versions.append(version)
             self._changed.notify_all()
 
     async def loads(self, count: int) -> None:
@@ -76,9 +94,12 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(
-    tiny: Path, listen: str = "127.0.0.1:0", step_seconds: float = 0.001
+    tiny: Path,
+    listen: str = "127.0.0.1:0",
+    step_seconds: float = 0.001,
+    adapters: AdapterLimits | None = None,
 ) -> AsyncGenerator[Server]:
-    engine = LoadingEngine(tensors_of(tiny), step_seconds)
+    engine = LoadingEngine(tensors_of(tiny), step_seconds, adapters)
     loaded = server_config.load(None, [f"listen={listen}"])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     running = Serving(server, engine, ByteRenderer(), loaded)

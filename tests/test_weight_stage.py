@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
@@ -22,6 +23,7 @@ from penstock.server import shared_memory, stage_memory, weight_stage
 from penstock.server.engine import TensorMeta
 from penstock.server.weight_manifest import Encoding, ManifestTensor, WeightRefused
 from penstock.server.weight_stage import Staged, Upload, WeightStage
+from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
 
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
@@ -80,6 +82,15 @@ async def refusal(stage: WeightStage, act: Callable[[], object]) -> WeightRefuse
     stage.close()
     assert open_descriptors() <= before
     return caught.value
+
+
+def descriptors_of(folder: Path) -> int:
+    """Files of this folder that this process has open."""
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += str(path.readlink()).startswith(str(folder))
+    return count
 
 
 def open_descriptors() -> int:
@@ -266,6 +277,44 @@ async def test_what_is_not_finite_is_refused_by_name(
     assert (refused.reason, refused.metadata["tensor"]) == (Reason.NOT_FINITE, "norm.weight")
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from(list(BITS)),
+    poison=st.sampled_from([NAN, MINUS_INFINITY]),
+    where=st.integers(0, 60),
+    cuts=st.sets(st.integers(1, 243)),
+    order=st.randoms(use_true_random=False),
+    in_order=st.booleans(),
+)
+async def test_what_is_not_finite_is_found_wherever_chunks_are_cut(
+    folder: Path, dtype: str, poison: dict[str, int], where: int, cuts: set[int], order, in_order
+):
+    values = np.frombuffer(random_payload(dtype), BITS[dtype]).copy()
+    values[where] = poison[dtype]
+    payload = values.tobytes()
+    edges = [0, *sorted(cut for cut in cuts if cut < len(payload)), len(payload)]
+    chunks = list(pairwise(edges))
+    if not in_order:
+        order.shuffle(chunks)
+    stage = WeightStage(folder, EXPECTED, dtype)
+    upload = await stage.begin_inline(1, describe(payload, dtype), len(payload))
+    for begin, end in chunks:
+        upload.write_chunk(begin, payload[begin:end], xxhash.xxh3_64_intdigest(payload[begin:end]))
+    with pytest.raises(WeightRefused) as caught:
+        await upload.verify()
+    width = BITS[dtype]().itemsize
+    tensor = next(
+        t
+        for t in describe(payload, dtype)
+        if t.offset_bytes <= where * width < t.offset_bytes + t.length_bytes
+    )
+    assert (caught.value.reason, caught.value.metadata["tensor"]) == (
+        Reason.NOT_FINITE,
+        tensor.name,
+    )
+    stage.close()
+
+
 async def test_the_largest_finite_numbers_pass(folder: Path):
     for dtype, infinity in MINUS_INFINITY.items():
         values = np.full(len(random_payload(dtype)) // BITS[dtype]().itemsize, infinity - 1)
@@ -326,6 +375,79 @@ async def test_a_shared_file_may_have_no_name():
     os.close(descriptor)
     assert read(await upload.verify()) == payload
     stage.close()
+
+
+def seal(payload: bytes) -> tuple[MemoryFile, str]:
+    """A file that can never change its length, and its name."""
+    file = MemoryFile(len(payload))
+    file.view[:] = payload
+    return file, str(file.path)
+
+
+async def test_a_sealed_file_stays_mapped_for_the_versions_that_follow_in_it():
+    stage = WeightStage(None, EXPECTED, "float32")
+    file, name = seal(random_payload())
+    mapped = mappings()
+    for version in range(1, 4):
+        payload = random_payload(seed=version)
+        file.view[:] = payload
+        namespace = file.host_namespace
+        upload = await stage.begin_shared(version, describe(payload), name, namespace)
+        staged = await upload.verify()
+        assert read(staged) == payload
+        assert mappings() == mapped + 1
+        staged.release()
+    # What is wrong with a later version is seen as well.
+    file.view[:4] = b"\xff" * 4
+    upload = await stage.begin_shared(4, describe(payload), name, namespace)
+    with pytest.raises(WeightRefused) as caught:
+        await upload.verify()
+    assert caught.value.metadata["tensor"] == "embed.weight"
+    file.close()
+    stage.close()
+
+
+def mappings() -> int:
+    """Weight files of this process that are mapped."""
+    return Path("/proc/self/maps").read_text().count("penstock-weights")
+
+
+async def test_a_shared_version_outlives_what_is_kept_of_its_uploader():
+    stage = WeightStage(None, EXPECTED, "float32")
+    mapped = mappings()
+    payload = random_payload()
+    file, name = seal(payload)
+    upload = await stage.begin_shared(1, describe(payload), name, file.host_namespace)
+    stage.forget_shared()
+    staged = await upload.verify()
+    file.close()
+    held = await stage.hold(staged)
+    assert {t.name: t.xxh3 for t in describe(payload)} == {
+        t.name: xxhash.xxh3_64_intdigest(
+            read(held)[t.offset_bytes : t.offset_bytes + t.length_bytes]
+        )
+        for t in held.weights.tensors
+    }
+    del file, staged, upload
+    stage.forget_shared()
+    assert mappings() == mapped
+    held.release()
+    stage.close()
+
+
+async def test_at_most_two_files_of_uploaders_stay_mapped():
+    stage = WeightStage(None, EXPECTED, "float32")
+    files = [seal(random_payload(seed=seed))[0] for seed in range(4)]
+    mapped = mappings()  # By the uploader itself.
+    for version, file in enumerate(files, 1):
+        manifest = describe(bytes(file.view))
+        upload = await stage.begin_shared(version, manifest, str(file.path), file.host_namespace)
+        (await upload.verify()).release()
+    assert mappings() == mapped + shared_memory.KEPT_MAPPINGS
+    stage.close()
+    assert mappings() == mapped
+    for file in files:
+        file.close()
 
 
 async def test_a_shared_file_that_shrinks_is_refused(folder: Path):
@@ -402,6 +524,7 @@ async def test_a_shared_name_is_an_absolute_path(folder: Path, name: str):
 async def test_released_memory_is_used_again(folder: Path):
     stage = WeightStage(folder, EXPECTED, "float32")
     inodes: set[int] = set()
+    views: set[int] = set()
     for seed in range(3):
         payload = random_payload(seed=seed)
         upload = await stage.begin_inline(seed, describe(payload), len(payload))
@@ -409,9 +532,10 @@ async def test_released_memory_is_used_again(folder: Path):
         staged = await upload.verify()
         assert read(staged) == payload
         inodes.add(staged.weights.path.stat().st_ino)
+        views.add(id(staged.buffer.view))
         staged.release()
     stage.close()
-    assert len(inodes) == 1
+    assert len(inodes) == len(views) == 1
 
 
 async def test_a_cancelled_check_gives_its_memory_back_only_when_it_has_ended(
@@ -473,20 +597,20 @@ async def test_what_is_held_of_a_shared_version_is_a_checked_copy(folder: Path):
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.randoms(use_true_random=False))
 async def test_memory_is_given_out_in_full_and_taken_back(folder: Path, lengths: list[int], order):
     memory = stage_memory.StageMemory(folder)
-    before = open_descriptors()
     live: list[stage_memory.Buffer] = []
-    for length in lengths:
-        buffer = await memory.allocate(length)
-        assert os.fstat(buffer.descriptor).st_size == length
-        live.append(buffer.retain())
-        buffer.release()
-        if order.random() < 0.5:
-            live.pop(order.randrange(len(live))).release()
-        assert memory.held_bytes == sum(b.length_bytes for b in live)
-        # Those in use and at most one kept for the next.
-        assert open_descriptors() - before <= len(live) + 1
-    memory.close()
-    assert open_descriptors() == before
+    # Where an example is given up in the middle, too.
+    with contextlib.closing(memory):
+        for length in lengths:
+            buffer = await memory.allocate(length)
+            assert os.fstat(buffer.descriptor).st_size == length
+            live.append(buffer.retain())
+            buffer.release()
+            if order.random() < 0.5:
+                live.pop(order.randrange(len(live))).release()
+            assert memory.held_bytes == sum(b.length_bytes for b in live)
+            # Those in use and at most one kept for the next; a mapping has a descriptor of its own.
+            assert descriptors_of(folder) <= 2 * (len(live) + 1)
+    assert descriptors_of(folder) == 0
     # Whoever comes too late does no harm.
     for buffer in live:
         buffer.release()

@@ -361,9 +361,10 @@ def test_a_status_carries_what_its_message_says() -> None:
 def test_raw_bytes_never_reach_unknown_or_internal(body: bytes, which: int) -> None:
     from penstock.server.service import _checked, _deserializer
 
-    typed = GetMessageClass(RPCS[which][1].input_type)
+    service, method = RPCS[which]
+    name = f"{service.full_name}/{method.name}"
     try:
-        _checked(_deserializer(typed)(body))
+        _checked(_deserializer(name, GetMessageClass(method.input_type))(body))
     except DomainError as error:
         assert error.reason is Reason.MALFORMED_MESSAGE
 

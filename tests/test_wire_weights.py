@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import xxhash
+from google.protobuf.internal.encoder import _VarintBytes
 
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
@@ -22,6 +24,8 @@ from tests.harness import (
     TensorSpec,
     UpdateWeightsRequest,
     WeightChunk,
+    WeightCommit,
+    WeightHeader,
     header,
     hello,
     messages,
@@ -31,6 +35,7 @@ from tests.harness import (
     upload,
 )
 
+UpdateWeightsResponse = weights_pb2.UpdateWeightsResponse
 STATES = {
     weights_pb2.WEIGHT_STATE_READY: "ready",
     weights_pb2.WEIGHT_STATE_STAGED: "staged",
@@ -63,6 +68,27 @@ async def test_an_upload_goes_ready_staged_active(harness: Harness) -> None:
     turn = await harness.generate("t")
     assert turn.versions == [1] * 16
     assert turn.tokens == expected_tokens([1, 2, 3], [1] * 16)[0]
+
+
+async def test_a_header_may_have_its_fields_in_any_order(harness: Harness) -> None:
+    # As Go's protobuf writes it: what is in a oneof comes last.
+    head, data = header(1, staged=True)
+    plain = WeightHeader.FromString(head.SerializeToString())
+    plain.ClearField("inline")
+    last = WeightHeader(inline=head.inline).SerializeToString()
+    raw = plain.SerializeToString() + last
+    assert WeightHeader.FromString(raw) == head and raw != head.SerializeToString()
+    commit = WeightCommit(header_sha256=hashlib.sha256(raw).digest())
+    requests = [
+        UpdateWeightsRequest(header=WeightHeader()).SerializeToString()[:1]
+        + _VarintBytes(len(raw))
+        + raw,
+        *(message.SerializeToString() for message in messages(head, data)[1:-1]),
+        UpdateWeightsRequest(commit=commit).SerializeToString(),
+    ]
+    call = harness.channel.stream_stream("/penstock.v1.RolloutService/UpdateWeights")
+    responses = [UpdateWeightsResponse.FromString(raw) async for raw in call(iter(requests))]
+    assert [STATES[r.state] for r in responses] == ["ready", "staged"]
 
 
 async def test_a_staged_version_waits_for_its_switch(harness: Harness) -> None:

@@ -71,6 +71,9 @@ class StillPolicy:
         self.copies += 1
         yield "a.weight", torch.full((3,), float(self.steps))
 
+    def adapter(self) -> None:
+        """All weights are trained."""
+
     def score(self, tensors: Any, token_ids: Sequence[int]) -> Any:
         return np.full(len(token_ids) - 1, -float(tensors["a.weight"][0]), np.float32)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.trainer.probe import Probe
     from penstock.trainer.publisher import Publisher
     from penstock.trainer.tasks import TaskFeeder
+    from penstock.v1 import weights_pb2
 
 # Not __name__, which is "__main__" where this module is run.
 log = logging.getLogger("penstock.trainer")
@@ -138,7 +139,8 @@ async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> N
     if config.run.save_model:
         folder = config.run.out / "model"
         await compute.run(replace_folder, folder, start.policy.save_model)
-        log.info("the model after step %d is in %s", parts.loop.step, folder)
+        what = "model" if start.policy.adapter() is None else "adapter, as PEFT writes it,"
+        log.info("the %s after step %d is in %s", what, parts.loop.step, folder)
 
 
 async def _walk(parts: _Parts, stopping: asyncio.Event) -> None:
@@ -203,7 +205,7 @@ def _wire(
         tolerance=config.weights.probe.tolerance,
         token_ids=state.probe,
     )
-    publisher = _make_publisher(config, compute, bulk, probe)
+    publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
     keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
@@ -233,7 +235,11 @@ def _wire(
 
 
 def _make_publisher(
-    config: TrainerConfig, compute: ComputeThread, bulk: grpc.aio.Channel, probe: Probe
+    config: TrainerConfig,
+    compute: ComputeThread,
+    bulk: grpc.aio.Channel,
+    probe: Probe,
+    adapter: weights_pb2.LoraAdapter | None = None,
 ) -> Publisher:
     from penstock.trainer.publisher import Publisher
     from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, Transport
@@ -247,6 +253,11 @@ def _make_publisher(
     if weights.transport == "checkpoint":
         folder = config.run.out / "weights"
         transports.append(CheckpointFolder(bulk, compute, folder, keep=weights.keep))
+    if weights.transport == "collective":
+        from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
+
+        settings = CollectiveSettings(**weights.collective.model_dump())
+        transports.append(CollectiveTransport(config.server.address, settings))
     return Publisher(
         bulk,
         compute,
@@ -254,6 +265,7 @@ def _make_publisher(
         delta=weights.delta,
         anchor_every=weights.anchor_every,
         probe=probe,
+        adapter=adapter,
     )
 
 

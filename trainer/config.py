@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from penstock.trainer.errors import ConfigInvalid
 
+# Transports that know neither differences nor adapters.
+ALWAYS_WHOLE = ("checkpoint", "collective")
+
 Scalar = bool | int | float | str
 
 
@@ -48,6 +51,35 @@ class RunConfig(Section):
     """Whether the final model is written to `out/model`."""
 
 
+class LoraConfig(Section):
+    """A low-rank adapter, which is trained instead of the weights it is added to."""
+
+    rank: int = Field(ge=1)
+    """Rank of its matrices; the server's --max-lora-rank bounds it."""
+    alpha: float = Field(gt=0)
+    """Numerator of its scale."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Part of its inputs that training leaves out."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers it changes, such as "q_proj"; "all-linear" for every one but the
+    output."""
+    rank_stabilized: bool = False
+    """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _inner_layers(
+        cls, names: Literal["all-linear"] | tuple[str, ...]
+    ) -> Literal["all-linear"] | tuple[str, ...]:
+        if isinstance(names, str):
+            return names
+        if not all(names) or not names:
+            raise ValueError('must name at least one layer, or be "all-linear"')
+        if outside := [n for n in names if n.rpartition(".")[2] in ("lm_head", "embed_tokens")]:
+            raise ValueError(f"{outside[0]} is an embedding; an adapter changes linear layers")
+        return names
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -61,6 +93,9 @@ class ModelConfig(Section):
     slower."""
     threads: int = Field(default=0, ge=0)
     """CPU threads torch computes with; zero leaves it to torch."""
+    lora: LoraConfig | None = None
+    """Trains an adapter and uploads nothing else, to a server that was started with --enable-lora. Without
+    it all weights are trained."""
 
 
 class SamplingConfig(Section):
@@ -193,13 +228,32 @@ class ProbeConfig(Section):
         return tokens
 
 
+class CollectiveConfig(Section):
+    """How this process and the engine's workers meet, and what they have to agree on."""
+
+    backend: Literal["gloo", "nccl", "ipc"] = "nccl"
+    """vLLM's weight transfer engine; "gloo" is Penstock's own, for CPUs."""
+    master_address: str = "127.0.0.1"
+    """Of this host, as the engine's workers reach it."""
+    master_port: int = Field(default=0, ge=0, le=65_535)
+    """Where they meet; zero takes a free one."""
+    world_size: int = Field(default=2, ge=2)
+    """This process and every worker of the engine."""
+    bucket_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
+    """Length of one broadcast."""
+    timeout_seconds: float = Field(default=300.0, gt=0)
+    """Longest time that joining takes, and each step of an upload."""
+
+
 class WeightsConfig(Section):
     """How new weights reach the server."""
 
-    transport: Literal["auto", "shared_memory", "stream", "checkpoint"] = "auto"
-    """Shared memory, for a server on the same host; the stream, for any; or a checkpoint, a folder below
-    `run.out` that the server sees under the same path. "auto" is shared memory where the server can read
-    it and the stream otherwise."""
+    transport: Literal["auto", "shared_memory", "stream", "checkpoint", "collective"] = "auto"
+    """Shared memory, for a server on the same host; the stream, for any; a checkpoint, a folder below
+    `run.out` that the server sees under the same path; or a collective that this process and the engine's
+    workers join. "auto" is shared memory where the server can read it and the stream otherwise."""
+    collective: CollectiveConfig = CollectiveConfig()
+    """Where transport "collective" meets."""
     keep: int = Field(default=2, ge=1)
     """Newest versions that transport "checkpoint" keeps in `run.out`/weights; the one being sampled
     always stays."""
@@ -214,9 +268,9 @@ class WeightsConfig(Section):
     """What happens to turns in flight at a switch."""
 
     @model_validator(mode="after")
-    def _a_checkpoint_is_whole(self) -> WeightsConfig:
-        if self.transport == "checkpoint" and self.delta == "on":
-            raise ValueError('delta = "on" cannot be had with transport = "checkpoint"')
+    def _some_are_always_whole(self) -> WeightsConfig:
+        if self.transport in ALWAYS_WHOLE and self.delta == "on":
+            raise ValueError(f'delta = "on" cannot be had with transport = "{self.transport}"')
         return self
 
 
@@ -257,6 +311,17 @@ class TrainerConfig(Section):
     """What survives the trainer."""
     failure: FailureConfig = FailureConfig()
     """When to stop instead of waiting."""
+
+    @model_validator(mode="after")
+    def _an_adapter_travels_whole(self) -> TrainerConfig:
+        if self.model.lora is None:
+            return self
+        if self.weights.transport in ALWAYS_WHOLE:
+            transport = self.weights.transport
+            raise ValueError(f'model.lora cannot be had with weights.transport = "{transport}"')
+        if self.weights.delta == "on":
+            raise ValueError('model.lora cannot be had with weights.delta = "on"')
+        return self
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:

@@ -1,16 +1,18 @@
 """The default policy: a Hugging Face causal language model and AdamW.
 
-The one module of the trainer that imports transformers. On one process the model is held whole:
-`fully_shard` would add its hooks and shard nothing. Suffixes as in `batching`; V is the vocabulary.
+Of all weights, or of an adapter alone. The one module of the trainer that imports transformers. On one
+process the model is held whole: `fully_shard` would add its hooks and shard nothing. Suffixes as in
+`batching`; V is the vocabulary.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -25,11 +27,13 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from penstock.trainer.adapter import CONFIG_FILE, Adapter
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.loss import policy_loss, token_logprobs, token_mean
 from penstock.trainer.policy import StepResult
+from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +64,7 @@ class _CausalModel(Protocol):
     ) -> _Output: ...
     def get_output_embeddings(self) -> nn.Module: ...
     def gradient_checkpointing_enable(self) -> None: ...
+    def enable_input_require_grads(self) -> None: ...
     def save_pretrained(self, folder: Path) -> None: ...
 
 
@@ -79,10 +84,19 @@ class FsdpPolicy:
     ) -> None:
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
         self._model, self._tokenizer = _load(model.path)
-        self._module = cast("nn.Module", self._model)
-        self._module.train()
+        head = self._model.get_output_embeddings()
+        head.register_forward_pre_hook(self._select_positions)
         if model.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
+            if model.lora is not None:
+                # Otherwise nothing that is recomputed seems to need a gradient.
+                self._model.enable_input_require_grads()
+        self._adapter: Adapter | None = None
+        if model.lora is not None:
+            self._adapter = Adapter(cast("nn.Module", self._model), model.lora)
+            self._model = cast("_CausalModel", self._adapter.model)
+        self._module = cast("nn.Module", self._model)
+        self._module.train()
         self._autocast = model.dtype == "bfloat16"
         self._train = train
         self._total_steps = total_steps
@@ -90,8 +104,10 @@ class FsdpPolicy:
         self._device = next(self._module.parameters()).device
         self._optimizer = _optimizer(self._module, train)
         self._sources_M: Tensor | None = None
-        head = self._model.get_output_embeddings()
-        head.register_forward_pre_hook(self._select_positions)
+
+    def adapter(self) -> weights_pb2.LoraAdapter | None:
+        """What is uploaded of it; see `policy.Policy`."""
+        return None if self._adapter is None else self._adapter.message()
 
     def supports_trees(self) -> bool:
         """Whether the model computes a prefix tree as it computes its sequences one by one.
@@ -107,7 +123,7 @@ class FsdpPolicy:
                 mask[0, 0, node, path[: place + 1]] = True
         depths = torch.tensor([[0, 1, 2, 3, 2, 3, 4]], device=self._device)
         everything = torch.arange(7, device=self._device)
-        with torch.no_grad():
+        with torch.no_grad(), self._without_dropout():
             tree = self._logits(ids, depths, mask, everything)
             for path in ancestors:
                 alone = self._logits(
@@ -116,6 +132,14 @@ class FsdpPolicy:
                 if float((tree[path] - alone).abs().max()) > TREE_TOLERANCE:
                     return False
         return True
+
+    @contextlib.contextmanager
+    def _without_dropout(self) -> Generator[None]:
+        self._module.eval()
+        try:
+            yield
+        finally:
+            self._module.train()
 
     def step(self, batches: Sequence[MicroBatch], token_count: int) -> StepResult:
         """One optimizer step; see `policy.Policy`."""
@@ -165,28 +189,29 @@ class FsdpPolicy:
         return logprobs_M[batch.predictions_N.to(self._device)]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a full upload; see `policy.Policy`."""
+        """Every tensor of an upload; see `policy.Policy`."""
+        if self._adapter is not None:
+            yield from self._adapter.weights()
+            return
         # named_parameters leaves out the second name of a tied tensor, and buffers are not weights.
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach()
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Scores a sequence under given weights; see `policy.Policy`."""
+        if self._adapter is not None:
+            tensors = self._adapter.own_names(tensors)
         whole = {n: tensor.to(self._device, torch.float32) for n, tensor in tensors.items()}
         ids_1T = torch.tensor([list(token_ids)], device=self._device)
         self._sources_M = torch.arange(len(token_ids) - 1, device=self._device)
         # Without dropout, as it is sampled.
-        self._module.eval()
-        try:
-            with torch.no_grad():
-                output = cast(
-                    "_Output",
-                    functional_call(
-                        self._module, whole, kwargs={"input_ids": ids_1T, "use_cache": False}
-                    ),
-                )
-        finally:
-            self._module.train()
+        with torch.no_grad(), self._without_dropout():
+            output = cast(
+                "_Output",
+                functional_call(
+                    self._module, whole, kwargs={"input_ids": ids_1T, "use_cache": False}
+                ),
+            )
         logprobs = torch.log_softmax(output.logits.squeeze(0).float(), dim=-1)
         return logprobs.gather(1, ids_1T[0, 1:, None]).squeeze(1).cpu().numpy()
 
@@ -208,9 +233,7 @@ class FsdpPolicy:
     def load(self, folder: Path) -> None:
         """Restores a checkpoint; see `policy.Policy`."""
         try:
-            saved, _ = _load(str(folder))
-            own = self._module.state_dict()
-            self._module.load_state_dict(cast("nn.Module", saved).state_dict())
+            self._load_weights(folder)
             tensors = load_file(folder / OPTIMIZER_FILE)
             progress = cast(
                 "dict[str, int]", json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
@@ -230,9 +253,18 @@ class FsdpPolicy:
         self._optimizer.state.clear()
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
-            if name not in own:
+            if name not in parameters:
                 raise CheckpointUnusable(f"{folder}: the model has no parameter {name!r}")
             self._optimizer.state[parameters[name]][kind] = value.to(self._device)
+
+    def _load_weights(self, folder: Path) -> None:
+        if self._adapter is not None:
+            self._adapter.load(folder)
+            return
+        if (folder / CONFIG_FILE).exists():
+            raise CheckpointUnusable(f"{folder} is of a run with model.lora")
+        saved, _ = _load(str(folder))
+        self._module.load_state_dict(cast("nn.Module", saved).state_dict())
 
     def _logits(
         self,

@@ -53,6 +53,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from opentelemetry.trace import Span
 
+from penstock.trainer.adapter import check_taken
 from penstock.trainer.batching import TrainingGroup, build_micro_batches, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
@@ -173,12 +174,15 @@ class TrainingLoop:
 
         The server starts with the base model, as version 0. Where it has seen other versions, this
         run's weights get a greater number than all of them, for versions only grow. A server that serves
-        nothing, because it could not load a version, needs one whatever its number.
+        nothing, because it could not load a version, needs one whatever its number. Raises ConfigInvalid
+        where it does not take this run's adapter.
         """
         info = await self._handover.retry(self._publisher.server_info)
         if info is None:
             return
         self._weight_dtype = info.weight_dtype
+        if (adapter := self._policy.adapter()) is not None:
+            check_taken(adapter, info.lora.max_rank if info.HasField("lora") else None)
         held = self._exchange.held_version
         newest = max(info.active_weight_version, *info.staged_weight_versions, 0)
         serves = all(replica.state != UNAVAILABLE for replica in info.replicas)
@@ -352,8 +356,9 @@ class TrainingLoop:
             receipt = switched.receipt
             record.time_switch_end = record.time = receipt.received_at
             record.seconds_switch = record.time_switch_end - record.time_switch_start
-            record.pause_seconds = receipt.pause_seconds
-            record.probe_difference = receipt.probe_difference
+            record.pause_seconds += receipt.pause_seconds
+            if receipt.probe_difference is not None:
+                record.probe_difference = receipt.probe_difference
             if switched.sent_again is not None:
                 record.upload_bytes += switched.sent_again.bytes_sent
                 record.delta = False
@@ -386,6 +391,7 @@ def _describe_upload(sent: Sent, record: StepRecord) -> None:
     record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
     record.changed_tensors = sent.changed_tensors
     record.unchanged = sent.changed_tensors == 0
+    record.pause_seconds, record.probe_difference = sent.pause_seconds, sent.probe_difference
     if record.unchanged:
         why = "" if record.applied else ", for the step had no gradient"
         log.warning("version %d changes no tensor%s", record.weight_version, why)

@@ -21,6 +21,8 @@ from penstock.wire.memory_file import MemoryFile
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Copied and hashed at a time: few enough to be in the cache still when they are hashed.
+PIECE_BYTES = 256 * 1024
 # So that no tensor straddles a cache line it need not, whatever its dtype.
 ALIGNMENT = 64
 # What tells apart bit patterns of a width, whatever they mean.
@@ -65,7 +67,7 @@ class Payload:
         for place, (name, tensor) in zip(self._places, tensors, strict=True):
             if (place.name, place.shape) != (name, tuple(tensor.shape)):
                 raise ValueError(f"{name} {tuple(tensor.shape)}: the payload expects {place}")
-            self._tensor(place).copy_(tensor.detach())
+            xxh3 = self._copy(place, tensor.detach())
             specs.append(
                 weights_pb2.TensorSpec(
                     name=name,
@@ -74,10 +76,25 @@ class Payload:
                     offset_bytes=place.offset,
                     length_bytes=place.length,
                     encoding=weights_pb2.TENSOR_ENCODING_RAW,
-                    xxh3=xxhash.xxh3_64_intdigest(self._bytes(place)),
+                    xxh3=xxh3,
                 )
             )
         self._specs = tuple(specs)
+
+    def _copy(self, place: _Place, tensor: Tensor) -> int:
+        """Puts a tensor in its place; returns the XXH3-64 of its bytes there."""
+        if tensor.dtype != self._dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            self._tensor(place).copy_(tensor)
+            return xxhash.xxh3_64_intdigest(self._bytes(place))
+        # What only needs a copy is not worth torch's threads.
+        source = tensor.reshape(-1).view(torch.uint8).numpy()
+        target = self._bytes(place)
+        digest = xxhash.xxh3_64()
+        for begin in range(0, place.length, PIECE_BYTES):
+            piece = target[begin : begin + PIECE_BYTES]
+            np.copyto(np.frombuffer(piece, np.uint8), source[begin : begin + PIECE_BYTES])
+            digest.update(piece)
+        return digest.intdigest()
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name: views, which the next `fill` overwrites."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from penstock.trainer.batching import MicroBatch
+from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,10 +53,14 @@ class Policy(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a full upload with its Hugging Face name, always in the same order.
+        """Every tensor of an upload with its Hugging Face name, or PEFT's, always in the same order.
 
         The tensors are the live ones: they hold until the next `step`. Tied ones come once.
         """
+        ...
+
+    def adapter(self) -> weights_pb2.LoraAdapter | None:
+        """What the tensors are where they are those of an adapter; None where they are the model's."""
         ...
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -69,7 +74,8 @@ class Policy(Protocol):
         ...
 
     def save_model(self, folder: Path) -> None:
-        """Writes a model folder that transformers loads, tokenizer included."""
+        """Writes a model folder that transformers loads, or an adapter's as PEFT does, tokenizer
+        included."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -72,6 +72,10 @@ class Sent:
     """Elements that differ from the version before, of all; None where it went whole."""
     changed_tensors: int | None
     """Tensors that differ from what the server sampled, as it says; None where it did not say."""
+    pause_seconds: float = 0.0
+    """How long generation stood still, where the transport switches as it sends."""
+    probe_difference: float | None = None
+    """Of the probe, in nats, likewise."""
 
 
 class Publisher:
@@ -86,9 +90,11 @@ class Publisher:
         delta: Delta = "auto",
         anchor_every: int = 50,
         probe: Probe | None = None,
+        adapter: weights_pb2.LoraAdapter | None = None,
     ) -> None:
         """The first of `transports` is used; the next where the server cannot read from it. None
-        given are shared memory, then `channel`, which must carry nothing else.
+        given are shared memory, then `channel`, which must carry nothing else. With `adapter` what is
+        uploaded is that, always whole.
         """
         self._channel = channel
         self._compute = compute
@@ -97,6 +103,7 @@ class Publisher:
         self._delta = delta
         self._anchor_every = anchor_every
         self._probe = probe
+        self._adapter = adapter
         self._payloads: list[Payload] = []
         self._filled: Payload | None = None
         self._filled_version = 0
@@ -190,6 +197,8 @@ class Publisher:
         for payload in self._payloads:
             payload.close()
         self._payloads, self._filled, self._base = [], None, None
+        for transport in self._transports:
+            transport.close()
 
     # In the compute thread.
 
@@ -243,12 +252,11 @@ class Publisher:
     ) -> Sent:
         parcel = await self._compute.run(self._pack)
         before = self._bytes_sent
-        changed_tensors: int | None = None
+        answer: weights_pb2.UpdateWeightsResponse | None = None
         for attempt in range(ATTEMPTS):
             header = self._header(parcel, trainer_epoch(), in_flight)
             try:
-                staged = await self._transport.send(header, parcel)
-                changed_tensors = staged.changed_tensor_count
+                answer = await self._transport.send(header, parcel)
                 break
             except grpc.aio.AioRpcError as error:
                 failure = read_failure(error)
@@ -272,7 +280,11 @@ class Publisher:
             dense_bytes=parcel.payload.length_bytes,
             delta=parcel.is_delta,
             changed_elements_ratio=parcel.changed_elements_ratio,
-            changed_tensors=changed_tensors,
+            changed_tensors=answer.changed_tensor_count if answer else None,
+            pause_seconds=answer.pause.ToNanoseconds() / 1e9 if answer else 0.0,
+            probe_difference=(
+                answer.probe.mean_difference if answer and answer.HasField("probe") else None
+            ),
         )
 
     def _header(
@@ -289,10 +301,16 @@ class Publisher:
             in_flight=in_flight,
             trainer_epoch=trainer_epoch,
             probe=self._measured,
+            adapter=self._adapter,
         )
 
     def _sends_deltas(self) -> bool:
-        if self._whole_only or self._anchor_every == 1 or self._delta == "off":
+        if (
+            self._adapter is not None
+            or self._whole_only
+            or self._anchor_every == 1
+            or self._delta == "off"
+        ):
             return False
         if self._filled is not None and not can_differ(self._filled):
             return False
@@ -323,7 +341,7 @@ class Publisher:
         """Whether another attempt may succeed, or none is needed."""
         if failure.reason == Reason.WEIGHT_VERSION_STALE:
             return await self._is_held()
-        return failure.reason in PASSING
+        return failure.reason in (*PASSING, *self._transport.passing)
 
     async def _is_held(self) -> bool:
         """Whether the server has this version already, from an upload whose answer was lost."""

@@ -1,8 +1,9 @@
 """How the bytes of a weight version reach the server: one class for each way.
 
-    SharedMemory       the server maps the trainer's own memory; one host
-    Stream             chunks, over a connection that carries nothing else
-    CheckpointFolder   a folder of safetensors on a file system that both see
+    SharedMemory         the server maps the trainer's own memory; one host
+    Stream               chunks, over a connection that carries nothing else
+    CheckpointFolder     a folder of safetensors on a file system that both see
+    CollectiveTransport  a group that the trainer and the engine's workers join; in a module of its own
 
 A transport makes one call of `UpdateWeights`, from the header to the version being staged. What is sent,
 when, and what follows a refusal, is the publisher's.
@@ -22,6 +23,7 @@ from penstock.trainer.compute import ComputeThread
 from penstock.trainer.parcel import Parcel
 from penstock.v1 import weights_pb2
 from penstock.wire.memory_file import MemoryFile
+from penstock.wire.reasons import Reason
 from penstock.wire.upload import upload
 
 MODEL_FILE = "model.safetensors"
@@ -40,10 +42,16 @@ class Transport(Protocol):
         """Bytes of weights sent so far; on a stream those of uploads that failed too."""
         ...
 
+    @property
+    def passing(self) -> tuple[Reason, ...]:
+        """Refusals of its own that another attempt may not meet."""
+        ...
+
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Names tensors and source in the header and uploads; returns once the version is staged.
+        """Names tensors and source in the header and uploads; returns once the version is staged, or
+        active where this transport knows no stage.
 
         Raises AioRpcError, and NotStaged where the server ends the upload without a word.
         """
@@ -53,11 +61,16 @@ class Transport(Protocol):
         """The server samples this version now."""
         ...
 
+    def close(self) -> None:
+        """Frees what it holds."""
+        ...
+
 
 class Stream:
     """Through the connection itself."""
 
     prefers_deltas = True
+    passing = ()
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """`channel` must carry nothing else, lest bulk delay what does."""
@@ -75,6 +88,9 @@ class Stream:
     def switched(self, weight_version: int) -> None:
         """Nothing is left to do."""
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _count(self, length: int) -> None:
         self.bytes_sent += length
 
@@ -83,6 +99,7 @@ class SharedMemory:
     """The payload's own memory, which the server maps; a difference gets memory for itself."""
 
     prefers_deltas = False
+    passing = ()
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -105,6 +122,10 @@ class SharedMemory:
         """The server reads a difference no more."""
         self._release()
 
+    def close(self) -> None:
+        """Frees the memory of a difference."""
+        self._release()
+
     def _pack(self, parcel: Parcel) -> MemoryFile:
         self._release()
         file = self._difference = MemoryFile(parcel.length_bytes)
@@ -124,6 +145,7 @@ class CheckpointFolder:
     """A folder for each version, whole: `<folder>/<version>/model.safetensors`."""
 
     prefers_deltas = False
+    passing = ()
 
     def __init__(
         self, channel: grpc.aio.Channel, compute: ComputeThread, folder: Path, *, keep: int
@@ -157,6 +179,9 @@ class CheckpointFolder:
         for version in self._versions()[: -self._keep]:
             if version != weight_version:
                 shutil.rmtree(self._folder / str(version))
+
+    def close(self) -> None:
+        """The folders stay."""
 
     def _write(self, parcel: Parcel) -> None:
         for version in self._versions():

@@ -33,6 +33,7 @@ STEPS = (
 @click.option("--port", default=0, help="Port of the server; 0 takes one that is free.")
 @click.option("--seed", default=0, show_default=True, help="Of the data and of the trainer.")
 @click.option("--tiny", is_flag=True, help="A model of random weights, made on the spot.")
+@click.option("--lora", is_flag=True, help="Train and push an adapter instead of all weights.")
 def demo(
     model: str | None,
     task: str | None,
@@ -41,6 +42,7 @@ def demo(
     port: int,
     seed: int,
     tiny: bool,
+    lora: bool,
 ) -> None:
     """Server, worker and trainer on this machine: a language model learns over the wire."""
     console = Console(highlight=False)
@@ -63,6 +65,7 @@ def demo(
             seed=seed,
             listen=f"127.0.0.1:{port}",
             scale=scale,
+            lora=lora,
         )
         seconds = asyncio.run(run_plan(plan, console))
     except (ModelUnavailable, ProcessFailed) as error:

@@ -64,7 +64,8 @@ async def _run(plan: Plan, console: Console, running: list[Process]) -> None:
     here = Path.cwd()
     model = plan.model.relative_to(here) if plan.model.is_relative_to(here) else plan.model
     say(console, "model", str(model))
-    say(console, "task", f"{plan.task}, {plan.steps} steps, into {plan.out}")
+    what = "an adapter" if plan.lora else "all weights"
+    say(console, "task", f"{plan.task}, {plan.steps} steps of {what}, into {plan.out}")
     say(console, "server", "starting vLLM")
     lines: asyncio.Queue[str] = asyncio.Queue()
     server = Process.start(

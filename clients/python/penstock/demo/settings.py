@@ -24,6 +24,12 @@ PRINTABLE = "printable"
 SERVER_THREADS = 1
 TRAINER_THREADS = len(os.sched_getaffinity(0))
 
+PROBE_TOLERANCE = 1e-3
+"""In nats, where both sides compute in float32."""
+
+LORA_RANK = 8
+LORA_ALPHA = 16.0
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -43,10 +49,14 @@ class Scale:
     """Of the server's weights and the trainer's arithmetic."""
     learning_rate: float
     """After warm-up."""
+    lora_learning_rate: float
+    """The same where an adapter is trained: so few numbers have to go further."""
     warmup_steps: int
     """Steps over which the learning rate rises."""
     max_lag: int
     """Versions a trained token may be behind."""
+    probe_tokens: int = 0
+    """Length of the sequence by which each version is proven on the engine; zero for none."""
 
     @property
     def attempts_in_flight(self) -> int:
@@ -62,6 +72,7 @@ SMALL_MODEL = Scale(
     max_model_len=256,
     dtype="bfloat16",
     learning_rate=2e-5,
+    lora_learning_rate=4e-4,
     warmup_steps=2,
     max_lag=4,
 )
@@ -75,6 +86,7 @@ SMALL_MODEL_LONG_TASK = Scale(
     max_model_len=1024,
     dtype="bfloat16",
     learning_rate=2e-5,
+    lora_learning_rate=4e-4,
     warmup_steps=2,
     max_lag=4,
 )
@@ -88,8 +100,10 @@ TINY_MODEL = Scale(
     max_model_len=512,
     dtype="float32",
     learning_rate=1e-2,
+    lora_learning_rate=3e-2,
     warmup_steps=0,
     max_lag=4,
+    probe_tokens=16,
 )
 """Random weights, for tests."""
 
@@ -114,6 +128,8 @@ class Plan:
     """Where the server listens; port 0 takes any that is free."""
     scale: Scale
     """Sizes."""
+    lora: bool = False
+    """Whether an adapter is trained instead of all weights."""
 
     @property
     def reward(self) -> str:
@@ -148,7 +164,15 @@ def serve_command(plan: Plan) -> tuple[str, ...]:
         *("--dtype", plan.scale.dtype),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
+        *(lora_options(plan.scale) if plan.lora else ()),
     )
+
+
+def lora_options(scale: Scale) -> tuple[str, ...]:
+    """What a server is told that is to take adapters."""
+    # The new version and every older one whose turns may still be trained: none has to make way.
+    most = scale.max_lag + 2
+    return ("--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", str(most))
 
 
 def rollout_command(plan: Plan, address: str) -> tuple[str, ...]:
@@ -195,6 +219,7 @@ def trainer_config(plan: Plan, address: str) -> str:
         if plan.task in {SUMS, PRINTABLE}
         else {"reasoning_gym": {"name": plan.task, "seed": plan.seed}}
     )
+    adapter = {"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}} if plan.lora else {}
     return tomli_w.dumps(
         {
             "server": {"address": address},
@@ -209,6 +234,7 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "path": str(plan.model),
                 "dtype": scale.dtype,
                 "threads": TRAINER_THREADS,
+                **adapter,
             },
             "data": {
                 "group_size": scale.group_size,
@@ -217,11 +243,12 @@ def trainer_config(plan: Plan, address: str) -> str:
             },
             "train": {
                 "groups_per_step": scale.groups_per_step,
-                "learning_rate": scale.learning_rate,
+                "learning_rate": scale.lora_learning_rate if plan.lora else scale.learning_rate,
                 "warmup_steps": scale.warmup_steps,
                 # Ends on small steps: what a person sees last is what was learned, not its noise.
                 "schedule": "cosine",
             },
             "staleness": {"max_lag": scale.max_lag},
+            "weights": {"probe": {"tokens": scale.probe_tokens, "tolerance": PROBE_TOLERANCE}},
         }
     )

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from penstock.demo.settings import LORA_RANK
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -38,6 +40,8 @@ class Step:
     """The whole step, waiting included."""
     pause_seconds: float
     """How long the weight switch stopped generation."""
+    upload_bytes: int
+    """Bytes of weights that were sent."""
     time: float
     """When it was over."""
     time_gather_start: float
@@ -79,6 +83,9 @@ class Summary:
     tokens_masked: int
     """Tokens too old to train, over all steps."""
     pause_seconds_by_step: tuple[float, ...]
+    upload_bytes_by_step: tuple[int, ...]
+    lora_rank: int
+    """Rank of the adapter that was trained; zero where all weights were."""
     seconds: float
     """From the server's start to the trainer's end."""
     tokens_per_second: float
@@ -103,6 +110,9 @@ class Summary:
             f"{lag:.2f} versions in the mean, at most {self.lag_max};"
             f" {self.tokens_masked} tokens masked for age",
         )
+        size = median(self.upload_bytes_by_step) / 1e6
+        what = f"an adapter of rank {self.lora_rank}" if self.lora_rank else "all weights"
+        table.add_row("update", f"{what}: {size:.1f} MB in the median")
         table.add_row("pause", f"{1000 * pause:.0f} ms in the median")
         return table
 
@@ -143,6 +153,8 @@ def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
         lag_max=max(step.lag_max for step in run.steps),
         tokens_masked=sum(step.tokens_masked for step in run.steps),
         pause_seconds_by_step=tuple(step.pause_seconds for step in run.steps),
+        upload_bytes_by_step=tuple(step.upload_bytes for step in run.steps),
+        lora_rank=LORA_RANK if plan.lora else 0,
         seconds=seconds,
         tokens_per_second=(
             sum(step.tokens for step in run.steps) / sum(step.seconds for step in run.steps)

@@ -721,7 +721,9 @@ class CollectiveRound(_message.Message):
 
     UPDATE_JSON_FIELD_NUMBER: _builtins.int
     update_json: _builtins.str
-    """The backend's own description of what it is about to send, a JSON object."""
+    """The backend's own description of what it is about to send: a JSON object, or an array with one for
+    each worker.
+    """
     def __init__(
         self,
         *,

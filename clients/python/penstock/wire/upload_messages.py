@@ -1,0 +1,155 @@
+"""What `UpdateWeights` receives, read from its bytes with as few copies as can be.
+
+    read_upload_message(data) -> Header | Chunk | UpdateWeightsRequest (commit, join, round, or nothing)
+
+Almost all that an upload sends are chunks, which protobuf would copy twice. So a chunk is read by hand
+where its bytes are plain: each field at most once, nothing unknown, every length exact. Anything else,
+malformed bytes included, goes through protobuf and means what protobuf says. A header keeps the checksum
+of its bytes as they came, because another language may legally encode it in another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from penstock.v1 import weights_pb2
+from penstock.wire import codec
+
+RAW_PACKAGE = "penstock.v1raw"
+
+# Tags of the fields that are read here: field number and wire type.
+_CHUNK, _OFFSET, _DATA, _XXH3 = 0x12, 0x08, 0x12, 0x19
+_XXH3_BYTES = 8
+# A number of at most 63 bits, which an offset or a length has to be, takes no more.
+_LONGEST_VARINT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of an upload."""
+
+    message: weights_pb2.WeightHeader
+    """Twin of a WeightHeader."""
+    sha256: bytes
+    """Of its bytes as they were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A WeightChunk."""
+
+    offset_bytes: int
+    data: memoryview
+    """A view of the message it came in."""
+    xxh3: int
+
+
+UploadMessage = Header | Chunk | weights_pb2.UpdateWeightsRequest
+
+
+def read_upload_message(data: bytes) -> UploadMessage:
+    """Raises MalformedMessage."""
+    if (chunk := _plain_chunk(data)) is not None:
+        return chunk
+    request = codec.decode(weights_pb2.UpdateWeightsRequest, data)
+    kind = request.WhichOneof("message")
+    if kind == "chunk":
+        chunk = request.chunk
+        return Chunk(chunk.offset_bytes, memoryview(chunk.data), chunk.xxh3)
+    if kind == "header":
+        # More than one piece is legal, and means all of them one after the other.
+        pieces = _Raw.FromString(data).header
+        return Header(request.header, hashlib.sha256(b"".join(pieces)).digest())
+    return request
+
+
+class _RawRequest(Protocol):
+    """An UpdateWeightsRequest of which only the header is read, as bytes."""
+
+    @property
+    def header(self) -> Sequence[bytes]: ...
+
+
+class _RawRequests(Protocol):
+    def FromString(self, data: bytes, /) -> _RawRequest: ...  # noqa: N802
+
+
+def _raw_class() -> _RawRequests:
+    file = descriptor_pb2.FileDescriptorProto(
+        name="penstock/v1raw/weights.proto", package=RAW_PACKAGE, syntax="proto3"
+    )
+    header = weights_pb2.UpdateWeightsRequest.DESCRIPTOR.fields_by_name["header"]
+    file.message_type.add(name="UpdateWeightsRequest").field.add(
+        name=header.name,
+        number=header.number,
+        type=descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
+        label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
+    )
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    found = pool.FindMessageTypeByName(f"{RAW_PACKAGE}.UpdateWeightsRequest")
+    return cast("_RawRequests", message_factory.GetMessageClass(found))
+
+
+_Raw = _raw_class()
+
+
+def _plain_chunk(data: bytes) -> Chunk | None:
+    """The chunk, where its bytes are as any writer would write them; None where protobuf decides."""
+    try:
+        if data[0] != _CHUNK:
+            return None
+        length, at = _varint(data, 1)
+        if at + length != len(data):
+            return None
+        return _fields(data, at)
+    except (IndexError, _Unusual):
+        return None
+
+
+def _fields(data: bytes, at: int) -> Chunk | None:
+    end = len(data)
+    found: dict[int, tuple[int, int]] = {}
+    offset = xxh3 = 0
+    while at < end:
+        tag = data[at]
+        if tag in found:
+            return None
+        if tag == _OFFSET:
+            offset, after = _varint(data, at + 1)
+            found[tag] = at, after
+        elif tag == _XXH3:
+            after = at + 1 + _XXH3_BYTES
+            xxh3 = int.from_bytes(data[at + 1 : after], "little")
+            found[tag] = at, after
+        elif tag == _DATA:
+            length, begin = _varint(data, at + 1)
+            after = begin + length
+            found[tag] = begin, after
+        else:
+            return None
+        at = after
+    if at != end:
+        return None
+    begin, after = found.get(_DATA, (end, end))
+    return Chunk(offset, memoryview(data)[begin:after], xxh3)
+
+
+class _Unusual(Exception):
+    """A number that is no plain non-negative one."""
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = 0
+    for place in range(_LONGEST_VARINT):
+        byte = data[at + place]
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    raise _Unusual

@@ -1,0 +1,97 @@
+"""What the header of an adapter's upload says, and which tensors that makes, under PEFT's names.
+
+For every matrix of the model [out, in] that a target module names there are two:
+
+    base_model.model.<module>.lora_A.weight [rank, in]
+    base_model.model.<module>.lora_B.weight [out, rank]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.server.engine import EngineDescription, TensorMeta
+from penstock.server.errors import FieldInvalid
+from penstock.v1 import weights_pb2
+
+PREFIX = "base_model.model."
+WEIGHT = ".weight"
+# Matrices, but no linear layers that an adapter changes.
+EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """A low-rank adapter, as PEFT's adapter_config.json has it."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    rank_stabilized: bool
+    tensors: Mapping[str, TensorMeta]
+    """Every tensor of it."""
+
+
+def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescription) -> AdapterShape:
+    """The adapter of a header. Raises FIELD_INVALID where this engine cannot have it."""
+    limits = description.adapters
+    if limits is None:
+        raise FieldInvalid(
+            "header.adapter", "is taken only by a server that was started with --enable-lora"
+        )
+    source = header.WhichOneof("source")
+    if source not in ("inline", "shared_memory", None):
+        raise FieldInvalid(
+            "header.source", "must be inline or shared_memory with an adapter", source
+        )
+    if header.base_weight_version:
+        raise FieldInvalid(
+            "header.base_weight_version",
+            "must be zero with an adapter, which always travels whole",
+            header.base_weight_version,
+        )
+    adapter = header.adapter
+    if not 1 <= adapter.rank <= limits.max_rank:
+        raise FieldInvalid(
+            "header.adapter.rank",
+            f"must be from 1 to {limits.max_rank}, this server's --max-lora-rank",
+            adapter.rank,
+        )
+    if not 0 < adapter.alpha < math.inf:
+        raise FieldInvalid("header.adapter.alpha", "must be positive and finite", adapter.alpha)
+    targets = tuple(adapter.target_modules)
+    return AdapterShape(
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        target_modules=targets,
+        rank_stabilized=adapter.rank_stabilized,
+        tensors=adapter_tensors(targets, adapter.rank, description.tensors),
+    )
+
+
+def adapter_tensors(
+    targets: tuple[str, ...], rank: int, model: Mapping[str, TensorMeta]
+) -> dict[str, TensorMeta]:
+    """Every tensor of an adapter of this rank. Raises FIELD_INVALID for a target the model lacks."""
+    tensors: dict[str, TensorMeta] = {}
+    found: set[str] = set()
+    for name, meta in model.items():
+        module = name.removesuffix(WEIGHT)
+        if module == name or len(meta.shape) != 2 or module.endswith(EMBEDDINGS):
+            continue
+        named = [t for t in targets if module == t or module.endswith(f".{t}")]
+        if named:
+            found.update(named)
+            rows, columns = meta.shape
+            tensors[f"{PREFIX}{module}.lora_A{WEIGHT}"] = TensorMeta((rank, columns))
+            tensors[f"{PREFIX}{module}.lora_B{WEIGHT}"] = TensorMeta((rows, rank))
+    unknown = [target for target in targets if target not in found]
+    if unknown or not targets:
+        raise FieldInvalid(
+            "header.adapter.target_modules",
+            "must name linear layers of the model",
+            unknown[0] if unknown else "none",
+        )
+    return tensors

@@ -1,0 +1,343 @@
+"""Weights that come by a collective: the join, and the rounds of an upload while the engine is paused.
+
+The bytes go from the trainer to the engine's workers, by a way that is theirs. What passes here is what the
+trainer says about them, and the order of events:
+
+    join                                       -> READY, and the engine joins       -> the stream ends
+    header -> gate closed, engine paused -> READY -> round -> READY -> ... -> commit -> finished, resumed
+
+So an upload is a load that lasts as long as its trainer takes, and everything in it has a deadline. An
+upload that ends in any way before its commit leaves the collective, which has to be joined again. Whether
+the weights are still what they were then is for the engine to say: a backend that keeps what it receives
+until the commit (gloo) has changed nothing, one that writes into the model (nccl) may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from penstock.server.engine import (
+    CollectiveUpdate,
+    Engine,
+    EngineDescription,
+    EngineLoadFailed,
+    EngineLost,
+)
+from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.weight_header import Announced, CollectiveSource
+from penstock.server.weight_manifest import (
+    ManifestTensor,
+    WeightRefused,
+    check_collective,
+    checksum_mismatch,
+    dtype_mismatch,
+    shape_mismatch,
+)
+from penstock.v1 import weights_pb2
+from penstock.wire.reasons import Reason
+from penstock.wire.upload_messages import Chunk, Header, UploadMessage
+
+PATCHES_IN_PLACE = frozenset({"sparse_nccl"})
+"""Backends that change single elements. Any other replaces whole layers, and puts whatever lies in memory
+where a tensor was left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What a trainer asks to join."""
+
+    backend: str
+    rendezvous: Mapping[str, object]
+    """The backend's own fields."""
+    trainer_epoch: int
+
+
+class Collective:
+    """The one collective the engine is in, if any."""
+
+    def __init__(self, engine: Engine, seconds: float) -> None:
+        """`seconds` is the longest time that joining may take, and each step of an upload."""
+        self.engine = engine
+        self.seconds = seconds
+        self.backend: str | None = None
+
+    async def join(self, join: Join) -> None:
+        """Joins, in place of what was joined before. Raises WeightRefused and EngineLost."""
+        self.backend = None
+        await self.engine.join_collective(join.backend, join.rendezvous, self.seconds)
+        self.backend = join.backend
+
+    def check_joined(self, backend: str) -> None:
+        """Raises WeightRefused where it is another one, or none."""
+        if backend != self.backend:
+            raise WeightRefused(
+                Reason.SOURCE_UNAVAILABLE,
+                f"the engine has not joined {backend!r}"
+                + (f" but {self.backend!r}" if self.backend else "")
+                + ": join first",
+                backend=backend,
+                joined=self.backend or "",
+            )
+
+
+def read_join(join: weights_pb2.CollectiveJoin) -> Join:
+    """Raises FIELD_INVALID."""
+    if not join.backend:
+        raise FieldInvalid("join.backend", "must be set")
+    rendezvous = _read_json("join.rendezvous_json", join.rendezvous_json)
+    if not isinstance(rendezvous, dict):
+        raise FieldInvalid("join.rendezvous_json", "must be a JSON object", join.rendezvous_json)
+    return Join(join.backend, cast("dict[str, object]", rendezvous), join.trainer_epoch)
+
+
+def check_announced(
+    announced: Announced,
+    collective: Collective,
+    description: EngineDescription,
+    active_version: int | None,
+) -> None:
+    """That an upload can be taken; `active_version` is None where it cannot be trusted.
+
+    Raises DomainError and WeightRefused.
+    """
+    assert isinstance(announced.source, CollectiveSource)
+    backend, base = announced.source.backend, announced.base_version
+    if announced.adapter is not None:
+        raise FieldInvalid("header.adapter", "is not taken by a collective")
+    if base and backend not in PATCHES_IN_PLACE:
+        raise FieldInvalid(
+            "header.base_weight_version",
+            f"must be zero with {backend!r}, which replaces whole layers",
+            base,
+        )
+    if base and base != active_version:
+        raise WeightRefused(
+            Reason.BASE_VERSION_MISMATCH,
+            f"a delta of version {base} does not apply: {active_version or 'none'} is active",
+            base=base,
+            active=active_version or 0,
+        )
+    collective.check_joined(backend)
+    check_collective(
+        announced.manifest, description.tensors, description.weight_dtype, whole=not base
+    )
+
+
+class Rounds:
+    """The rounds of one upload, as a load of the switch; the call that brings them runs elsewhere."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        announced: Announced,
+        requests: AsyncIterator[UploadMessage],
+        ready: Callable[[], Awaitable[None]],
+        on_commit: Callable[[], None],
+    ) -> None:
+        """`ready` tells the trainer to go on."""
+        self._collective = collective
+        self._engine = collective.engine
+        self._seconds = collective.seconds
+        self._announced = announced
+        self._waiting = {tensor.name: tensor for tensor in announced.manifest}
+        self._named = True
+        self._requests = requests
+        self._ready = ready
+        self._on_commit = on_commit
+        self._lost = asyncio.Event()
+        self._open = False
+        """Whether an update is under way that the engine has not ended itself."""
+
+    def break_off(self) -> None:
+        """Nobody is there any more to bring them; without effect after the commit."""
+        self._lost.set()
+
+    async def load(self) -> None:
+        """From the engine being paused to the weights being the new ones; see `weight_switch.Load`."""
+        await self._engine.begin_collective()
+        self._open = True
+        try:
+            await self._tell_ready()
+            while (update := await self._next_update()) is not None:
+                self._open = False
+                await self._engine.receive_collective(update, self._seconds)
+                self._open = True
+                await self._tell_ready()
+            self._check_complete()
+            self._on_commit()
+            self._open = False
+            await self._engine.finish_collective(self._announced.weight_version, self._seconds)
+        except Exception as error:
+            self._collective.backend = None
+            if (
+                self._open
+                and not isinstance(error, EngineLost)
+                and not await self._engine.abandon_collective(self._seconds)
+            ):
+                raise EngineLoadFailed(str(error)) from error
+            raise
+
+    async def _next_update(self) -> CollectiveUpdate | None:
+        """The next round's; None at the commit. Raises DomainError and WeightRefused."""
+        request = await self._read()
+        if isinstance(request, Header | Chunk):
+            got = "header" if isinstance(request, Header) else "chunk"
+            raise FieldInvalid("message", "must be a round or the commit here", got)
+        kind = request.WhichOneof("message")
+        if kind == "round":
+            update = read_update(request.round)
+            self._check_update(update)
+            return update
+        if kind != "commit":
+            raise FieldInvalid("message", "must be a round or the commit here", kind or "unset")
+        self._announced.check_commit(request.commit)
+        return None
+
+    async def _read(self) -> UploadMessage:
+        """The trainer's next message. Raises WeightRefused where none comes."""
+        reading = asyncio.ensure_future(_next_of(self._requests))
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait(
+                {reading, lost}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if reading.done() and not reading.cancelled():
+                if isinstance(reading.exception(), DomainError):
+                    reading.result()
+                if reading.exception() is None and (request := reading.result()) is not None:
+                    return request
+            if lost.done() or reading.done():
+                raise _trainer_gone("the trainer is gone, or ended its stream before the commit")
+            raise _trainer_gone(f"nothing came from the trainer for {self._seconds:g} s")
+        finally:
+            reading.cancel()
+            lost.cancel()
+
+    async def _tell_ready(self) -> None:
+        task = asyncio.current_task()
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._ready()
+        except asyncio.CancelledError:
+            # What gRPC raises on a call that has ended, though nobody cancelled this task.
+            if task is None or task.cancelling():
+                raise
+            raise _trainer_gone("the trainer is gone") from None
+        except Exception as error:
+            raise _trainer_gone("the trainer is gone") from error
+
+    def _check_update(self, update: CollectiveUpdate) -> None:
+        """That a round brings what the header announced, as far as it says what it brings."""
+        announced = {tensor.name: tensor for tensor in self._announced.manifest}
+        for part in [update] if isinstance(update, Mapping) else update:
+            if "names" not in part:
+                self._named = False
+                continue
+            for found in _described(part):
+                _check_described(found, announced)
+                self._waiting.pop(found.name, None)
+
+    def _check_complete(self) -> None:
+        if self._named and self._waiting:
+            first = next(iter(self._waiting))
+            raise WeightRefused(
+                Reason.TENSOR_MISSING,
+                f"{len(self._waiting)} tensors that were announced never came, first {first}",
+                tensor=first,
+                count=len(self._waiting),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A tensor as a round describes it; None where it does not say."""
+
+    name: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    xxh3: int | None
+
+
+def read_update(message: weights_pb2.CollectiveRound) -> CollectiveUpdate:
+    """A JSON object, or one for each worker. Raises FIELD_INVALID."""
+    field = "round.update_json"
+    update = _read_json(field, message.update_json)
+    if isinstance(update, dict):
+        return cast("dict[str, object]", update)
+    if isinstance(update, list):
+        parts = cast("list[object]", update)
+        if parts and all(isinstance(part, dict) for part in parts):
+            return cast("list[dict[str, object]]", parts)
+    raise FieldInvalid(field, "must be a JSON object, or one for each worker", message.update_json)
+
+
+def _described(update: Mapping[str, object]) -> list[_Described]:
+    """By the names that every backend of vLLM's uses. Raises FIELD_INVALID."""
+    columns: dict[str, list[object]] = {}
+    for name in ("names", "dtype_names", "shapes", "xxh3"):
+        column = update.get(name) or list[object]()
+        if not isinstance(column, list):
+            raise FieldInvalid("round.update_json", f"has no list of {name}", column)
+        columns[name] = cast("list[object]", column)
+    count = len(columns["names"])
+    for name, column in columns.items():
+        if column and len(column) != count:
+            raise FieldInvalid("round.update_json", f"has {count} names", f"{len(column)} {name}")
+    return [
+        _Described(
+            str(name),
+            str(columns["dtype_names"][place]) if columns["dtype_names"] else None,
+            _shape(columns["shapes"][place]) if columns["shapes"] else None,
+            _integer(columns["xxh3"][place]) if columns["xxh3"] else None,
+        )
+        for place, name in enumerate(columns["names"])
+    ]
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise FieldInvalid("round.update_json", "has a shape that is no list", value)
+    return tuple(_integer(size) for size in cast("list[object]", value))
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int):
+        raise FieldInvalid("round.update_json", "has a size or checksum that is no integer", value)
+    return value
+
+
+def _check_described(found: _Described, announced: Mapping[str, ManifestTensor]) -> None:
+    wanted = announced.get(found.name)
+    if wanted is None:
+        raise WeightRefused(
+            Reason.TENSOR_UNKNOWN,
+            f"a round brings {found.name!r}, which the header does not announce",
+            tensor=found.name,
+        )
+    if found.shape is not None and found.shape != wanted.shape:
+        raise shape_mismatch(found.name, wanted.shape, found.shape)
+    if found.dtype is not None and found.dtype != wanted.dtype:
+        raise dtype_mismatch(found.name, wanted.dtype, found.dtype)
+    if found.xxh3 is not None and wanted.xxh3 and found.xxh3 != wanted.xxh3:
+        raise checksum_mismatch(found.name, wanted.xxh3, found.xxh3)
+
+
+def _read_json(field: str, text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FieldInvalid(field, f"is no JSON: {error}") from error
+    except RecursionError as error:
+        raise FieldInvalid(field, "is nested too deeply") from error
+
+
+async def _next_of(requests: AsyncIterator[UploadMessage]) -> UploadMessage | None:
+    return await anext(requests, None)
+
+
+def _trainer_gone(problem: str) -> WeightRefused:
+    return WeightRefused(Reason.SOURCE_UNAVAILABLE, problem, problem=problem)

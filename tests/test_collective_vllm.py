@@ -1,0 +1,357 @@
+"""Weights by gloo from a trainer in a process of its own into real vLLM, and either of them killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+import xxhash
+from transformers import AutoModelForCausalLM
+
+from penstock.v1 import weights_pb2
+from penstock.wire.channel import client_options
+from tests.harness import (
+    GenerateRequest,
+    GetServerInfoRequest,
+    InlineSource,
+    SamplingParams,
+    TensorSpec,
+    Turn,
+    WeightHeader,
+    Wire,
+    collect,
+    messages,
+    sequence,
+)
+from tests.tiny_model import make_tiny_model
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_SECONDS = 4.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+PROMPT = list(b"weights in flight")
+COUNTER = iter(range(1_000_000))
+
+
+class Spoken:
+    """A process and the lines it prints."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def line(self, seconds: float = 60) -> str:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(seconds):
+            line = (await self.process.stdout.readline()).decode()
+        assert line, "it ended"
+        return line
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process._transport.close()  # type: ignore[attr-defined]
+
+
+class Trainer(Spoken):
+    """Forks one trainer after another; see `tests.collective_trainer`."""
+
+    epoch = 0
+    address = ""
+    pid = 0
+
+    def write(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text.encode() + b"\n")
+
+    async def event(self, seconds: float = 30) -> dict[str, Any]:
+        while True:
+            with contextlib.suppress(json.JSONDecodeError):
+                return json.loads(await self.line(seconds))
+
+    async def begin(self, do: str, models: list[Path], versions: list[int], **fields: Any) -> None:
+        """A new trainer, newer than those before."""
+        self.epoch += 1
+        command = {"do": do, "models": [str(path) for path in models], "versions": versions}
+        self.write(json.dumps({**command, "address": self.address, "epoch": self.epoch, **fields}))
+
+    async def end(self, seconds: float = 30) -> list[dict[str, Any]]:
+        """What it says until it ends."""
+        events: list[dict[str, Any]] = []
+        while "exit" not in (event := await self.event(seconds)):
+            if "pid" in event:
+                self.pid = event["pid"]
+            else:
+                events.append(event)
+        return [*events, event]
+
+
+@dataclass
+class Stand:
+    """A server and trainers, each in processes of their own."""
+
+    server: Spoken
+    trainer: Trainer
+    wire: Any
+    models: list[Path]
+    turns: list[Turn]
+    """What each model writes, by a dense upload."""
+
+    async def generate(self, max_tokens: int = 60) -> Turn:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return await collect(
+            self.wire.Generate(
+                GenerateRequest(
+                    trajectory_id=f"t{next(COUNTER)}",
+                    tokens=sequence(PROMPT),
+                    sampling_params=params,
+                )
+            )
+        )
+
+    async def serves(self, model: int, version: int) -> None:
+        """What this model writes, bit for bit, and under this version."""
+        turn = await self.generate()
+        assert turn.tokens == self.turns[model].tokens
+        assert turn.logprobs == self.turns[model].logprobs
+        assert set(turn.versions) == {version}
+
+    async def active(self) -> int:
+        info = await self.wire.GetServerInfo(GetServerInfoRequest())
+        return int(info.active_weight_version)
+
+
+async def start_server(model: Path) -> tuple[Spoken, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
+        *("--dtype", "float32", "--max-model-len", "512", "--listen", "127.0.0.1:0"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
+        *("--set", f"weights.collective_seconds={DEADLINE_SECONDS}"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+    )
+    server = Spoken(process)
+    seen = ""
+    while " on 127.0.0.1:" not in (line := await server.line(90)):
+        seen += line
+    return server, f"127.0.0.1:{line.rpartition(':')[2].split()[0]}"
+
+
+async def start_trainer() -> Trainer:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.collective_trainer"),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return Trainer(process)
+
+
+def dense(path: Path, version: int) -> list[Any]:
+    """The requests of a full upload through the stream, its tied head left out."""
+    state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    data = b""
+    specs: list[Any] = []
+    for name, tensor in state.items():
+        if name == "lm_head.weight":
+            continue
+        values = tensor.contiguous().numpy().tobytes()
+        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype="float32")
+        spec.offset_bytes, spec.length_bytes = len(data), len(values)
+        spec.xxh3 = xxhash.xxh3_64_intdigest(values)
+        specs.append(spec)
+        data += values
+    head = WeightHeader(
+        weight_version=version,
+        tensors=specs,
+        inline=InlineSource(length_bytes=len(data)),
+        activation=weights_pb2.ACTIVATION_IMMEDIATE,
+    )
+    return messages(head, data, 1 << 20)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Stand]:
+    folder = tmp_path_factory.mktemp("models")
+    models = [make_tiny_model(folder / str(seed), tied=True, seed=seed) for seed in range(2)]
+    trainer = await start_trainer()
+    server: Spoken | None = None
+    try:
+        server, address = await start_server(models[0])
+        trainer.address = address
+        assert (await trainer.event(90)) == {"event": "ready"}
+        async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+            stand = Stand(server, trainer, Wire(channel), models, [])
+            for version, model in ((1, 1), (2, 0)):
+                async for _ in stand.wire.UpdateWeights(iter(dense(models[model], version))):
+                    pass
+                stand.turns.insert(0, await stand.generate())
+            yield stand
+    finally:
+        for process in (trainer, server):
+            if process is not None:
+                await process.kill()
+
+
+async def test_a_version_by_gloo_is_the_dense_upload_bit_for_bit_and_again(stand: Stand) -> None:
+    assert stand.turns[0].tokens != stand.turns[1].tokens
+    models = [stand.models[place] for place in (1, 0, 1)]
+    running = asyncio.ensure_future(stand.generate(400))
+    await stand.trainer.begin("send", models, [3, 4, 5])
+    events = await stand.trainer.end()
+    assert [event.get("active") for event in events] == [3, 4, 5, None], events
+    await stand.serves(1, 5)
+    turn = await running
+    assert len(turn.tokens) == 400
+    assert turn.versions == sorted(turn.versions)
+    assert set(turn.versions) <= {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("policy", ["RECOMPUTE", "DRAIN", "ABORT"])
+async def test_turns_in_flight_follow_the_policy(stand: Stand, policy: str) -> None:
+    version = await stand.active() + 1
+    running = asyncio.ensure_future(stand.generate(400))
+    await asyncio.sleep(0.2)
+    await stand.trainer.begin("send", [stand.models[1]], [version], policy=policy)
+    events = await stand.trainer.end()
+    assert events[0].get("active") == version, events
+    versions = set((await running).versions)
+    assert version - 1 in versions
+    assert (version in versions) == (policy == "RECOMPUTE")
+    await stand.serves(1, version)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"), [("nan", "NOT_FINITE"), ("checksum", "CHECKSUM_MISMATCH")]
+)
+async def test_what_arrives_broken_is_refused_by_name(
+    stand: Stand, broken: str, reason: str
+) -> None:
+    version = await stand.active()
+    await stand.trainer.begin("send broken", [stand.models[0]], [version + 1], broken=broken)
+    failed = (await stand.trainer.end())[0]
+    assert failed["failed"] == reason
+    assert ".weight" in failed["why"]
+    await stand.serves(1, version)
+
+
+@pytest.mark.parametrize("where", ["between rounds", "in a broadcast", "alive but silent"])
+async def test_a_trainer_that_dies_half_way_changes_nothing(stand: Stand, where: str) -> None:
+    version = await stand.active()
+    await stand.trainer.begin("die", [stand.models[0]], [version + 1], where=where)
+    running = asyncio.ensure_future(stand.generate())
+    while "event" not in (event := await stand.trainer.event()):
+        stand.trainer.pid = event["pid"]
+    began = time.monotonic()
+    turn = await running
+    await stand.serves(1, version)
+    # Its deadline, what noticing costs, and a turn.
+    assert time.monotonic() - began < DEADLINE_SECONDS + 4
+    assert turn.tokens == stand.turns[1].tokens
+    assert set(turn.versions) == {version}
+    if where == "alive but silent":
+        os.kill(stand.trainer.pid, signal.SIGCONT)
+        assert (await stand.trainer.end())[0]["failed"] == "SOURCE_UNAVAILABLE"
+    else:
+        assert (await stand.trainer.end())[-1] == {"exit": -signal.SIGKILL}
+
+
+async def test_a_new_trainer_joins_and_succeeds(stand: Stand) -> None:
+    version = await stand.active()
+    versions = [version + 1, version + 2]
+    await stand.trainer.begin("transport", [stand.models[0]], versions)
+    events = await stand.trainer.end()
+    assert [event.get("active") for event in events] == [*versions, None], events
+    # Checksums tell that the second is the first again.
+    assert events[0]["changed"] > 0 == events[1]["changed"]
+    await stand.serves(0, version + 2)
+
+
+async def test_a_trainer_that_nobody_joins_hears_why(stand: Stand) -> None:
+    await stand.trainer.begin("send", [stand.models[0]], [1])
+    assert (await stand.trainer.end())[0]["failed"] == "WEIGHT_VERSION_STALE"
+    stand.trainer.epoch -= 2
+    await stand.trainer.begin("send", [stand.models[0]], [99])
+    began = time.monotonic()
+    assert (await stand.trainer.end())[0]["failed"] == "STALE_EPOCH"
+    assert time.monotonic() - began < 5
+    stand.trainer.epoch += 2
+
+
+async def test_an_engine_that_does_not_come_back_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from penstock.server import vllm_collective
+    from penstock.server.engine import EngineLost
+
+    monkeypatch.setattr(vllm_collective, "GRACE_SECONDS", 0.05)
+    dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    class Hanging:
+        """An AsyncLLM whose workers are in a collective that never ends."""
+
+        async def update_weights(self, request: Any) -> None:
+            await asyncio.Event().wait()
+
+        init_weight_transfer_engine = update_weights
+
+        async def finish_weight_update(self, weight_version: str) -> None:
+            await self.update_weights(weight_version)
+
+        async def collective_rpc(self, method: str) -> list[Any]:
+            await self.update_weights(method)
+            return []
+
+    async def ask(answer: Any) -> Any:
+        asked = asyncio.ensure_future(answer)
+        await asyncio.wait({asked, dead}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        raise EngineLost(dead.result())
+
+    def give_up(reason: str) -> None:
+        if not dead.done():
+            dead.set_result(reason)
+
+    llm: Any = Hanging()
+    engine = vllm_collective.VllmCollective(llm, ask, give_up)
+    for work in (
+        engine.join("nccl", {}, 0.05),
+        engine.receive({}, 0.05),
+        engine.finish(1, 0.05),
+        engine.abandon(0.05),
+    ):
+        with pytest.raises(EngineLost, match=r"did not come back from a collective within 0.05 s"):
+            async with asyncio.timeout(2):
+                await work
+
+
+async def test_a_server_that_is_killed_half_way_is_noticed(stand: Stand) -> None:
+    await stand.trainer.begin("lose the server", [stand.models[0]], [99])
+    while "event" not in await stand.trainer.event():
+        pass
+    stand.server.process.send_signal(signal.SIGKILL)
+    await stand.server.process.wait()
+    killed = time.time()
+    stand.trainer.write("go on")
+    events = await stand.trainer.end()
+    assert events[0]["at"] - killed < 6.0 + 5.0
+    assert events[1]["failed"] in ("GroupBroken", "UNAVAILABLE"), events

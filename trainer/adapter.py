@@ -1,0 +1,126 @@
+"""The adapter of a model: PEFT's, and how it is called on the wire and in files.
+
+The one module of the trainer that imports PEFT. PEFT puts the adapter's own name, "default", into the names
+of its parameters; files and the wire leave it out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+
+from penstock.trainer.config import LoraConfig
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.v1 import weights_pb2
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+INFIX = ".default."
+
+
+class _Wrap(Protocol):
+    """The part of PEFT that is used here, which carries no types."""
+
+    def __call__(self, model: nn.Module, config: object) -> nn.Module: ...
+
+
+class Adapter:
+    """A low-rank adapter around a model, whose own weights stand still."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig) -> None:
+        """Raises ConfigInvalid where the model has no such layers."""
+        import peft
+
+        described = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.rank,
+            # PEFT takes any number and declares whole ones.
+            lora_alpha=cast("int", config.alpha),
+            lora_dropout=config.dropout,
+            target_modules=_targets(config),
+            use_rslora=config.rank_stabilized,
+        )
+        try:
+            self.model = cast("_Wrap", peft.get_peft_model)(model, described)
+        except ValueError as error:
+            raise ConfigInvalid(f"model.lora: {error}") from error
+        self._config = config
+        self._names = {
+            name: name.replace(INFIX, ".")
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def message(self) -> weights_pb2.LoraAdapter:
+        """What an upload says of it."""
+        targets = self._config.target_modules
+        if targets == "all-linear":
+            # base_model.model.<path>.<layer>.lora_A.weight
+            targets = sorted({name.split(".")[-3] for name in self._names.values()})
+        return weights_pb2.LoraAdapter(
+            rank=self._config.rank,
+            alpha=self._config.alpha,
+            target_modules=targets,
+            rank_stabilized=self._config.rank_stabilized,
+        )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of it, live, in an order that stays."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield self._names[name], parameter.detach()
+
+    def own_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors under the names they have in the model."""
+        return {own: tensors[name] for own, name in self._names.items()}
+
+    def load(self, folder: Path) -> None:
+        """Takes over what PEFT wrote there. Raises CheckpointUnusable where it is another adapter."""
+        try:
+            written = cast("dict[str, object]", json.loads((folder / CONFIG_FILE).read_text()))
+        except FileNotFoundError as error:
+            raise CheckpointUnusable(f"{folder} is of a run that trained all weights") from error
+        config = self._config
+        for key, own in (
+            ("r", config.rank),
+            ("lora_alpha", config.alpha),
+            ("use_rslora", config.rank_stabilized),
+        ):
+            if written.get(key) != own:
+                raise CheckpointUnusable(
+                    f"{folder}: {key} is {written.get(key)}, the configuration says {own}"
+                )
+        tensors = load_file(folder / WEIGHTS_FILE)
+        if missing := set(self._names.values()) ^ set(tensors):
+            raise CheckpointUnusable(f"{folder}: {min(missing)} is on one side only")
+        with torch.no_grad():
+            for name, own in self.weights():
+                own.copy_(tensors[name])
+
+
+def _targets(config: LoraConfig) -> str | list[str]:
+    targets = config.target_modules
+    return targets if isinstance(targets, str) else list(targets)
+
+
+def check_taken(adapter: weights_pb2.LoraAdapter, max_rank: int | None) -> None:
+    """That a server takes this adapter; `max_rank` is None where it takes none.
+
+    Raises ConfigInvalid.
+    """
+    if max_rank is None:
+        raise ConfigInvalid(
+            "model.lora: the server takes no adapters; start it with --enable-lora "
+            f"--max-lora-rank {adapter.rank}"
+        )
+    if adapter.rank > max_rank:
+        raise ConfigInvalid(
+            f"model.lora.rank: the server takes at most {max_rank}, its --max-lora-rank, "
+            f"got {adapter.rank}"
+        )

@@ -1,0 +1,243 @@
+"""Weights by a collective: vLLM's trainer engines send them to the engine's workers; the server conducts.
+
+The engine loads a version as it comes, so what `send` returns is already being sampled, and the switch that
+follows on the exchange is no work. Everything that needs vLLM is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import grpc
+
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.parcel import Parcel
+from penstock.trainer.weight_sync import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed
+from penstock.v1 import weights_pb2
+from penstock.wire.gloo_group import GroupBroken
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+    from penstock.trainer.collective_source import PayloadSource
+
+    Engine = TrainerWeightTransferEngine[TrainerInitInfo]
+
+T = TypeVar("T")
+
+GPU_BACKENDS = ("nccl", "ipc")
+BACKENDS = ("gloo", *GPU_BACKENDS)
+# What a step may take beyond its own deadline, on its way and in its thread.
+GRACE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSettings:
+    """Where the group meets, and what both sides have to agree on."""
+
+    backend: str
+    """One of BACKENDS."""
+    master_address: str = "127.0.0.1"
+    """Of this host, as the engine's workers reach it."""
+    master_port: int = 0
+    """Zero takes a free one."""
+    world_size: int = 2
+    """This process and every worker of the engine."""
+    bucket_bytes: int = 64 * 1024 * 1024
+    """Length of one broadcast."""
+    timeout_seconds: float = 300.0
+    """Longest time that joining takes, and each step of an upload."""
+
+
+class CollectiveTransport:
+    """Implements `transports.Transport`."""
+
+    prefers_deltas = False
+    # Each ends with the engine out of the group; the next attempt joins again.
+    passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
+
+    def __init__(self, address: str, settings: CollectiveSettings) -> None:
+        """`address` is the server's. Raises ConfigInvalid for a backend this cannot drive."""
+        if settings.backend not in BACKENDS:
+            raise ConfigInvalid(
+                f"weights.collective.backend has to be one of {', '.join(BACKENDS)}, "
+                f"got {settings.backend!r}"
+            )
+        self._settings = settings
+        self._client = PenstockWeightSyncClient(
+            address, settings.backend, timeout_seconds=settings.timeout_seconds
+        )
+        self._engine: Engine | None = None
+        self._source: PayloadSource | None = None
+        self._thread = _SendingThread()
+        self.bytes_sent = 0
+
+    async def send(
+        self, header: weights_pb2.WeightHeader, parcel: Parcel
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """See `Transport`. What is sent is the whole version, and it is active on return."""
+        if header.HasField("adapter"):
+            raise ConfigInvalid("an adapter cannot be sent by a collective")
+        # Where a tensor lies is of no meaning here.
+        specs = tuple(
+            weights_pb2.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype, xxh3=s.xxh3)
+            for s in parcel.payload.specs
+        )
+        update = NextUpdate(
+            header.weight_version,
+            header.trainer_epoch,
+            header.in_flight,
+            probe=header.probe if header.HasField("probe") else None,
+            tensors=specs,
+        )
+        try:
+            await self._within_deadline(lambda: self._send(update, parcel))
+        except BaseException as error:
+            # Whatever it was, the server has left the group too, or will.
+            self._leave()
+            if isinstance(error, WeightSyncFailed):
+                raise _as_aio(error) from error
+            if isinstance(error, GroupBroken):
+                raise _aio_error(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+            raise
+        self.bytes_sent += parcel.payload.length_bytes
+        return self._client.result
+
+    def switched(self, weight_version: int) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Leaves the collective."""
+        self._leave()
+        self._client.close()
+
+    async def _within_deadline(self, work: Callable[[], None]) -> None:
+        """Joining, the header, a round and the commit each have a deadline of their own. What is not back
+        after all of them hangs where nothing can interrupt it: its thread is left behind."""
+        limit = 4 * self._settings.timeout_seconds + GRACE_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.wrap_future(self._thread.run(work))
+        except TimeoutError:
+            self._thread = _SendingThread()
+            raise _aio_error(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"{self._settings.backend} did not come back within {limit:g} s",
+            ) from None
+
+    def _leave(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            # A communicator that hangs may hang here too.
+            self._thread.run(engine.shutdown)
+
+    # In the sending thread.
+
+    def _send(self, update: NextUpdate, parcel: Parcel) -> None:
+        self._client.prepare(update)
+        if self._engine is None or self._source is None:
+            self._source = self._make_source()
+            self._source.payload = parcel.payload
+            self._engine = self._join(self._source)
+        self._source.payload = parcel.payload
+        self._engine.send_weights()
+
+    def _make_source(self) -> PayloadSource:
+        import torch
+
+        from penstock.trainer.collective_source import PayloadSource
+
+        on_gpu = self._settings.backend in GPU_BACKENDS
+        return PayloadSource(torch.device("cuda" if on_gpu else "cpu"))
+
+    def _join(self, source: PayloadSource) -> Engine:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        return cast(
+            "Engine",
+            WeightTransferTrainerFactory.trainer_init(  # pyright: ignore[reportUnknownMemberType]
+                self._init_info(), client=self._client, source=source
+            ),
+        )
+
+    def _init_info(self) -> TrainerInitInfo:
+        settings = self._settings
+        if settings.backend == "gloo":
+            from penstock.trainer.gloo_weights import GlooTrainerInitInfo
+
+            return GlooTrainerInitInfo(
+                settings.master_address,
+                settings.master_port,
+                settings.world_size,
+                settings.bucket_bytes,
+                settings.timeout_seconds,
+                rank=0,
+            )
+        if settings.backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            return NCCLTrainerInitInfo(
+                settings.master_address,
+                settings.master_port or _free_port(settings.master_address),
+                settings.world_size,
+                packed_buffer_size_bytes=settings.bucket_bytes,
+                rank=0,
+            )
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(
+            packed=True, packed_buffer_size_bytes=settings.bucket_bytes, rank=0
+        )
+
+
+class _SendingThread:
+    """Runs one thing after another, always in the same thread, which keeps no process alive."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="collective", daemon=True).start()
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        result: Future[None] = Future()
+
+        def settle() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                work()
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(None)
+
+        self._work.put(settle)
+        return result
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as found:
+        return cast("tuple[str, int]", found.getsockname())[1]
+
+
+def _as_aio(failed: WeightSyncFailed) -> grpc.aio.AioRpcError:
+    """The same error as the other transports raise it."""
+    trailers = cast("grpc.Call", failed.error).trailing_metadata() if failed.error else None
+    return _aio_error(failed.failure.code, failed.failure.message, tuple(trailers or ()))
+
+
+def _aio_error(
+    code: grpc.StatusCode, message: str, trailers: tuple[tuple[str, str | bytes], ...] = ()
+) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), message)

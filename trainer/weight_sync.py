@@ -1,0 +1,300 @@
+"""vLLM's own weight transfer under Penstock's control: its `VLLMWeightSyncClient` over `UpdateWeights`.
+
+vLLM's trainer engines (nccl, ipc, sparse_nccl, and any that is registered) move the bytes between the
+trainer and the workers and ask four things of the inference side:
+
+    init_weight_transfer_engine   a stream with a join; returns when the engine has joined
+    start_weight_update           the header, where `prepare` was told the tensors: the engine pauses
+    update_weights                the header, where it was not; then a round
+    finish_weight_update          the commit; returns when the version is being sampled
+
+They block, each for `timeout_seconds` at most, and are called from any thread. What travels is JSON. Of the
+backends that come with vLLM only ipc has something else to say, the handles of CUDA memory, which vLLM
+pickles; that is done only where VLLM_ALLOW_INSECURE_SERIALIZATION is set on this side, and by vLLM's own
+check read only where it is set on the server's.
+
+    client = PenstockWeightSyncClient("127.0.0.1:50051", "nccl")
+    engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=...)
+    client.prepare(weight_version=7, trainer_epoch=epoch)
+    engine.send_weights()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from penstock.trainer.errors import TrainerError
+from penstock.v1 import weights_pb2
+from penstock.wire.channel import client_options
+from penstock.wire.failure import Failure, read_failure
+from penstock.wire.upload import UPDATE_WEIGHTS
+
+TIMEOUT_SECONDS = 300.0
+
+UpdateInfo = Mapping[str, object] | Sequence[Mapping[str, object]]
+"""As vLLM has it: one description for every worker, or one for each."""
+
+
+class WeightSyncFailed(TrainerError):
+    """The server refused, or went away, or did not answer in time; `failure` has its reason."""
+
+    def __init__(self, doing: str, failure: Failure, error: grpc.RpcError | None = None) -> None:
+        super().__init__(f"{doing}: {failure.reason or failure.code.name}: {failure.message}")
+        self.failure = failure
+        self.error = error
+        """What gRPC raised; None where this side gave up."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextUpdate:
+    """What the next update is to be."""
+
+    weight_version: int
+    trainer_epoch: int
+    in_flight: weights_pb2.InFlightPolicy.ValueType = weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED
+    """What happens to turns in flight; unset leaves it to the server."""
+    base_weight_version: int = 0
+    """The active version, which patches apply to; zero for a whole version."""
+    probe: weights_pb2.WeightProbe | None = None
+    """Scored by the engine after the switch."""
+    tensors: tuple[weights_pb2.TensorSpec, ...] = ()
+    """Names, shapes and dtypes of everything it brings, in all its rounds. Without them the first round
+    has to name everything; with them a refusal comes before any byte."""
+
+
+class PenstockWeightSyncClient:
+    """Implements vLLM's VLLMWeightSyncClient; not more than one update at a time."""
+
+    def __init__(
+        self, address: str, backend: str, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        """`address` is the server's HOST:PORT, `backend` a name in vLLM's registry."""
+        self._backend = backend
+        self._timeout_seconds = timeout_seconds
+        self._channel = grpc.insecure_channel(address, options=client_options(own_connection=True))
+        self._method: grpc.StreamStreamMultiCallable[
+            weights_pb2.UpdateWeightsRequest, weights_pb2.UpdateWeightsResponse
+        ] = self._channel.stream_stream(
+            UPDATE_WEIGHTS,
+            request_serializer=_serialize,
+            response_deserializer=weights_pb2.UpdateWeightsResponse.FromString,
+        )
+        self.trainer_epoch = 0
+        """Of the next join; `prepare` sets it too."""
+        self._next: NextUpdate | None = None
+        self._stream: _Stream | None = None
+        self._header_sha256 = b""
+        self._result: weights_pb2.UpdateWeightsResponse | None = None
+
+    @property
+    def result(self) -> weights_pb2.UpdateWeightsResponse:
+        """What the server answered to the last update: the pause, the tensors that changed."""
+        if self._result is None:
+            raise RuntimeError("no update has finished")
+        return self._result
+
+    def prepare(self, update: NextUpdate) -> None:
+        """Says what the next update is to be; comes before each."""
+        self._next = update
+        self.trainer_epoch = update.trainer_epoch
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        self._drop()
+        self._channel.close()
+
+    # What vLLM's trainer engines call.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
+        """Returns when the engine has joined. Raises WeightSyncFailed."""
+        join = weights_pb2.CollectiveJoin(
+            backend=self._backend,
+            rendezvous_json=_to_json(init_info),
+            trainer_epoch=self.trainer_epoch,
+        )
+        stream = _Stream(self._method, f"joining the collective {self._backend!r}")
+        stream.send(weights_pb2.UpdateWeightsRequest(join=join))
+        stream.end()
+        try:
+            while stream.receive(self._timeout_seconds) is not None:
+                pass
+        finally:
+            stream.cancel()
+
+    def start_weight_update(self) -> None:
+        """Returns when the engine is paused, where `prepare` named the tensors. Raises WeightSyncFailed."""
+        self._drop()
+        if self._prepared().tensors:
+            self._begin(self._prepared().tensors)
+
+    def update_weights(self, update_info: UpdateInfo) -> None:
+        """Returns when the engine has received one round. Raises WeightSyncFailed."""
+        described = _without_handles(update_info)
+        if self._stream is None:
+            self._begin(_tensors_of(described))
+        update = weights_pb2.CollectiveRound(update_json=_to_json(described))
+        self._exchange(weights_pb2.UpdateWeightsRequest(round=update))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Returns when the version is being sampled. Raises WeightSyncFailed."""
+        version = self._prepared().weight_version
+        if weight_version not in (None, str(version)):
+            raise ValueError(f"version {version} was prepared, not {weight_version}")
+        if self._stream is None:
+            raise RuntimeError("no update is under way")
+        commit = weights_pb2.WeightCommit(header_sha256=self._header_sha256)
+        self._result = self._exchange(weights_pb2.UpdateWeightsRequest(commit=commit))
+        self._next = None
+        self._drop()
+
+    def _begin(self, tensors: Sequence[weights_pb2.TensorSpec]) -> None:
+        update = self._prepared()
+        header = weights_pb2.WeightHeader(
+            weight_version=update.weight_version,
+            base_weight_version=update.base_weight_version,
+            tensors=tensors,
+            collective=weights_pb2.CollectiveSource(backend=self._backend),
+            activation=weights_pb2.ACTIVATION_IMMEDIATE,
+            in_flight=update.in_flight,
+            trainer_epoch=update.trainer_epoch,
+            probe=update.probe,
+        )
+        self._header_sha256 = hashlib.sha256(_serialize(header)).digest()
+        self._stream = _Stream(self._method, f"version {update.weight_version}")
+        self._exchange(weights_pb2.UpdateWeightsRequest(header=header))
+
+    def _exchange(
+        self, request: weights_pb2.UpdateWeightsRequest
+    ) -> weights_pb2.UpdateWeightsResponse:
+        stream = self._stream
+        if stream is None:
+            raise RuntimeError("no update is under way")
+        try:
+            stream.send(request)
+            response = stream.receive(self._timeout_seconds)
+        except WeightSyncFailed:
+            self._drop()
+            raise
+        if response is None:
+            self._drop()
+            raise RuntimeError("the server ended the upload without a word")
+        return response
+
+    def _prepared(self) -> NextUpdate:
+        if self._next is None:
+            raise RuntimeError("prepare comes before an update")
+        return self._next
+
+    def _drop(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
+
+
+class _Stream:
+    """One call, a message at a time."""
+
+    def __init__(
+        self,
+        method: grpc.StreamStreamMultiCallable[
+            weights_pb2.UpdateWeightsRequest, weights_pb2.UpdateWeightsResponse
+        ],
+        doing: str,
+    ) -> None:
+        self._doing = doing
+        self._requests: queue.SimpleQueue[weights_pb2.UpdateWeightsRequest | None] = (
+            queue.SimpleQueue()
+        )
+        self._answers: queue.SimpleQueue[
+            weights_pb2.UpdateWeightsResponse | grpc.RpcError | None
+        ] = queue.SimpleQueue()
+        self._call = method(iter(self._requests.get, None))
+        # gRPC's own iterator knows no deadline for a single answer.
+        threading.Thread(target=self._listen, name=doing, daemon=True).start()
+
+    def send(self, request: weights_pb2.UpdateWeightsRequest) -> None:
+        self._requests.put(request)
+
+    def end(self) -> None:
+        self._requests.put(None)
+
+    def receive(self, seconds: float) -> weights_pb2.UpdateWeightsResponse | None:
+        """The next answer; None at the end of the stream. Raises WeightSyncFailed."""
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            self.cancel()
+            late = Failure(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"the server did not answer for {seconds:g} s"
+            )
+            raise WeightSyncFailed(self._doing, late) from None
+        if isinstance(answer, grpc.RpcError):
+            raise WeightSyncFailed(self._doing, read_failure(answer), answer) from answer
+        return answer
+
+    def cancel(self) -> None:
+        """Ends it, if it has not ended."""
+        self._requests.put(None)
+        self._call.cancel()
+
+    def _listen(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+            self._answers.put(None)
+        except grpc.RpcError as error:
+            self._answers.put(error)
+
+
+def _serialize(message: weights_pb2.UpdateWeightsRequest | weights_pb2.WeightHeader) -> bytes:
+    # The header's checksum is that of its bytes, within the request as by itself.
+    return message.SerializeToString(deterministic=True)
+
+
+def _to_json(info: UpdateInfo) -> str:
+    try:
+        return json.dumps(info, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TrainerError(f"what the backend says is not JSON: {error}") from error
+
+
+def _tensors_of(info: UpdateInfo) -> list[weights_pb2.TensorSpec]:
+    """Every tensor of a round, by the names that all of vLLM's backends use."""
+    return list({spec.name: spec for part in _parts(info) for spec in _specs(part)}.values())
+
+
+def _specs(part: Mapping[str, object]) -> Iterator[weights_pb2.TensorSpec]:
+    names = cast("Sequence[str]", part.get("names", ()))
+    dtypes = cast("Sequence[str]", part.get("dtype_names", ()))
+    shapes = cast("Sequence[Sequence[int]]", part.get("shapes", ()))
+    hashes = cast("Sequence[int]", part.get("xxh3") or [0] * len(names))
+    for name, dtype, shape, xxh3 in zip(names, dtypes, shapes, hashes, strict=True):
+        yield weights_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, xxh3=xxh3)
+
+
+def _parts(info: UpdateInfo) -> Sequence[Mapping[str, object]]:
+    return [info] if isinstance(info, Mapping) else info
+
+
+def _without_handles(info: UpdateInfo) -> UpdateInfo:
+    """The same without handles of CUDA memory, or with vLLM's pickle of them where that is allowed."""
+    if not any(part.get("ipc_handles") is not None for part in _parts(info)):
+        return info
+    from vllm import envs
+    from vllm.distributed.weight_transfer import clients
+
+    if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        raise TrainerError(
+            "ipc hands over pickled memory handles, which vLLM reads only where "
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1 is set; set it for the trainer and the server"
+        )
+    to_json = clients._json_safe_update_payload  # pyright: ignore[reportPrivateUsage]
+    return cast(UpdateInfo, to_json(cast("dict[str, object]", info)))
