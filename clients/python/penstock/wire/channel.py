@@ -8,8 +8,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 16 * 1024
 KEEPALIVE_INTERVAL_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
-# What a server lets its peer send at a time. By gRPC's own, 16 KiB in a frame and 64 KiB ahead at first, an
-# upload takes some 5 % longer; tokens neither gain nor lose.
+# What a server lets its peer send at a time. Bulk flows only towards a server: uploads gain up to 5 % over
+# gRPC's own 16 KiB in a frame and 64 KiB ahead at first, and tokens go the other way.
 BULK_FRAME_BYTES = 1024 * 1024
 BULK_WINDOW_BYTES = 16 * 1024 * 1024
 

@@ -1,0 +1,417 @@
+"""How fast weights travel by each transport, and how long the switch stops generation.
+
+    python benchmarks/weights.py [--model DIR] [--rounds 4] [--turns 16] [--only TRANSPORT,...]
+
+A real `penstock serve` and the trainer's own publisher. A version travels from the moment the trainer has
+its tensors until the server has it complete and verified (STAGED): packing, checksums and the check on the
+other side are part of it. Then it is switched to, with turns in flight. Beside it, in the same round:
+
+    one copy of the bytes into shared memory; the packed bytes through TCP on loopback, to which only
+    what follows the packing is compared
+    one unary call for each tensor, which the contract does not offer, to a server that only takes them
+    vLLM by itself, in a process of its own: pause, reload from disk, resume; the load of a staged version,
+    with nothing else to do; a restart, from the order to stop to the first token
+
+Rounds are interleaved, each figure is a median over rounds, and each ratio is taken within a round and to
+what was measured right before and after. The last line is one JSON object: {"shared_memory_of_memcpy":
+ratio of speeds, "stream_of_tcp": likewise, "pause_over_load_seconds": what a pause takes beyond the
+engine's own load, "disk_reload_over_pause": ratio, "restart_over_pause": ratio}
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+from update import EPOCH, PROMPT, Exchange, Server, load_model, moved, serve, tensors_of
+from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
+
+from penstock.demo.model import prepare_model
+from penstock.server import vllm_environment
+from penstock.trainer.compute import ComputeThread
+from penstock.trainer.payload import Payload
+from penstock.trainer.publisher import Publisher, Weights
+from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream
+from penstock.v1 import weights_pb2
+
+DTYPE = "bfloat16"
+ENGINE = ["--dtype", DTYPE, "--max-model-len", "1024"]
+IN_FLIGHT = weights_pb2.IN_FLIGHT_POLICY_KEEP
+TURN_TOKENS = 64
+CHANGED_RATIO = 0.01
+
+SHARED, STREAM, CHECKPOINT, DELTA = "shared memory", "stream", "checkpoint", "delta"
+TRANSPORTS = (SHARED, STREAM, CHECKPOINT, DELTA)
+LABELS = {
+    SHARED: "shared memory",
+    STREAM: "stream",
+    CHECKPOINT: "checkpoint folder",
+    DELTA: "difference, 1 % changed, stream",
+}
+
+
+@dataclass
+class Figures:
+    """What the rounds brought, in seconds."""
+
+    travel: dict[str, list[float]] = field(default_factory=dict)
+    packing: dict[str, list[float]] = field(default_factory=dict)
+    """What of it is the trainer's own copy, with checksums."""
+    pause: dict[str, list[float]] = field(default_factory=dict)
+    over_load: dict[str, list[float]] = field(default_factory=dict)
+    """What of a pause is beyond the engine's own load, as measured right before and after."""
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    """Of a baseline's seconds right before and after, to each travel's."""
+
+    def add(self, table: str, name: str, value: float) -> None:
+        values: dict[str, list[float]] = getattr(self, table)
+        values.setdefault(name, []).append(value)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """One version on its way."""
+
+    seconds: float
+    packing_seconds: float
+    bytes_sent: int
+
+
+class Trainer:
+    """Publishes versions by every transport, one publisher each, and switches to them."""
+
+    def __init__(self, server: Server, exchange: Exchange, folder: Path, prompt: list[int]) -> None:
+        self._compute = ComputeThread()
+        self._server = server
+        self._exchange = exchange
+        self._prompt = prompt
+        channel = server.weights
+        checkpoint = CheckpointFolder(channel, self._compute, folder, keep=2)
+        stream = Publisher(channel, self._compute, transports=[Stream(channel)], delta="on")
+        self._publishers = {
+            SHARED: Publisher(channel, self._compute, transports=[SharedMemory(channel)]),
+            STREAM: stream,
+            # The stream's version before is its base.
+            DELTA: stream,
+            CHECKPOINT: Publisher(channel, self._compute, transports=[checkpoint]),
+        }
+        self.version = 0
+
+    async def publish(self, transport: str, weights: Weights) -> Travel:
+        """The next version, until it is staged."""
+        self.version += 1
+        publisher = self._publishers[transport]
+        if transport != DELTA:
+            publisher.forget_base()
+        began = time.perf_counter()
+        await publisher.fill(weights, self.version, DTYPE)
+        packed = time.perf_counter()
+        sent = await publisher.upload(
+            self.version, trainer_epoch=lambda: EPOCH, in_flight=IN_FLIGHT
+        )
+        staged = time.perf_counter()
+        assert sent is not None and sent.delta == (transport == DELTA), sent
+        return Travel(staged - began, packed - began, sent.bytes_sent)
+
+    async def switch(self, transport: str, turns: int) -> float:
+        """Seconds that turns in flight stood still."""
+        running = [
+            asyncio.ensure_future(self._server.turn([*self._prompt, 100 + index], TURN_TOKENS, 1.0))
+            for index in range(turns)
+        ]
+        if running:
+            await asyncio.sleep(0.3)
+        pause = await self._exchange.switch(self.version, IN_FLIGHT)
+        self._publishers[transport].switched(self.version)
+        await asyncio.gather(*running)
+        return pause
+
+    def close(self) -> None:
+        for publisher in set(self._publishers.values()):
+            publisher.close()
+        self._compute.close()
+
+
+@contextlib.asynccontextmanager
+async def trainer(model: Path) -> AsyncIterator[Trainer]:
+    prompt = AutoTokenizer.from_pretrained(model).encode(PROMPT)
+    with tempfile.TemporaryDirectory() as folder:
+        async with serve(model) as server:
+            exchange = Exchange(server)
+            await exchange.hello()
+            publishing = Trainer(server, exchange, Path(folder), prompt)
+            try:
+                yield publishing
+            finally:
+                exchange.close()
+                publishing.close()
+
+
+def nudged(weights: Weights) -> Weights:
+    """The same with one element in a hundred changed, to any near value."""
+    generator = torch.Generator().manual_seed(2)
+    changed: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in weights():
+        bits = tensor.detach().clone().view(torch.int16).flatten()
+        count = max(1, int(bits.numel() * CHANGED_RATIO))
+        places = torch.randint(bits.numel(), (count,), generator=generator)
+        bits[places] ^= torch.randint(1, 16, (count,), generator=generator).to(torch.int16)
+        changed.append((name, bits.view(torch.bfloat16).view(tensor.shape)))
+    return lambda: iter(changed)
+
+
+def packed(weights: Weights) -> tuple[Payload, dict[str, object]]:
+    """A version in memory, and what the engine's loader wants to know of it."""
+    payload = Payload(weights(), DTYPE)
+    payload.fill(weights())
+    specs = payload.specs
+    return payload, {
+        "path": str(payload.file.path),
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+        "offsets_bytes": [spec.offset_bytes for spec in specs],
+    }
+
+
+@dataclass
+class Round:
+    """Everything that one round measures, and where to."""
+
+    figures: Figures
+    trainer: Trainer
+    bare: Engine | None
+    memcpy: Memcpy
+    tcp: Tcp
+    calls: Calls
+    tensors: Sequence[memoryview]
+    update: dict[str, object]
+    folders: Sequence[Path]
+    turns: int
+    repeats: int
+
+    async def travel(self, transport: str, weights: Sequence[Weights]) -> None:
+        """Several versions by one transport, each between two measurements of its baseline and each
+        switched to, the last with turns in flight. The first is not measured: memory that another
+        transport left is not memory that this one would use again."""
+        baseline = self.memcpy if transport in (SHARED, CHECKPOINT) else self.tcp
+        name = "memcpy" if transport in (SHARED, CHECKPOINT) else "TCP"
+        seconds: list[float] = []
+        packing: list[float] = []
+        ratios: list[float] = []
+        baselines: list[float] = []
+        if transport == DELTA:
+            await self.trainer.publish(STREAM, weights[-1])
+            await self.trainer.switch(STREAM, 0)
+        for number in range(self.repeats + 1):
+            before = baseline()
+            travel = await self.trainer.publish(transport, weights[number % len(weights)])
+            after = baseline()
+            if number == self.repeats:
+                await self.switch(transport)
+            else:
+                await self.trainer.switch(transport, 0)
+            if not number:
+                continue
+            seconds.append(travel.seconds)
+            packing.append(travel.packing_seconds)
+            baselines += before, after
+            # What goes through TCP lies packed already; a copy into shared memory is the packing.
+            comparable = travel.seconds - (travel.packing_seconds if name == "TCP" else 0.0)
+            ratios.append((before + after) / 2 / comparable)
+            self.figures.bytes_sent[transport] = travel.bytes_sent
+        self.figures.add("travel", transport, median(seconds))
+        self.figures.add("packing", transport, median(packing))
+        self.figures.add("travel", name, median(baselines))
+        self.figures.add("ratios", transport, median(ratios))
+
+    async def switch(self, transport: str) -> None:
+        """A switch with turns in flight, between two loads by an engine that does nothing else."""
+        loads = [await self.load()]
+        pause = await self.trainer.switch(transport, self.turns)
+        loads.append(await self.load())
+        self.figures.add("pause", transport, pause)
+        self.figures.add("over_load", transport, pause - fmean(loads))
+
+    async def load(self) -> float:
+        """Seconds of the engine's own load."""
+        if self.bare is None:
+            return 0.0
+        seconds = await self.bare(do="load", update=self.update)
+        self.figures.add("pause", "load", seconds)
+        return seconds
+
+    async def vllm(self, number: int) -> None:
+        """vLLM by itself, and a call for each tensor."""
+        self.figures.add("travel", "calls", await self.calls(self.tensors))
+        if self.bare is None:
+            return
+        path = str(self.folders[number % 2])
+        reload = await self.bare(do="reload", path=path, turns=self.turns, tokens=TURN_TOKENS)
+        self.figures.add("pause", "reload", reload)
+
+
+async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, float | None]:
+    chosen = arguments.only.split(",")
+    base = prepare_model(arguments.model, console.print)
+    figures = Figures()
+    async with contextlib.AsyncExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folders = [base, await asyncio.to_thread(moved, base, temporary / "moved", 1)]
+        weights = [tensors_of(load_model(folder)) for folder in folders]
+        one_percent = nudged(weights[1])
+        payload, update = packed(weights[0])
+        stack.callback(payload.close)
+        data = np.frombuffer(payload.file.view, np.uint8).copy()
+        console.print(f"starting penstock serve on {base}")
+        publishing = await stack.enter_async_context(trainer(base))
+        bare = None
+        if not arguments.no_vllm:
+            console.print("starting vLLM by itself")
+            bare = await stack.enter_async_context(engine(str(base), ENGINE))
+        tcp, calls = Tcp(data), Calls()
+        stack.callback(tcp.close)
+        stack.push_async_callback(calls.close)
+        tensors = [
+            payload.file.view[spec.offset_bytes : spec.offset_bytes + spec.length_bytes]
+            for spec in payload.specs
+        ]
+        # What the first round brings up, mappings and connections, is not measured.
+        round_ = Round(
+            Figures(),
+            publishing,
+            bare,
+            Memcpy(data),
+            tcp,
+            calls,
+            tensors,
+            update,
+            folders,
+            arguments.turns,
+            arguments.repeats,
+        )
+        for number in range(arguments.rounds + 1):
+            for transport in TRANSPORTS:
+                if transport in chosen:
+                    versions = [one_percent, weights[1]] if transport == DELTA else weights
+                    await round_.travel(transport, versions)
+            await round_.vllm(number)
+            if not number:
+                round_.figures = figures
+            else:
+                console.print(f"round {number} of {arguments.rounds}")
+        restart = await bare(do="restart") if bare is not None else None
+        show(console, figures, data.nbytes, restart, len(tensors), arguments)
+    return headline(figures, restart)
+
+
+def show(
+    console: Console,
+    figures: Figures,
+    length: int,
+    restart: float | None,
+    tensor_count: int,
+    arguments: argparse.Namespace,
+) -> None:
+    table = Table(title=f"{length / 1e6:.0f} MB, medians of {arguments.rounds} rounds")
+    table.add_column("from tensors to STAGED")
+    for name in ("ms", "of it packing", "GB/s", "of memcpy", "of TCP", "pause, ms", "MB sent"):
+        table.add_column(name, justify="right")
+
+    def row(label: str, name: str) -> None:
+        if name not in figures.travel:
+            return
+        seconds = median(figures.travel[name])
+        ratio = f"{median(figures.ratios[name]):.2f}" if name in figures.ratios else ""
+        memory = name in (SHARED, CHECKPOINT)
+        table.add_row(
+            label,
+            f"{1e3 * seconds:.0f}",
+            f"{1e3 * median(figures.packing[name]):.0f}" if name in figures.packing else "",
+            f"{length / seconds / 1e9:.2f}",
+            ratio if memory else "",
+            "" if memory else ratio,
+            f"{1e3 * median(figures.pause[name]):.0f}" if name in figures.pause else "",
+            f"{figures.bytes_sent[name] / 1e6:.1f}" if name in figures.bytes_sent else "",
+        )
+
+    for transport in TRANSPORTS:
+        row(LABELS[transport], transport)
+    table.add_section()
+    row("one copy into shared memory", "memcpy")
+    row("TCP on loopback", "TCP")
+    row(f"{tensor_count} unary calls", "calls")
+    console.print(table)
+    pauses = Table(title=f"generation stands still, {arguments.turns} turns in flight")
+    for name in ("", "median, ms", "smallest", "largest"):
+        pauses.add_column(name, justify="right" if name else "left")
+
+    def line(label: str, values: list[float]) -> None:
+        three = (median(values), min(values), max(values))
+        pauses.add_row(label, *(f"{1e3 * value:.0f}" for value in three))
+
+    line("penstock, every transport", [v for t in TRANSPORTS for v in figures.pause.get(t, [])])
+    if restart is not None:
+        line("the engine's own load", figures.pause["load"])
+        line("vLLM: pause, reload from disk, resume", figures.pause["reload"])
+        line("vLLM: restart to the first token", [restart])
+    console.print(pauses)
+
+
+def headline(figures: Figures, restart: float | None) -> dict[str, float | None]:
+    def of(values: dict[str, list[float]], name: str) -> float | None:
+        return round(median(values[name]), 3) if name in values else None
+
+    result = {
+        "shared_memory_of_memcpy": of(figures.ratios, SHARED),
+        "stream_of_tcp": of(figures.ratios, STREAM),
+    }
+    pauses = [v for t in TRANSPORTS for v in figures.pause.get(t, [])]
+    if restart is None or not pauses:
+        return {
+            **result,
+            "pause_over_load_seconds": None,
+            "disk_reload_over_pause": None,
+            "restart_over_pause": None,
+        }
+    pause = median(pauses)
+    beyond = [value for values in figures.over_load.values() for value in values]
+    return {
+        **result,
+        "pause_over_load_seconds": round(median(beyond), 4),
+        "disk_reload_over_pause": round(median(figures.pause["reload"]) / pause, 2),
+        "restart_over_pause": round(restart / pause, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="model directory or hub name; default: the demo's")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3, help="versions by a transport in a round")
+    parser.add_argument("--turns", type=int, default=16, help="turns in flight at a switch")
+    parser.add_argument("--only", default=",".join(TRANSPORTS), help="transports to measure")
+    parser.add_argument("--no-vllm", action="store_true", help="leave out vLLM by itself")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    # Both engines run with the settings that `penstock serve` gives its own.
+    vllm_environment.set_cpu_defaults()
+    print(json.dumps(asyncio.run(measure(arguments, console))))
+
+
+if __name__ == "__main__":
+    main()

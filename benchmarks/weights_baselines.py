@@ -1,0 +1,243 @@
+"""What weight uploads are compared with in `weights.py`: each as bare as it can be.
+
+    Memcpy        one copy of all bytes into shared memory that is there already
+    Tcp           the bytes through a socket on loopback, into memory that is there already
+    Calls         a unary call for each tensor, to a plain grpc.aio server
+    engine()      vLLM by itself: its load, its reload from disk, its restart
+
+What needs another side has it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from multiprocessing.connection import Connection
+
+import grpc
+import numpy as np
+
+from penstock.wire.memory_file import MemoryFile
+
+ACKNOWLEDGED = b"\1"
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Memcpy:
+    """The least that any way through shared memory takes."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = data
+        self._file = MemoryFile(data.nbytes)
+        self._target = np.frombuffer(self._file.view, np.uint8)
+        self()
+
+    def __call__(self) -> float:
+        """Seconds."""
+        began = time.perf_counter()
+        np.copyto(self._target, self._data)
+        return time.perf_counter() - began
+
+
+class Tcp:
+    """The least that any way through a connection takes."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = memoryview(data)
+        mine, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_receive, args=(theirs, data.nbytes), daemon=True)
+        self._process.start()
+        self._socket = socket.create_connection(("127.0.0.1", mine.recv()))
+        self()
+
+    def __call__(self) -> float:
+        """Seconds until the other side has everything."""
+        began = time.perf_counter()
+        self._socket.sendall(self._data)
+        assert self._socket.recv(1) == ACKNOWLEDGED
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.join()
+
+
+def _receive(ready: Connection, length: int) -> None:
+    view = memoryview(bytearray(length))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ready.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        while True:
+            filled = 0
+            while filled < length:
+                count = connection.recv_into(view[filled:])
+                if not count:
+                    return
+                filled += count
+            connection.sendall(ACKNOWLEDGED)
+
+
+class Calls:
+    """One call for each tensor, one after the other."""
+
+    def __init__(self) -> None:
+        mine, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_answer, args=(theirs,), daemon=True)
+        self._process.start()
+        self._channel = grpc.aio.insecure_channel(
+            f"127.0.0.1:{mine.recv()}", options=[("grpc.max_send_message_length", -1)]
+        )
+        self._call = self._channel.unary_unary("/baseline/Take")
+
+    async def __call__(self, tensors: Sequence[memoryview]) -> float:
+        """Seconds."""
+        began = time.perf_counter()
+        for tensor in tensors:
+            await self._call(bytes(tensor))
+        return time.perf_counter() - began
+
+    async def close(self) -> None:
+        await self._channel.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _answer(ready: Connection) -> None:
+    async def take(request: bytes, _: object) -> bytes:
+        return ACKNOWLEDGED
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        handler = grpc.unary_unary_rpc_method_handler(take)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("baseline", {"Take": handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ready.send(port)
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+# vLLM by itself, in a process of its own: a line of JSON in, a line of JSON out.
+
+
+class Engine:
+    """vLLM without a server around it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def __call__(self, **command: object) -> float:
+        """Seconds that it took."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        return float(json.loads(await self._process.stdout.readline()))
+
+
+@contextlib.asynccontextmanager
+async def engine(model: str, options: Sequence[str]) -> AsyncIterator[Engine]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, model, *options),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    while (line := await process.stdout.readline()).strip() != b"ready":
+        assert line, "the engine ended"
+    try:
+        yield Engine(process)
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+class _Bare:
+    """vLLM's AsyncLLM with the options and the weight loader that `penstock serve` gives its own."""
+
+    def __init__(self, model: str, options: Sequence[str]) -> None:
+        from penstock.server.vllm_options import engine_arguments
+
+        self._arguments = engine_arguments(["--model", model, *options])
+        self._count = 0
+
+    async def start(self) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(self._arguments)
+        await self._turn([0], 1)
+
+    async def _turn(self, prompt: list[int], tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        self._count += 1
+        params = SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        async for _ in self.llm.generate(tokens_input(prompt), params, f"bare-{self._count}"):
+            pass
+
+    async def load(self, update: dict[str, object]) -> float:
+        """Seconds the engine takes to load a staged version, with nothing else to do."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        began = time.perf_counter()
+        await self.llm.start_weight_update()
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self.llm.finish_weight_update(weight_version="1")
+        return time.perf_counter() - began
+
+    async def reload(self, path: str, turns: int, tokens: int) -> float:
+        """Seconds that vLLM's own pause, reload from disk and resume stop turns in flight for."""
+        running = [
+            asyncio.ensure_future(self._turn([100 + index] * 8, tokens)) for index in range(turns)
+        ]
+        await asyncio.sleep(0.3)
+        began = time.perf_counter()
+        await self.llm.pause_generation(mode="keep", clear_cache=False)
+        await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        await self.llm.resume_generation()
+        seconds = time.perf_counter() - began
+        await asyncio.gather(*running)
+        return seconds
+
+    async def restart(self) -> float:
+        """Seconds from the order to stop to the first token of a new engine."""
+        began = time.perf_counter()
+        await asyncio.to_thread(self.llm.shutdown)
+        await self.start()
+        return time.perf_counter() - began
+
+
+async def _engine_main(model: str, options: Sequence[str]) -> None:
+    # vLLM prints what it likes; answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    bare = _Bare(model, options)
+    await bare.start()
+    print("ready", file=answers, flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = json.loads(line)
+        seconds = await getattr(bare, command.pop("do"))(**command)
+        print(json.dumps(seconds), file=answers, flush=True)
+    bare.llm.shutdown()
+    # AsyncLLM shuts down once more when it is collected, by a half dismantled interpreter.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from penstock.server import vllm_environment
+
+    vllm_environment.set_cpu_defaults()
+    asyncio.run(_engine_main(sys.argv[1], sys.argv[2:]))
