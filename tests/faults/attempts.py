@@ -1,0 +1,292 @@
+"""One upload, put together in stages, so that a fault can spoil any of them.
+
+    tensors -> upload (header and payload) -> published (file or folder) -> messages -> sent
+
+Each stage is made from the one before when it is first asked for: what is changed before that travels on
+with checksums that are right, what is changed after it has those of the upload before the change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import save_file
+
+from penstock.v1 import weights_pb2
+from penstock.wire import sparse
+from penstock.wire.failure import Failure, read_failure
+from tests.faults.sites import EPOCH, Site, Tensors
+from tests.harness import (
+    InlineSource,
+    SparseCoding,
+    TensorSpec,
+    WeightHeader,
+    messages,
+)
+
+POLICIES = {
+    weights_pb2.IN_FLIGHT_POLICY_KEEP: "keep",
+    weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE: "recompute",
+    weights_pb2.IN_FLIGHT_POLICY_DRAIN: "drain",
+    weights_pb2.IN_FLIGHT_POLICY_ABORT: "abort",
+}
+READY = weights_pb2.WEIGHT_STATE_READY
+STAGED = weights_pb2.WEIGHT_STATE_STAGED
+ACTIVE = weights_pb2.WEIGHT_STATE_ACTIVE
+CODES = {
+    "CHECKSUM_MISMATCH": grpc.StatusCode.DATA_LOSS,
+    "BASE_VERSION_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "WEIGHT_VERSION_STALE": grpc.StatusCode.FAILED_PRECONDITION,
+    "STALE_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "SOURCE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
+    "WEIGHT_LOAD_FAILED": grpc.StatusCode.ABORTED,
+}
+"""Of what is not INVALID_ARGUMENT."""
+
+
+class Source(Enum):
+    """How the bytes of an upload travel."""
+
+    INLINE = "inline"
+    SHARED = "shared"
+    CHECKPOINT = "checkpoint"
+    DELTA = "delta"
+    DELTA_SHARED = "delta_shared"
+
+    @property
+    def is_delta(self) -> bool:
+        return self in (Source.DELTA, Source.DELTA_SHARED)
+
+    @property
+    def has_chunks(self) -> bool:
+        return self in (Source.INLINE, Source.DELTA)
+
+    @property
+    def has_file(self) -> bool:
+        return self in (Source.SHARED, Source.DELTA_SHARED)
+
+
+@dataclass
+class Packed:
+    """What is announced, and the bytes of it."""
+
+    head: Any
+    data: bytearray
+
+    def spec(self, name: str) -> Any:
+        return next(spec for spec in self.head.tensors if spec.name == name)
+
+
+class Attempt:
+    """One upload of the next version, with a policy and an activation of its own."""
+
+    def __init__(self, site: Site, source: Source, rng: random.Random) -> None:
+        self.site = site
+        self.source = source
+        self.rng = rng
+        self.before = site.active
+        self.version = site.next_version()
+        self.tensors: Tensors = {n: t.copy() for n, t in site.tensors(self.version).items()}
+        self.base: Tensors = {n: t.copy() for n, t in site.tensors(self.before).items()}
+        """What the uploader believes the server to hold."""
+        self.stored: Tensors | None = None
+        """What a checkpoint's folder holds, where that is not what is announced."""
+        self.policy = rng.choice(list(POLICIES))
+        self.staged = rng.random() < 0.3
+        self.takes_effect = False
+        """Whether its version is the active one in the end."""
+        self.pause_seconds: float | None = None
+        self._cleanup = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Removes what was published."""
+        self._cleanup.close()
+
+    def some_tensor(self) -> str:
+        return self.rng.choice(list(self.tensors))
+
+    @cached_property
+    def upload(self) -> Packed:
+        """Header and payload."""
+        data, specs = bytearray(), []
+        for name, tensor in self.tensors.items():
+            spec, part = self._spec(name, tensor)
+            if self.source is not Source.CHECKPOINT:
+                spec.offset_bytes, spec.length_bytes = len(data), len(part)
+                data += part
+            specs.append(spec)
+        staged, immediate = weights_pb2.ACTIVATION_STAGED, weights_pb2.ACTIVATION_IMMEDIATE
+        head = WeightHeader(
+            weight_version=self.version,
+            base_weight_version=self.before if self.source.is_delta else 0,
+            tensors=specs,
+            activation=staged if self.staged else immediate,
+            in_flight=self.policy,
+            trainer_epoch=EPOCH,
+        )
+        if self.source.has_chunks:
+            head.inline.CopyFrom(InlineSource(length_bytes=len(data)))
+        return Packed(head, data)
+
+    def _spec(self, name: str, tensor: Any) -> tuple[Any, bytes]:
+        spec = TensorSpec(
+            name=name,
+            shape=tensor.shape,
+            dtype=str(tensor.dtype),
+            xxh3=xxhash.xxh3_64_intdigest(tensor.tobytes()),
+            encoding=weights_pb2.TENSOR_ENCODING_RAW,
+        )
+        before = self.base.get(name)
+        if not self.source.is_delta or before is None or before.size != tensor.size:
+            return spec, tensor.tobytes()
+        encoded = sparse.encode(before.ravel().view(np.uint32), tensor.ravel().view(np.uint32))
+        spec.encoding = encoded.encoding
+        if encoded.coding is not None:
+            spec.sparse.CopyFrom(SparseCoding(**asdict(encoded.coding)))
+        return spec, b"".join(encoded.parts)
+
+    @cached_property
+    def file(self) -> Path:
+        """Where the bytes were put: in shared memory, or in a checkpoint's folder."""
+        if self.source.has_file:
+            descriptor, name = tempfile.mkstemp(dir="/dev/shm", prefix="penstock-fault-")
+            os.close(descriptor)
+            path = Path(name)
+            self._cleanup.callback(path.unlink, missing_ok=True)
+            path.write_bytes(self.upload.data)
+            return path
+        folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory()))
+        path = folder / "model.safetensors"
+        save_file(self.tensors if self.stored is None else self.stored, path)
+        return path
+
+    @cached_property
+    def messages(self) -> list[Any]:
+        """The requests of the stream, the bytes published where they do not travel in it."""
+        head = self.upload.head
+        if self.source.has_file:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            head.shared_memory.name = str(self.file)
+            head.shared_memory.host_namespace = f"{boot}:{self.file.stat().st_dev}"
+        elif self.source is Source.CHECKPOINT:
+            head.checkpoint.path = str(self.file.parent)
+        data = bytes(self.upload.data) if self.source.has_chunks else b""
+        return messages(head, data, 1 + len(data) // self.rng.randint(3, 20))
+
+    @property
+    def chunks(self) -> list[int]:
+        """Which of the messages are chunks."""
+        return [i for i, m in enumerate(self.messages) if m.WhichOneof("message") == "chunk"]
+
+    async def send(self, requests: list[Any] | None = None) -> list[Any]:
+        """Sends what there is, with halts at random moments; returns the answers."""
+        paced = self._paced(self.messages if requests is None else requests)
+        found: list[Any] = []
+        async for response in self.site.wire.UpdateWeights(paced):
+            found.append(response)
+            if response.state == ACTIVE:
+                self.pause_seconds = response.pause.ToNanoseconds() / 1e9
+        return found
+
+    async def _paced(self, requests: list[Any]) -> AsyncGenerator[Any]:
+        halts = {self.rng.randrange(len(requests) + 1) for _ in range(2)}
+        for index, request in enumerate(requests):
+            if index in halts:
+                await asyncio.sleep(self.rng.uniform(0.0, 0.01))
+            yield request
+
+    async def accepted(self) -> None:
+        """It is taken, and active in the end."""
+        states = [response.state for response in await self.send()]
+        if self.staged:
+            assert states == [READY, STAGED]
+            receipt = await self.switch(self.version)
+            assert not receipt.HasField("rejection"), receipt
+            assert receipt.active_weight_version == self.version
+            self.pause_seconds = receipt.pause.ToNanoseconds() / 1e9
+        else:
+            assert states == [READY, STAGED, ACTIVE]
+        self.took_effect()
+
+    def took_effect(self) -> None:
+        """Its version is the active one in the end."""
+        self.takes_effect = True
+        if POLICIES[self.policy] != "keep":
+            self.site.dropped_cache.add(self.version)
+
+    async def switch(self, version: int) -> Any:
+        """Asks for a version on the trainer's stream."""
+        self.site.exchange.send(
+            switch_weights={"weight_version": version, "in_flight": self.policy}
+        )
+        return await self.site.exchange.receive("weight_receipt", 60.0)
+
+    async def refused(self, reason: str, **metadata: object) -> Failure:
+        """It is refused for exactly this reason, and says exactly where."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.send()
+        failure = read_failure(caught.value)
+        self.is_refusal(failure, reason, metadata)
+        return failure
+
+    def is_refusal(self, failure: Failure, reason: str, metadata: dict[str, object]) -> None:
+        """That a call failed like this."""
+        wanted = {key: str(value) for key, value in metadata.items()}
+        found = {key: failure.metadata.get(key) for key in wanted}
+        code = CODES.get(reason, grpc.StatusCode.INVALID_ARGUMENT)
+        assert (failure.reason, failure.code, found) == (reason, code, wanted), failure
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[tuple[Any, asyncio.Queue[Any]]]:
+        """A stream by hand: the header is sent, and accepted; then comes what is put into the queue."""
+        outgoing: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def requests() -> AsyncIterator[Any]:
+            yield self.messages[0]
+            while (request := await outgoing.get()) is not None:
+                yield request
+
+        call = self.site.wire.UpdateWeights(requests())
+        assert (await call.read()).state == READY
+        try:
+            yield call, outgoing
+        finally:
+            call.cancel()
+
+
+def flip(data: bytearray, rng: random.Random, begin: int, end: int) -> None:
+    """Flips one bit of these bytes."""
+    data[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
+
+
+def flip_in_file(path: Path, rng: random.Random, begin: int, end: int) -> None:
+    data = bytearray(path.read_bytes())
+    flip(data, rng, begin, end)
+    path.write_bytes(data)
+
+
+def places_in(path: Path) -> dict[str, tuple[int, int]]:
+    """Where a safetensors file has each tensor: (begin, end)."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    return {
+        name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,179 @@
+"""Explains every token that vLLM sampled by the weights its label names, with Hugging Face's own forward.
+
+A turn that a switch crosses may keep the key-value cache that older weights computed (KEEP), and so may
+a turn which was admitted before the switch and found its beginning in the cache. Or it has been computed
+again. All that is replayed: at the start of each run of one version a token's cache is what it was, where
+no switch has dropped it, or all of that version's, and the log-probabilities say which. Weights that no
+label named, of another version or of a mixture, fit neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from tests.faults.trajectories import Seen
+
+TOLERANCE = 1e-3
+"""Nats; the same as in tests/test_vllm_engine.py."""
+BLOCK = 16
+"""Tokens; vLLM shares cache between requests in blocks of this, or of several times as many."""
+
+Tensors = Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """One way in which a trajectory's cache may have come to be."""
+
+    cache: DynamicCache
+    computed_by: tuple[int, ...] = ()
+    """The version of each token's place in it."""
+
+    @property
+    def cached(self) -> int:
+        return len(self.computed_by)
+
+
+class Scorer:
+    """A model as Hugging Face computes it, under any version's weights."""
+
+    def __init__(self, folder: Path, tensors: Callable[[int], Tensors]) -> None:
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+
+        @lru_cache(64)
+        def weights(version: int) -> dict[str, torch.Tensor]:
+            return {name: torch.from_numpy(array) for name, array in tensors(version).items()}
+
+        self._weights = weights
+        self.dropped_cache: set[int] = set()
+        """Versions whose switch dropped every turn's cache."""
+
+    @torch.no_grad()
+    def logprobs(
+        self, version: int, tokens: list[int], candidate: _Candidate
+    ) -> NDArray[np.float32]:
+        """Runs `tokens` from where the candidate's cache ends, all but the last; returns the
+        log-probability of each that follows one that was run. The cache grows by what was run.
+        """
+        begin = candidate.cached
+        logits = torch.func.functional_call(
+            self._model,
+            self._weights(version),
+            (),
+            {
+                "input_ids": torch.tensor([tokens[begin:-1]]),
+                "past_key_values": candidate.cache,
+                "use_cache": True,
+            },
+        ).logits[0]
+        candidate.computed_by += (version,) * (len(tokens) - 1 - begin)
+        wanted = torch.tensor(tokens[begin + 1 :])[:, None]
+        return torch.log_softmax(logits.float(), -1).gather(1, wanted)[:, 0].numpy()
+
+    def fresh(self) -> _Candidate:
+        """A cache with nothing in it."""
+        return _Candidate(DynamicCache(config=self._model.config))
+
+    def check(self, seen: Seen) -> None:
+        """That every token has the log-probability which its version's weights give it."""
+        with one_thread():
+            self._check(seen)
+
+    def _check(self, seen: Seen) -> None:
+        candidates: list[_Candidate] = []
+        before = 0
+        for begin, end, version in runs(seen):
+            sampled = np.asarray(seen.logprobs[begin:end], np.float32)
+            tokens = seen.tokens[:end]
+            renewed = self.fresh()
+            off_renewed = np.abs(self.logprobs(version, tokens, renewed)[begin - 1 :] - sampled)
+            survivors: dict[tuple[int, ...], _Candidate] = {}
+            if off_renewed.max() <= TOLERANCE:
+                survivors[renewed.computed_by] = renewed
+            closest = float(off_renewed.max())
+            for kept in self._kept(candidates) if self._keeps(before, version) else ():
+                off = np.abs(self.logprobs(version, tokens, kept)[-len(sampled) :] - sampled)
+                closest = min(closest, float(off.max()))
+                wrong = np.flatnonzero(off > TOLERANCE)
+                if not len(wrong):
+                    survivors[kept.computed_by] = kept
+                elif off_renewed[wrong[0] :].max() <= TOLERANCE:
+                    # A switch that failed dropped the cache in the middle of the run.
+                    survivors[renewed.computed_by] = renewed
+            if not survivors:
+                raise AssertionError(
+                    f"tokens {begin} to {end} are labelled {version}, whose weights give them other "
+                    f"log-probabilities, by {closest:.4f} nats at best; fits "
+                    f"{self._fits(candidates, tokens, sampled, version)}; runs {runs(seen)}"
+                )
+            candidates = list(survivors.values())
+            before = version
+
+    def _keeps(self, before: int, version: int) -> bool:
+        """Whether no switch from one version to the other dropped the cache."""
+        return not any(between in self.dropped_cache for between in range(before + 1, version + 1))
+
+    def _kept(self, candidates: list[_Candidate]) -> Iterator[_Candidate]:
+        """Copies of the caches there may be: whole, or the blocks that another request found again."""
+        for candidate in candidates:
+            yield copy.deepcopy(candidate)
+        shorter: set[tuple[int, ...]] = set()
+        for candidate in candidates:
+            for length in range(BLOCK, candidate.cached, BLOCK):
+                if candidate.computed_by[:length] in shorter:
+                    continue
+                cropped = copy.deepcopy(candidate)
+                cropped.cache.crop(length - candidate.cached)
+                cropped.computed_by = candidate.computed_by[:length]
+                shorter.add(cropped.computed_by)
+                yield cropped
+
+    def _fits(
+        self,
+        candidates: list[_Candidate],
+        tokens: list[int],
+        sampled: NDArray[np.float32],
+        version: int,
+    ) -> list[tuple[int, int]]:
+        """Versions nearby that explain the first tokens of a run, and how many of them."""
+        found: list[tuple[int, int]] = []
+        for other in range(max(0, version - 5), version + 3):
+            for candidate in (self.fresh(), *self._kept(candidates)):
+                scored = self.logprobs(other, tokens, candidate)[-len(sampled) :]
+                off = np.flatnonzero(np.abs(scored - sampled) > TOLERANCE)
+                found.append((other, int(off[0]) if len(off) else len(sampled)))
+        return sorted({fit for fit in found if fit[1]})
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """More only wait for each other where a model is this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def runs(seen: Seen) -> list[tuple[int, int, int]]:
+    """(begin, end, version) of each longest run of tokens that one version sampled."""
+    found: list[tuple[int, int, int]] = []
+    for index, version in enumerate(seen.versions):
+        if version is None:
+            continue
+        if found and found[-1][1] == index and found[-1][2] == version:
+            found[-1] = (found[-1][0], index + 1, version)
+        else:
+            found.append((index, index + 1, version))
+    return found

@@ -1,0 +1,285 @@
+"""The servers that faults happen to: one around the fake engine, one around real vLLM in fp32."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+from penstock.server import config
+from penstock.server.engine import EngineLoadFailed, StagedWeights
+from penstock.server.serving import Serving, bind
+from penstock.wire.channel import client_options
+from tests import harness
+from tests.fakes import FakeEngine, expected_tokens
+from tests.faults.scoring import Scorer, runs
+from tests.faults.trajectories import Seen, Trajectories
+from tests.harness import Exchange, GetServerInfoRequest, Wire, hello
+from tests.tiny_model import make_tiny_model
+
+EPOCH = 1_000_000
+Tensors = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
+
+
+class Loads:
+    """Stands in front of an engine's `load`, to hold one up or have it break half-way."""
+
+    def __init__(self, engine: Any, spoil: Callable[[StagedWeights], StagedWeights]) -> None:
+        self._load = engine.load
+        self._spoil = spoil
+        self._breaking = False
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self.begun = asyncio.Event()
+        engine.load = self._pass
+
+    def break_next(self) -> None:
+        self._breaking = True
+
+    def hold(self) -> None:
+        """Loads wait from now on."""
+        self.begun.clear()
+        self._gate.clear()
+
+    def go_on(self) -> None:
+        self._gate.set()
+
+    async def _pass(self, weights: StagedWeights) -> None:
+        self.begun.set()
+        await self._gate.wait()
+        if not self._breaking:
+            await self._load(weights)
+            return
+        self._breaking = False
+        with pytest.raises(EngineLoadFailed) as caught:
+            await self._load(self._spoil(weights))
+        raise caught.value
+
+
+@dataclass(frozen=True)
+class State:
+    """What a refused upload leaves as it was."""
+
+    active: int
+    staged: tuple[int, ...]
+    base: int
+    held_bytes: int
+    outputs: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
+
+
+class Site:
+    """A running server, and how to look at it."""
+
+    def __init__(
+        self,
+        name: str,
+        serving: Serving,
+        engine: Any,
+        address: str,
+        wire: Any,
+        exchange: Exchange,
+        loads: Loads,
+        tensors: Callable[[int], Tensors],
+        explain: Callable[[Seen], None],
+        engine_pid: int | None,
+        dropped_cache: set[int],
+    ) -> None:
+        self.name = name
+        self.serving = serving
+        self.engine = engine
+        self.address = address
+        self.wire = wire
+        self.exchange = exchange
+        self.loads = loads
+        self.tensors = tensors
+        self.explain = explain
+        self.engine_pid = engine_pid
+        self.dropped_cache = dropped_cache
+        """Versions whose switch dropped every turn's cache."""
+        self.trajectories = Trajectories(wire)
+        self.uploaded = 0
+        """Newest version that any upload had."""
+
+    @property
+    def active(self) -> int:
+        return self.serving.switch.active_version
+
+    @property
+    def held_bytes(self) -> int:
+        return self.serving.weights._stage.held_bytes
+
+    def next_version(self) -> int:
+        self.uploaded = max(self.uploaded, self.active) + 1
+        return self.uploaded
+
+    async def idle(self) -> None:
+        """No upload is under way, nor a switch."""
+        async with asyncio.timeout(10):
+            await self.serving.weights._slot.wait_free()
+            await asyncio.gather(*self.serving.weights._switches, return_exceptions=True)
+
+    async def state(self) -> State:
+        """As it is now; nothing else is in flight."""
+        info = await self.wire.GetServerInfo(GetServerInfoRequest())
+        return State(
+            info.active_weight_version,
+            tuple(info.staged_weight_versions),
+            info.delta_base_weight_version,
+            self.held_bytes,
+            await self.outputs(info.active_weight_version),
+        )
+
+    async def outputs(self, version: int) -> tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]:
+        """Tokens and log-probabilities of some prompts, greedy and from a seed, one after another."""
+        found: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+        # Too short for vLLM's cache, so that each is computed anew.
+        for prompt, fields in (
+            ([1, 2, 3], {"temperature": 0.0}),
+            (list(b"a fixed seed"), {"temperature": 1.0, "seed": 7}),
+        ):
+            turn = await self.trajectories.turn(prompt, 10, **fields)
+            assert set(turn.versions) == {version}
+            seen = Seen()
+            seen.give(prompt)
+            seen.take(turn)
+            self.explain(seen)
+            found.append((tuple(turn.tokens), tuple(turn.logprobs)))
+        return tuple(found)
+
+    def check_held(self, version: int) -> None:
+        """The server holds this version, bit for bit, and no more memory than that."""
+        held = self.serving.weights._held._staged
+        assert held is not None
+        assert held.weight_version == version
+        wanted = self.tensors(version)
+        assert {tensor.name for tensor in held.weights.tensors} == set(wanted)
+        for tensor in held.weights.tensors:
+            data = os.pread(held.buffer.descriptor, tensor.length_bytes, tensor.offset_bytes)
+            assert data == wanted[tensor.name].tobytes(), tensor.name
+        assert self.held_bytes <= held.buffer.length_bytes
+
+    def forget(self) -> None:
+        """Of what the fake engine notes down nobody asks any more."""
+        if isinstance(self.engine, FakeEngine):
+            for notes in (self.engine.loaded, self.engine.payloads, self.engine.salts):
+                notes.clear()
+
+
+@contextlib.asynccontextmanager
+async def fake_site(folder: Path, step_seconds: float = 0.001) -> AsyncGenerator[Site]:
+    """A server around the fake engine, which computes with whatever version it was given."""
+
+    def explain(seen: Seen) -> None:
+        for begin, end, version in runs(seen):
+            tokens, logprobs = expected_tokens(seen.tokens[:begin], [version] * (end - begin))
+            assert seen.tokens[begin:end] == tokens
+            assert seen.logprobs[begin:end] == pytest.approx(logprobs)
+
+    def spoil(weights: StagedWeights) -> StagedWeights:
+        running.engine.fail_loads = 1
+        return weights
+
+    async with harness.serve(folder, step_seconds=step_seconds) as running:
+        exchange = await hello(running.wire, EPOCH)
+        yield Site(
+            "fake",
+            running.serving,
+            running.engine,
+            running.address,
+            running.wire,
+            exchange,
+            Loads(running.engine, spoil),
+            harness.weights_of,
+            explain,
+            None,
+            set(),
+        )
+
+
+OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64")
+# A cache so small that all of it is in use after a few hundred turns, and grows no more.
+OPTIONS += ("--max-num-batched-tokens", "16384", "--kv-cache-memory-bytes", str(20 << 20))
+
+
+@contextlib.asynccontextmanager
+async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
+    """A server around real vLLM, with a tied model; every version has weights of its own."""
+    pytest.importorskip("vllm")
+    from penstock.server.conversation import TokenizerRenderer
+    from penstock.server.vllm_engine import VllmEngine, engine_arguments
+
+    path = make_tiny_model(folder / "model", tied=True)
+    tensors = versions_of(path)
+    loaded = config.load(None, ["listen=127.0.0.1:0"])
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    engine = await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
+    new = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
+    (process,) = [child for child in new if "resource_tracker" not in " ".join(child.cmdline())]
+    renderer = TokenizerRenderer.load(str(path), engine.description.eos_token_ids)
+    serving = Serving(server, engine, renderer, loaded)
+    await serving.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
+    wire = Wire(channel)
+    exchange = await hello(wire, EPOCH)
+    scorer = Scorer(path, tensors)
+    rng = random.Random(0)
+
+    def spoil(weights: StagedWeights) -> StagedWeights:
+        # vLLM reads the tensors before this one, then refuses.
+        broken = rng.randrange(1, len(weights.tensors))
+        changed = list(weights.tensors)
+        changed[broken] = replace(changed[broken], shape=(*changed[broken].shape, 1, 1))
+        return replace(weights, tensors=tuple(changed))
+
+    try:
+        yield Site(
+            "vllm",
+            serving,
+            engine,
+            f"127.0.0.1:{port}",
+            wire,
+            exchange,
+            Loads(engine, spoil),
+            tensors,
+            scorer.check,
+            process.pid,
+            scorer.dropped_cache,
+        )
+    finally:
+        await channel.close()
+        await serving.stop(0.0)
+
+
+def versions_of(path: Path) -> Callable[[int], Tensors]:
+    """The model's weights, with one element in a hundred its own in each version."""
+    from safetensors.numpy import load_file
+
+    base = {
+        name: tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+        if name != "lm_head.weight"
+    }
+
+    @lru_cache(16)
+    def tensors(version: int) -> Tensors:
+        rng = np.random.default_rng(version)
+        found = {name: tensor.copy() for name, tensor in base.items()}
+        for tensor in found.values():
+            if version:
+                places = rng.integers(0, tensor.size, max(1, tensor.size // 100))
+                tensor.flat[places] *= rng.choice(np.float32([-2.0, 1.5, 3.0]), len(places))
+        return found
+
+    return tensors
