@@ -323,6 +323,8 @@ class TurnRunner:
     async def abort(self, turns: Iterable[Turn]) -> None:
         """Stops turns and returns once the engine no longer works on them."""
         stopping = [turn for turn in turns if turn.in_flight]
+        # Of this attempt: a caller that goes on at once gives the turn another one to end.
+        endings = [turn.done for turn in stopping if turn.done is not None]
         request_ids: list[str] = []
         for turn in stopping:
             turn.abort_requested = True
@@ -332,9 +334,8 @@ class TurnRunner:
                 turn.task.cancel()
         if request_ids:
             await self._engine.abort(request_ids)
-        for turn in stopping:
-            if turn.done is not None:
-                await turn.done.wait()
+        for ended in endings:
+            await ended.wait()
 
     async def move(self, turns: Iterable[Turn]) -> None:
         """Has turns go on under the version that is active when they are admitted again.
