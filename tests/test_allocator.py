@@ -9,11 +9,10 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import resource
 from penstock.server import allocator
 
-if sys.argv[1] == "kept":
-    allocator.keep_freed_memory()
+allocator.keep_freed_memory()
 
 def messages(count):
     for _ in range(count):
@@ -30,9 +29,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_large_messages_use_memory_again() -> None:
-    faults = {
-        how: int(subprocess.check_output([sys.executable, "-c", PROGRAM, how]))
-        for how in ("kept", "given back")
-    }
-    # 512 pages of 2 MiB, twenty times.
-    assert faults["kept"] < 512 < faults["given back"], faults
+    faults = int(subprocess.check_output([sys.executable, "-c", PROGRAM]))
+    # Twenty times 512 pages of 2 MiB, were each given back; left to itself malloc may do either.
+    assert faults < 512

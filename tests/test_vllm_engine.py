@@ -707,7 +707,7 @@ async def server_process(folder: Path, model: Path) -> AsyncIterator[asyncio.sub
 async def kill_and_check(process: asyncio.subprocess.Process) -> None:
     """kill -9 of the server leaves no process of its own behind."""
     family = psutil.Process(process.pid).children(recursive=True)
-    assert engine_processes(psutil.Process(process.pid))
+    assert family
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
@@ -721,6 +721,7 @@ async def test_a_killed_server_takes_its_engine_along_and_vllm_joins_the_trace(
         assert process.stdout and process.stderr
         lines = [(await process.stdout.readline()).decode().split() for _ in range(2)]
         assert lines == [["llm_request", "0af7651916cd43dd8448eb211c80319c"], ["ready"]]
+        assert engine_processes(psutil.Process(process.pid))
         await kill_and_check(process)
         # Python's own helper says that it cleans up after the dead.
         noise = (await process.stderr.read()).decode().splitlines()
