@@ -21,7 +21,7 @@ from penstock.server.opening import Opening, StreamWish
 from penstock.server.subscription import Subscription
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
-from penstock.server.turns import Turn, TurnRunner
+from penstock.server.turns import Turn, TurnAttempt, TurnRunner
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 
@@ -95,7 +95,7 @@ class RolloutServicer:
                     "started": TurnStarted(
                         turn_index=turn.index,
                         context_token_count=turn.context_token_count,
-                        weight_version=turn.started_version or 0,
+                        weight_version=subscription.attempt.started_version or 0,
                     )
                 }
                 async with contextlib.aclosing(subscription.segments()) as segments:
@@ -104,12 +104,13 @@ class RolloutServicer:
                 ended = True
             except DomainError:
                 ended = True
-                self._withdraw(turn)
+                if not subscription.overtaken:
+                    self._withdraw(turn)
                 raise
             finally:
-                if not ended and not how.detach:
+                if not ended and not how.detach and not subscription.overtaken:
                     self._turns.abort_soon(turn)
-            yield {"finished": self._finished(turn)}
+            yield {"finished": self._finished(turn, subscription.attempt)}
 
     def _withdraw(self, turn: Turn) -> None:
         """A first turn that failed before its first token is as if it had never been asked for."""
@@ -141,16 +142,16 @@ class RolloutServicer:
         root = self._store.root_of(record)
         return None if root is None else self._queue.attempt_of(root.trajectory_id)
 
-    def _finished(self, turn: Turn) -> rollout_service_pb2.TurnFinished:
+    def _finished(self, turn: Turn, attempt: TurnAttempt) -> rollout_service_pb2.TurnFinished:
         finished = TurnFinished(
-            finish_reason=turn.finish_reason,
-            policy_token_count=turn.policy_token_count,
-            cached_token_count=turn.cached_token_count,
+            finish_reason=attempt.finish_reason,
+            policy_token_count=attempt.policy_token_count,
+            cached_token_count=attempt.cached_token_count,
         )
         kind = turn.record.kind
         if kind is PromptKind.TOKENS:
             return finished
-        text = self._renderer.decode(turn.policy_tokens())
+        text = self._renderer.decode(turn.policy_tokens(attempt.policy_token_count))
         if kind is PromptKind.TEXT:
             finished.text = text
         else:
@@ -181,15 +182,15 @@ class RolloutServicer:
             chosen = in_flight
         else:
             raise FieldInvalid("selector", "must be set")
-        await self._turns.abort(chosen)
+        stopped = await self._turns.abort(chosen)
         return AbortResponse(
             aborted_turns=[
                 AbortedTurn(
                     trajectory_id=turn.record.trajectory_id,
-                    policy_token_count=turn.policy_token_count,
+                    policy_token_count=attempt.policy_token_count,
                 )
-                for turn in chosen
-                if turn.finish is Finish.ABORTED
+                for turn, attempt in stopped
+                if attempt.finish is Finish.ABORTED
             ]
         )
 
@@ -208,5 +209,5 @@ class RolloutServicer:
             self._queue.renew(attempt.trajectory_id)
         response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
         if record.turn is not None and not record.turn.in_flight:
-            response.last_turn.CopyFrom(self._finished(record.turn))
+            response.last_turn.CopyFrom(self._finished(record.turn, record.turn.attempt))
         return response

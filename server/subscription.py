@@ -11,68 +11,68 @@ from penstock.v1 import trajectory_pb2
 
 
 class Subscription:
-    """New tokens of a turn, for one call.
+    """New tokens of one attempt at a turn, for one call.
 
-    Made before the turn's task first runs, so that it misses nothing. It holds a cursor into the record:
-    the segment and the token within it up to which it has given out.
+    Made before the attempt's task first runs, so that it misses nothing. It holds a cursor into the
+    record, the segments and the tokens in the last of them that it has given out, and stops where the
+    attempt ended: a caller that reads slowly is not given what another one's attempt added since.
     """
 
     def __init__(self, turn: Turn, *, flush_seconds: float, final_only: bool) -> None:
-        assert turn.done is not None and turn.changed is not None
+        self.turn, self.attempt = turn, turn.attempt
         self._record = turn.record
-        self._turn, self._done, self._changed = turn, turn.done, turn.changed
         self._flush_seconds, self._final_only = flush_seconds, final_only
-        self._segment = max(0, len(self._record.segments) - 1)
-        self._token = self._record.segments[-1].token_count if self._record.segments else 0
+        self._taken = self._record.end
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether another call has gone on with the trajectory since this attempt ended."""
+        return self._record.turn is not self.turn or self.turn.attempt is not self.attempt
 
     async def admitted(self) -> None:
-        """Returns when the turn was admitted; raises its error where it failed before."""
-        while self._turn.started_version is None:
-            if self._done.is_set():
-                if self._turn.error is not None:
-                    raise self._turn.error
+        """Returns when the attempt was admitted; raises its error where it failed before."""
+        while self.attempt.started_version is None:
+            if self.attempt.ended.is_set():
+                if self.attempt.error is not None:
+                    raise self.attempt.error
                 return
-            await self._changed.wait()
+            await self.attempt.changed.wait()
 
     async def segments(self) -> AsyncGenerator[trajectory_pb2.Segment]:
-        """Yields twin Segments, one per weight version and flush; ends when the turn has ended.
+        """Yields twin Segments, one per weight version and flush; ends when the attempt has ended.
 
-        Raises the turn's error once everything it sampled was given out.
+        Raises the attempt's error once everything it sampled was given out.
         """
+        ended = self.attempt.ended
         while True:
             if self._final_only:
-                await self._done.wait()
+                await ended.wait()
             else:
-                while not self._done.is_set() and self._at_end():
-                    await self._changed.wait()
-                if self._flush_seconds and not self._done.is_set():
-                    # The end of the turn is not held back by the flush.
+                while not ended.is_set() and self._taken == self._record.end:
+                    await self.attempt.changed.wait()
+                if self._flush_seconds and not ended.is_set():
+                    # The end of the attempt is not held back by the flush.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._flush_seconds):
-                            await self._done.wait()
-            finished = self._done.is_set()
-            for segment in self._take():
+                            await ended.wait()
+            finished = ended.is_set()
+            for segment in self._take(self.attempt.record_end if finished else self._record.end):
                 yield segment
             if finished:
-                if self._turn.error is not None:
-                    raise self._turn.error
+                if self.attempt.error is not None:
+                    raise self.attempt.error
                 return
 
-    def _at_end(self) -> bool:
-        last = len(self._record.segments) - 1
-        return last < 0 or (
-            self._segment == last and self._token >= self._record.segments[last].token_count
-        )
-
-    def _take(self) -> list[trajectory_pb2.Segment]:
+    def _take(self, end: tuple[int, int]) -> list[trajectory_pb2.Segment]:
+        """What the record holds between what was taken and `end`."""
+        count, last_token_count = end
+        taken_count, start = self._taken
         taken: list[trajectory_pb2.Segment] = []
-        segments = self._record.segments
-        while self._segment < len(segments):
-            segment = segments[self._segment]
-            if self._token < segment.token_count:
-                taken.append(segment.message(self._token))
-                self._token = segment.token_count
-            if self._segment == len(segments) - 1:
-                break
-            self._segment, self._token = self._segment + 1, 0
+        for index in range(max(0, taken_count - 1), count):
+            segment = self._record.segments[index]
+            stop = last_token_count if index == count - 1 else segment.token_count
+            if start < stop:
+                taken.append(segment.message(start, stop))
+            start = 0
+        self._taken = end
         return taken

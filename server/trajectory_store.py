@@ -104,6 +104,11 @@ class TrajectoryRecord:
         """Whether it can no longer be extended."""
         return self.outcome is not None
 
+    @property
+    def end(self) -> tuple[int, int]:
+        """How many segments there are so far, and how many tokens in the last of them."""
+        return len(self.segments), self.segments[-1].token_count if self.segments else 0
+
     def token_array(self) -> NDArray[np.int32]:
         """Every token so far, shape [token_count]."""
         return np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
@@ -164,7 +169,7 @@ class TrajectoryRecord:
             finish_reason=(
                 trajectory_pb2.FINISH_REASON_UNSPECIFIED
                 if self.turn is None
-                else self.turn.finish_reason
+                else self.turn.attempt.finish_reason
             ),
             turn_count=self.turn_count,
             parent_trajectory_id=self.parent_trajectory_id,

@@ -17,7 +17,8 @@ States of a turn:
   has and can be resumed too.
 
 A subscriber holds a cursor into the record and no queue: one that reads slowly costs nothing, and one
-that is lost loses nothing.
+that is lost loses nothing. What it and an abort report is the attempt they belong to, how it ended and
+how far it came, also where another caller has gone on with the turn before they looked.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.server.broadcast import Broadcast
@@ -91,6 +92,31 @@ class TurnSampling:
 
 
 @dataclass(slots=True, eq=False)
+class TurnAttempt:
+    """One attempt at a turn, from its start to its end."""
+
+    started_version: int | None = None
+    """The version it was admitted under."""
+    finish: Finish | None = None
+    error: DomainError | None = None
+    policy_token_count: int = 0
+    """Policy tokens of the turn when it ended, those of earlier attempts among them."""
+    record_end: tuple[int, int] = (0, 0)
+    """Segments of the record when it ended, and tokens in the last of them."""
+    cached_token_count: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Broadcast = field(default_factory=Broadcast)
+    """Of its tokens, its admission and its end."""
+
+    @property
+    def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
+        """Why it stopped; ABORTED where it failed, since the turn can be continued."""
+        if not self.ended.is_set():
+            return trajectory_pb2.FINISH_REASON_UNSPECIFIED
+        return FINISH_REASONS[self.finish or Finish.ABORTED]
+
+
+@dataclass(slots=True, eq=False)
 class Turn:
     """One turn of the policy, over all its attempts."""
 
@@ -106,10 +132,9 @@ class Turn:
     stream_interval: int
     policy_token_count: int = 0
     attempts: int = 0
-    started_version: int | None = None
-    finish: Finish | None = None
-    error: DomainError | None = None
-    cached_token_count: int = 0
+    """The engine's requests so far."""
+    attempt: TurnAttempt = field(default_factory=TurnAttempt)
+    """The one under way, or the last one."""
     request_id: str | None = None
     """The engine's request while it has one."""
     adapter_version: int | None = None
@@ -120,8 +145,6 @@ class Turn:
     """Whether the attempt's task has run at all: one that has not cannot be cancelled cleanly."""
     abort_requested: bool = False
     task: asyncio.Task[None] | None = None
-    changed: Broadcast | None = None
-    done: asyncio.Event | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -129,20 +152,16 @@ class Turn:
         return self.task is not None
 
     @property
-    def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why it stopped; ABORTED where an attempt failed, since it can be continued."""
-        if self.in_flight:
-            return trajectory_pb2.FINISH_REASON_UNSPECIFIED
-        return FINISH_REASONS[self.finish or Finish.ABORTED]
-
-    @property
     def resumable(self) -> bool:
         """Whether Continue without an observation goes on with it."""
-        return not self.in_flight and (self.error is not None or self.finish is Finish.ABORTED)
+        return not self.in_flight and (
+            self.attempt.error is not None or self.attempt.finish is Finish.ABORTED
+        )
 
-    def policy_tokens(self) -> NDArray[np.int32]:
-        """Tokens the policy wrote in this turn, shape [policy_token_count]."""
-        return self.record.token_array()[self.context_token_count :]
+    def policy_tokens(self, count: int) -> NDArray[np.int32]:
+        """The first tokens the policy wrote in this turn, shape [count]."""
+        start = self.context_token_count
+        return self.record.token_array()[start : start + count]
 
 
 class Switch(Protocol):
@@ -175,7 +194,7 @@ class TurnRunner:
         self._switch = switch
         self._decode = decode
         self._in_flight: dict[str, Turn] = {}
-        self._background: set[asyncio.Future[None]] = set()
+        self._background: set[asyncio.Task[object]] = set()
         self._ended = Broadcast()
         self.on_tokens: Callable[[int, int], None] | None = None
         """Called with the count and the weight version of tokens sampled, for metrics."""
@@ -194,39 +213,38 @@ class TurnRunner:
 
     def start(self, turn: Turn) -> None:
         """Begins an attempt at a turn; the turn must not be in flight."""
-        turn.finish, turn.error = None, None
-        # What it started under counts for this attempt: a resumed one may be under newer weights.
-        turn.started_version = None
+        turn.attempt = TurnAttempt()
         turn.abort_requested = turn.begun = False
-        turn.done, turn.changed = asyncio.Event(), Broadcast()
         turn.attempts += 1
         self._in_flight[turn.record.trajectory_id] = turn
         turn.task = asyncio.create_task(self._run(turn), name=f"turn {turn.record.trajectory_id}")
 
     async def _run(self, turn: Turn) -> None:
         turn.begun = True
+        attempt = turn.attempt
         try:
-            turn.finish = await self._attempt(turn)
+            attempt.finish = await self._attempt(turn)
         except asyncio.CancelledError:
             if not turn.abort_requested:
                 raise
-            turn.finish = Finish.ABORTED
+            attempt.finish = Finish.ABORTED
         except EngineLost as error:
-            turn.error = DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}")
+            attempt.error = DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}")
         except DomainError as error:
-            turn.error = error
+            attempt.error = error
         except Exception:
             # The turn's own boundary: its callers get a status, the operator the traceback.
             logger.exception("turn %s of %s failed", turn.index, turn.record.trajectory_id)
-            turn.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
+            attempt.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
         finally:
             turn.task = None
             self._leave(turn)
             del self._in_flight[turn.record.trajectory_id]
+            attempt.policy_token_count = turn.policy_token_count
+            attempt.record_end = turn.record.end
             _end_span(turn)
-            assert turn.done is not None and turn.changed is not None
-            turn.done.set()
-            turn.changed.notify()
+            attempt.ended.set()
+            attempt.changed.notify()
             self._ended.notify()
 
     def _leave(self, turn: Turn) -> None:
@@ -250,12 +268,14 @@ class TurnRunner:
             return Finish.ABORTED
         remaining = turn.budget - turn.policy_token_count
         if remaining <= 0:
-            if turn.started_version is None:
+            if turn.attempt.started_version is None:
                 async with self._switch.admission() as version:
-                    turn.started_version = version
+                    turn.attempt.started_version = version
             return Finish.LENGTH
         deltas = await self._admit(turn, remaining)
-        stop_check = StopAcrossResume(turn.sampling.stop, turn.policy_tokens(), self._decode)
+        stop_check = StopAcrossResume(
+            turn.sampling.stop, turn.policy_tokens(turn.policy_token_count), self._decode
+        )
         async with contextlib.aclosing(deltas):
             if turn.abort_requested or turn.moving:
                 # It came while the engine was taking the request.
@@ -272,7 +292,7 @@ class TurnRunner:
                 if stopped:
                     return Finish.STOP
                 if delta.finish is not None:
-                    turn.cached_token_count = delta.cached_token_count
+                    turn.attempt.cached_token_count = delta.cached_token_count
                     return delta.finish
         raise EngineLost("it ended a request without a reason")
 
@@ -303,10 +323,9 @@ class TurnRunner:
                     adapter_version=turn.adapter_version,
                 )
             )
-            if turn.started_version is None:
-                turn.started_version = version
-            assert turn.changed is not None
-            turn.changed.notify()
+            if turn.attempt.started_version is None:
+                turn.attempt.started_version = version
+            turn.attempt.changed.notify()
             return deltas
 
     def _append(self, turn: Turn, delta: Delta) -> None:
@@ -317,16 +336,17 @@ class TurnRunner:
         turn.policy_token_count += count
         if self.on_tokens is not None:
             self.on_tokens(count, delta.weight_version)
-        assert turn.changed is not None
-        turn.changed.notify()
+        turn.attempt.changed.notify()
 
-    async def abort(self, turns: Iterable[Turn]) -> None:
-        """Stops turns and returns once the engine no longer works on them."""
-        stopping = [turn for turn in turns if turn.in_flight]
-        # Of this attempt: a caller that goes on at once gives the turn another one to end.
-        endings = [turn.done for turn in stopping if turn.done is not None]
+    async def abort(self, turns: Iterable[Turn]) -> list[tuple[Turn, TurnAttempt]]:
+        """Stops turns; returns the attempts that were under way once the engine works on none of them.
+
+        One that came to its own end first says so in its `finish`.
+        """
+        # Of now: a caller that goes on at once gives the turn another attempt.
+        stopping = [(turn, turn.attempt) for turn in turns if turn.in_flight]
         request_ids: list[str] = []
-        for turn in stopping:
+        for turn, _ in stopping:
             turn.abort_requested = True
             if turn.request_id is not None:
                 request_ids.append(turn.request_id)
@@ -334,8 +354,9 @@ class TurnRunner:
                 turn.task.cancel()
         if request_ids:
             await self._engine.abort(request_ids)
-        for ended in endings:
-            await ended.wait()
+        for _, attempt in stopping:
+            await attempt.ended.wait()
+        return stopping
 
     async def move(self, turns: Iterable[Turn]) -> None:
         """Has turns go on under the version that is active when they are admitted again.
@@ -352,7 +373,7 @@ class TurnRunner:
 
     def abort_soon(self, turn: Turn) -> None:
         """Stops a turn whose caller is lost; nobody waits for it."""
-        task = asyncio.ensure_future(self.abort([turn]))
+        task: asyncio.Task[object] = asyncio.create_task(self.abort([turn]))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -366,8 +387,9 @@ def _end_span(turn: Turn) -> None:
     span = turn.span
     span.set_attribute("gen_ai.usage.input_tokens", turn.context_token_count)
     span.set_attribute("gen_ai.usage.output_tokens", turn.policy_token_count)
-    if turn.error is not None:
-        span.set_attribute("error.type", turn.error.reason.value)
-    elif turn.finish is not None:
-        span.set_attribute("gen_ai.response.finish_reasons", [turn.finish.value])
+    attempt = turn.attempt
+    if attempt.error is not None:
+        span.set_attribute("error.type", attempt.error.reason.value)
+    elif attempt.finish is not None:
+        span.set_attribute("gen_ai.response.finish_reasons", [attempt.finish.value])
     span.end()

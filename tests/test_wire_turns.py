@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from penstock.server.engine import Delta, EngineRequest
+from penstock.server.subscription import Subscription
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
@@ -345,3 +346,46 @@ async def test_a_resume_stream_begins_where_the_one_before_ended(slow: Harness) 
     assert second.started.turn_index == 0
     assert first.tokens + second.tokens == expected_tokens([1, 2, 3], [0] * 50)[0]
     assert second.finished.policy_token_count == 50
+
+
+async def test_an_abort_names_a_turn_that_its_caller_went_on_with_at_once(slow: Harness) -> None:
+    call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
+    await asyncio.sleep(0.05)
+    (turn,) = slow.serving.turns.in_flight
+
+    async def go_on(ended: asyncio.Event) -> None:
+        await ended.wait()
+        slow.serving.turns.start(turn)
+
+    goes_on = asyncio.ensure_future(go_on(turn.attempt.ended))
+    await asyncio.sleep(0)
+    named = await abort(slow, "t")
+    await goes_on
+    assert turn.in_flight
+    first = await call
+    assert first.finished.finish_reason == ABORTED
+    assert named == [("t", len(first.tokens))] == [("t", first.finished.policy_token_count)]
+    await abort(slow, "t")
+
+
+async def test_a_slow_reader_gets_its_own_attempt_and_nothing_of_the_next(slow: Harness) -> None:
+    call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(40)))
+    await asyncio.sleep(0.05)
+    (turn,) = slow.serving.turns.in_flight
+    late = Subscription(turn, flush_seconds=0, final_only=False)
+    missed = turn.policy_token_count
+    await abort(slow, "t")
+    first = await call
+    assert not late.overtaken
+    second = await slow.resume("t")
+    third = await slow.resume("t", tokens=sequence([7, 8]))
+    assert late.overtaken  # So its loss would end nothing.
+    read = [
+        int(t) for segment in [s async for s in late.segments()] for t in codec.token_ids(segment)
+    ]
+    assert read == first.tokens[missed:]
+    assert late.attempt.finish_reason == ABORTED
+    assert all_tokens(await stored(slow, "t")) == [
+        *[1, 2, 3, *first.tokens, *second.tokens],
+        *[7, 8, *third.tokens],
+    ]
