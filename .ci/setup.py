@@ -7,7 +7,8 @@ Steps, each done only when its inputs changed, so that a second run takes a frac
 3. everything those two and this project's extras ask for, less torchvision, torchaudio and
    torchcodec, whose builds for CUDA break `import transformers` on a machine without one;
 4. this project, as an editable install that type checkers can follow: a folder of links to the
-   package folders, so that a file that comes or goes needs no set-up.
+   package folders, so that a file that comes or goes needs no set-up. It is installed from a
+   folder of links in `.venv`, since setuptools writes beside what it installs.
 
 torch's CPU build is not on PyPI. It is first asked for by its local version (`2.13.0+cpu`) where
 pip is configured to look: a local copy is found, and a plain registry answers "no such version" at
@@ -40,8 +41,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "penstock-setup.json"
 LOG = VENV / "setup.log"
-LINKS = ROOT / "build"
-"""Where setuptools keeps the links of a strict editable install."""
+PROJECT = VENV / "project"
+"""What pip installs: links to this checkout, and what setuptools puts beside them."""
 
 OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0+cpu"
@@ -99,7 +100,6 @@ def bring_up_to_date() -> None:
     if VENV.exists() and not belongs_here(done):
         say(".venv belongs to another checkout or has lost its Python; making it anew")
         shutil.rmtree(VENV)
-        shutil.rmtree(LINKS, ignore_errors=True)
         done = {}
     wanted = {"root": str(ROOT), "environment": environment_digest()}
     if done == wanted and linked_packages() is not None:
@@ -123,6 +123,7 @@ def install_everything() -> None:
     install_torch()
     pip("install", "--no-deps", ENGINE)
     say("installing what they and penstock need (two to three minutes the first time)")
+    link_project()
     pip("install", SETUPTOOLS, TORCH, *dependencies(), *editable())
     problems = run(
         [str(PYTHON), "-c", CHECK_INSTALLED, TORCH, *BREAKS_TRANSFORMERS],
@@ -155,7 +156,15 @@ def dependencies() -> list[str]:
 
 def editable() -> list[str]:
     """Arguments that install this project by links, which pyright follows, and not by an import hook."""
-    return ["--config-settings", "editable_mode=strict", "-e", ".[server,trainer,dev]"]
+    return ["--config-settings", "editable_mode=strict", "-e", f"{PROJECT}[server,trainer,dev]"]
+
+
+def link_project() -> None:
+    """Makes the folder that pip installs."""
+    PROJECT.mkdir(exist_ok=True)
+    folders = {Path(folder).parts[0] for folder in package_folders().values()}
+    for name in ("pyproject.toml", "README.md", "LICENSE", *sorted(folders)):
+        link(PROJECT / name, ROOT / name)
 
 
 def link_packages() -> None:
@@ -163,17 +172,25 @@ def link_packages() -> None:
     links = linked_packages()
     if links is None:
         sys.exit("setup: pip installed this project without the folder of links it was asked for")
+    for package, folder in package_folders().items():
+        link(links.joinpath(*package.split(".")), ROOT / folder)
+
+
+def package_folders() -> dict[str, str]:
+    """Folder in the checkout of each of this project's packages."""
     import tomllib  # Here, because an older Python must come as far as being told that it is old.
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders: dict[str, str] = project["tool"]["setuptools"]["package-dir"]
-    for package, folder in folders.items():
-        place = links.joinpath(*package.split("."))
-        if place.is_symlink():
-            place.unlink()
-        elif place.exists():
-            shutil.rmtree(place)
-        place.symlink_to(ROOT / folder, target_is_directory=True)
+    return project["tool"]["setuptools"]["package-dir"]
+
+
+def link(place: Path, target: Path) -> None:
+    """Puts a link to `target` in the place of what is there."""
+    if place.is_symlink():
+        place.unlink()
+    elif place.exists():
+        shutil.rmtree(place)
+    place.symlink_to(target)
 
 
 def linked_packages() -> Path | None:

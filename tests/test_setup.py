@@ -29,7 +29,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "PYTHON": venv / "bin" / "python",
         "STAMP": venv / "penstock-setup.json",
         "LOG": venv / "setup.log",
-        "LINKS": tmp_path / "build",
+        "PROJECT": venv / "project",
     }.items():
         monkeypatch.setattr(module, name, value)
     return module
@@ -99,6 +99,17 @@ def test_a_package_is_one_link_to_its_folder(setup: ModuleType) -> None:
     assert (links / "penstock" / "client").readlink() == (
         setup.ROOT / "clients" / "python" / "penstock" / "client"
     )
+
+
+def test_what_pip_installs_is_links_within_the_environment(setup: ModuleType) -> None:
+    make_venv(setup)
+    setup.link_project()
+    setup.link_project()
+    found = {path.name: path.readlink() for path in setup.PROJECT.iterdir()}
+    names = ("pyproject.toml", "README.md", "LICENSE", "clients", "server", "trainer")
+    assert found == {name: setup.ROOT / name for name in names}
+    assert setup.PROJECT.is_relative_to(setup.VENV)
+    assert str(setup.PROJECT) in setup.editable()[-1]
 
 
 def test_an_older_python_is_told_so(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
