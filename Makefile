@@ -9,8 +9,8 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
-	bench-staleness bench-weights bench-delta
+.PHONY: help setup demo test faults fuzz soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
+	bench-staleness bench-weights bench-delta bench-buffer
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -22,16 +22,27 @@ setup: ## make .venv ready; seconds when it already is
 demo: setup ## a real model learns over the wire; ARGS="--steps 10 --task chain_sum" are passed on
 	@$(BIN)/penstock demo $(ARGS)
 
+# Two at a time, each file as a whole: what a file starts once is started once.
 test: setup ## all tests; ARGS="-k codec" are passed on
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-FAULTS := 20
+FAULTS :=
+EXAMPLES := 10000
+MACHINES := 500
 UPDATES := 200
 SEED :=
+RESULTS := tests/faults/results.json
+FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) --fault-results=$(RESULTS) \
+	$(if $(SEED),--fault-seed $(SEED))
 
-faults: setup ## every fault from every source, FAULTS=20 times each; SEED=7 repeats a run
-	@$(BIN)/python -m pytest tests/faults -q -k "not soak" --fault-count $(FAULTS) \
-		$(if $(SEED),--fault-seed $(SEED)) $(ARGS)
+# The verdicts are put on the page whatever they are.
+faults: setup ## each fault as often as its table says, FAULTS=3: three times; SEED=7; writes docs/reliability.md
+	@$(FAULTY) tests/faults -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
+		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
+
+fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, and MACHINES=500 runs of the model
+	@$(FAULTY) tests/faults/test_f12_fuzz.py tests/faults/test_f12_machine.py --fault-count $(EXAMPLES) $(ARGS); \
+		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
 soak: setup ## UPDATES=200 weight updates under load, with faults among them; SEED=7
 	@$(BIN)/python -m pytest tests/faults -q -k soak --updates $(UPDATES) \
@@ -59,7 +70,7 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-bench: bench-codec bench-staleness bench-delta bench-update bench-weights bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-delta bench-buffer bench-update bench-weights bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -78,3 +89,7 @@ bench-weights: setup ## how fast weights travel by each transport, next to memcp
 
 bench-delta: setup ## how small and how fast differences are, also between the versions of a real run
 	@$(BIN)/python benchmarks/delta.py $(ARGS)
+
+bench-buffer: setup ## finished groups through the durable buffer, next to a Ray actor queue
+	-@$(BIN)/python .ci/add_extra.py bench
+	@$(BIN)/python benchmarks/buffer.py $(ARGS)

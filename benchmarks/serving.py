@@ -1,15 +1,19 @@
 """Output tokens per second through Generate, next to the raw engine and vLLM's own HTTP server.
 
-    python benchmarks/serving.py [--model DIR] [--rounds 5] [--turns 1,8,32,64] [--tokens 128]
+    python benchmarks/serving.py [--model DIR] [--rounds 5] [--turns 1,8,32,64] [--tokens 128] [--secure]
 
 Every system samples the same model with the same options and parameters, with log-probabilities of
 the sampled tokens, in a process of its own; the load comes from another process where the system is a
 server. Rounds are interleaved and ratios are taken within a round, because machines are shared and
 noisy. The raw engine runs in whichever of its output modes is faster here. `penstock` asks for each turn
 as a whole, as agents do that wait for it (`trajectory.turn()`); `penstock_stream` for tokens as they come.
+`--secure` adds a second such server, `penstock_tls`, called by TLS and with a token that is read from its
+file for each call.
 
 The last line is one JSON object, all ratios to the raw engine's tokens per second:
 {"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "http_stream": {...}, "http_unary": {...}}
+and with `--secure` those of penstock_tls and penstock_tls_stream, and, each to the same without TLS in the
+same round: {"tls_to_plaintext": {turns: ratio}, "tls_to_plaintext_stream": {turns: ratio}}
 """
 
 from __future__ import annotations
@@ -22,13 +26,16 @@ import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 
 import aiohttp
-import grpc
 import numpy as np
+import trustme
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +43,7 @@ from penstock.demo.model import prepare_model
 from penstock.server import vllm_environment
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.channel import client_options
+from penstock.wire.security import Security, open_channel
 
 GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
 SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
@@ -46,6 +53,7 @@ TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 PROMPT_TOKENS = 32
 ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "64"]
 ENGINE += ["--kv-cache-memory-bytes", str(2 << 30)]
+SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
 Run = Callable[[int, int], Awaitable[float]]
@@ -128,17 +136,51 @@ async def raw_engine(model: str) -> AsyncIterator[Callable[[int, int, str], Awai
         await process.wait()
 
 
+def make_credentials(folder: Path) -> tuple[list[str], Security]:
+    """What a server is told of its certificate and its tokens, and what a client of it shows."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    server = authority.issue_cert("127.0.0.1")
+    server.private_key_pem.write_to_path(folder / "key.pem")
+    server.cert_chain_pems[0].write_to_path(folder / "server.pem")
+    create = ("token", "create", "--file", str(folder / "tokens.toml"), "--name", "agent")
+    made = subprocess.run(
+        [sys.executable, "-m", "penstock.client", *create, "--role", "agent"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (folder / "token").write_text(made.stdout)
+    settings = {"certificate": "server.pem", "key": "key.pem", "tokens": "tokens.toml"}
+    options = [f"security.{name}={folder / file}" for name, file in settings.items()]
+    security = Security(ca=folder / "ca.pem", token_file=folder / "token")
+    return [part for option in options for part in ("--set", option)], security
+
+
 @contextlib.asynccontextmanager
-async def penstock_server(model: str) -> AsyncIterator[dict[str, Run]]:
+async def secure_server(model: str) -> AsyncIterator[dict[str, Run]]:
+    with tempfile.TemporaryDirectory() as folder:
+        options, security = make_credentials(Path(folder))
+        async with penstock_server(model, "penstock_tls", options, security) as systems:
+            yield systems
+
+
+@contextlib.asynccontextmanager
+async def penstock_server(
+    model: str,
+    name: str = "penstock",
+    options: Sequence[str] = (),
+    security: Security | None = None,
+) -> AsyncIterator[dict[str, Run]]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "penstock.client", "serve", "--model", model),
-        *("--listen", "127.0.0.1:0", *ENGINE),
+        *("--listen", "127.0.0.1:0", *options, *ENGINE),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     address = line.split(" on ")[1].split()[0]
-    channel = grpc.aio.insecure_channel(address, options=client_options())
+    channel = open_channel(address, security)
     generate = channel.unary_stream(
         "/penstock.v1.RolloutService/Generate",
         request_serializer=codec.encode,
@@ -172,7 +214,7 @@ async def penstock_server(model: str) -> AsyncIterator[dict[str, Run]]:
         return run
 
     try:
-        yield {"penstock": runner(True), "penstock_stream": runner(False)}
+        yield {name: runner(True), f"{name}_stream": runner(False)}
     finally:
         await channel.close()
         process.terminate()
@@ -256,9 +298,11 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
     speeds: dict[str, dict[int, list[float]]] = {}
     ratios: dict[str, dict[int, list[float]]] = {}
     async with contextlib.AsyncExitStack() as stack:
-        console.print(f"starting three engines on {model}")
+        console.print(f"starting the engines on {model}")
         raw = await stack.enter_async_context(raw_engine(model))
         systems = await stack.enter_async_context(penstock_server(model))
+        if arguments.secure:
+            systems |= await stack.enter_async_context(secure_server(model))
         if not arguments.no_http:
             systems |= await stack.enter_async_context(http_server(model))
         modes: dict[str, list[float]] = {mode: [] for mode in ("final", "1", "8", "32")}
@@ -286,6 +330,10 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                     speeds.setdefault(name, {}).setdefault(turns, []).append(speed)
                     ratio = speed / round_speeds["raw"]
                     ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
+                for name in SECURE if arguments.secure else ():
+                    plain = round_speeds[name.replace("tls_to_plaintext", "penstock")]
+                    ratio = round_speeds[name.replace("tls_to_plaintext", "penstock_tls")] / plain
+                    ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
             console.print(f"round {number + 1} of {arguments.rounds}")
     table = Table(title=f"output tokens per second (ratio to raw), median of {arguments.rounds}")
     table.add_column("turns in flight", justify="right")
@@ -301,6 +349,12 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             ),
         )
     console.print(table)
+    if arguments.secure:
+        for turns in counts:
+            found = [f"{statistics.median(ratios[name][turns]):.3f}" for name in SECURE]
+            console.print(
+                f"{turns} turns: TLS and a token to plaintext {found[0]}, streamed {found[1]}"
+            )
     return {
         "ratio_to_raw" if name == "penstock" else name: {
             str(turns): round(statistics.median(values), 4) for turns, values in by_turns.items()
@@ -317,13 +371,16 @@ def main() -> None:
     parser.add_argument("--turns", default="1,8,32,64")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per turn")
     parser.add_argument("--no-http", action="store_true", help="leave out vLLM's HTTP server")
+    parser.add_argument(
+        "--secure", action="store_true", help="also a server by TLS and tokens, beside plaintext"
+    )
     parser.add_argument("--raw", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.raw:
         asyncio.run(raw_main(arguments.raw))
         return
     console = Console(width=110)
-    # All three engines run with the settings that `penstock serve` gives its own.
+    # All engines run with the settings that `penstock serve` gives its own.
     vllm_environment.set_cpu_defaults()
     print(json.dumps(asyncio.run(measure(arguments, console))))
 

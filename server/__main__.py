@@ -27,8 +27,10 @@ Every option of vLLM's engine may be given under its own name:
     penstock serve --model HuggingFaceTB/SmolLM2-135M-Instruct --dtype bfloat16 --max-model-len 2048
 
 Everything may also stand in a TOML file: the server's own settings at the top and in [leases],
-[weights], [streaming] and [limits], vLLM's in [engine]. --dry-run prints such a file, with every
-setting as it would be.
+[weights], [streaming], [limits] and [security], vLLM's in [engine]. --dry-run prints such a file,
+with every setting as it would be.
+
+An address that is not this host's loopback needs TLS and tokens: docs/security.md.
 """
 
 
@@ -108,6 +110,8 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         return 0
 
     from penstock.server import allocator
+    from penstock.server.journal import JournalUnreadable
+    from penstock.server.log_journal import JournalInUse
     from penstock.server.serving import AddressInUse
     from penstock.wire import telemetry
 
@@ -115,7 +119,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     telemetry.configure("penstock-server")
     try:
         return asyncio.run(_serve(config, arguments))
-    except AddressInUse as error:
+    except (AddressInUse, JournalInUse, JournalUnreadable) as error:
         click.echo(f"penstock serve: {error}", err=True)
         return 1
     finally:
@@ -124,12 +128,16 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
 async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
     """From the first bind to the last answer; see `serving` for the order."""
+    from penstock.server.authorization import open_gate
     from penstock.server.conversation import TokenizerRenderer
+    from penstock.server.log_journal import open_journal
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm_engine import VllmEngine
 
     # First the port: one in use must not cost the minutes a model takes to load.
-    server, port = bind(config.listen, config.limits.concurrent_calls)
+    gate = open_gate(config)
+    server, port = bind(config.listen, config.limits.concurrent_calls, gate)
+    journal = open_journal(config.journal)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -151,7 +159,7 @@ async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
     renderer = TokenizerRenderer.load(
         str(arguments.tokenizer or arguments.model), engine.description.eos_token_ids
     )
-    rollouts = Serving(server, engine, renderer, config)
+    rollouts = Serving(server, engine, renderer, config, journal, gate)
     await rollouts.start()
     host = config.listen.rpartition(":")[0]
     click.echo(

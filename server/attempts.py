@@ -100,8 +100,8 @@ class Group:
 class Lease:
     """What an agent is given."""
 
-    task: task_service_pb2.Task
-    group_id: str
+    group: Group
+    """A task's."""
     trajectory_id: str
     sample_index: int
     retry_count: int

@@ -14,31 +14,44 @@ import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Settled
 from penstock.server.errors import DomainError, FieldInvalid
-from penstock.server.group_buffer import BufferedGroup, DroppedGroup, GroupBuffer
-from penstock.server.journal import (
-    GroupDropped,
-    GroupFinished,
-    Journal,
-    OutcomeRecorded,
-    Record,
+from penstock.server.group_buffer import (
+    BufferedGroup,
+    DroppedGroup,
+    GroupBuffer,
+    InJournal,
+    InMemory,
 )
+from penstock.server.journal import (
+    Journal,
+    Record,
+    group_changed,
+    group_dropped,
+    group_finished,
+    leases_expired,
+    trajectories_forgotten,
+    trajectory_closed,
+)
+from penstock.server.memory_budget import MemoryBudget
+from penstock.server.own_tasks import OwnTasks
 from penstock.server.task_queue import TaskQueue
+from penstock.server.trajectory_records import trajectory_opened
 from penstock.server.trajectory_store import (
     PromptKind,
     TrajectoryRecord,
     TrajectoryStore,
-    outcome_bytes,
+    outcome_digest,
 )
 from penstock.server.turns import TurnRunner, TurnSampling
 from penstock.v1 import trajectory_pb2
 from penstock.wire.channel import MAX_MESSAGE_BYTES
-from penstock.wire.codec import twin
+from penstock.wire.codec import LOGPROB, TOKEN, twin
+from penstock.wire.failpoints import hit
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -48,6 +61,9 @@ Outcome = twin(trajectory_pb2.Outcome)
 Failure = twin(trajectory_pb2.Failure)
 
 KEPT_UNGROUPED = 1_000
+BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
+# Of a trajectory beside its tokens and its outcome, in the journal.
+RECORD_BYTES = 4096
 MAX_OUTCOME_BYTES = 1 << 20
 # A delivery is the group, two integers and the tags and lengths of two messages around them.
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
@@ -75,6 +91,7 @@ class Closing:
         admission: Admission,
         turns: TurnRunner,
         journal: Journal,
+        budget: MemoryBudget,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
@@ -83,12 +100,12 @@ class Closing:
         self._admission = admission
         self._turns = turns
         self._journal = journal
+        self._budget = budget
         self._clock = clock
         self._ungrouped: OrderedDict[str, None] = OrderedDict()
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason, retried ones included."""
-        # Records are taken from the store here, and waiting groups from the queue: both may ask for them.
-        store.finished = self._find_finished
+        self._tasks = OwnTasks()
         queue.buffered_evaluations = lambda: buffer.waiting_evaluation_count
 
     async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
@@ -100,14 +117,14 @@ class Closing:
         attempt = self._queue.attempt_of(trajectory_id)
         mark = self._store.closed_mark(trajectory_id)
         if mark is not None:
-            if mark.outcome != outcome_bytes(outcome):
+            if mark.outcome_digest != outcome_digest(outcome):
                 raise DomainError(
                     Reason.OUTCOME_DIFFERS,
                     f"trajectory {trajectory_id} was closed with another outcome",
                     {"trajectory_id": trajectory_id},
                 )
             # Whoever repeats a close may have to wait for the first one's append.
-            await self._journal.append([])
+            await self._journal.append(())
             return Closed(mark.group_completed, mark.retried)
         record = self._store.find(trajectory_id)
         if record is None:
@@ -139,57 +156,94 @@ class Closing:
         outcome: trajectory_pb2.Outcome,
     ) -> Closed:
         record = closing[-1]
+        self._check_room(record, attempt, outcome)
         failed = outcome.HasField("failure")
         if failed:
             self.failures[outcome.failure.reason] += 1
         for member in closing:
             self._store.close(member, outcome)
-        records: list[Record] = [
-            OutcomeRecorded(
-                member.trajectory_id, member.group_id, member.message().SerializeToString()
-            )
-            for member in closing
-        ]
         if attempt is None:
+            forgotten: list[Record] = []
             if not record.parent_trajectory_id:
-                self._keep_ungrouped(record)
-            await self._journal.append(records)
+                forgotten = self._keep_ungrouped(record)
+            await self._journal.append([*_outcomes(closing, outcome), *forgotten])
             return Closed()
         settled = self._queue.settle(attempt, failed=failed)
         if not settled.final:
             for member in closing:
                 self._store.forget(member.trajectory_id)
-        completed = self._put_together(settled, records)
-        closed = Closed(completed is not None, retried=not settled.final)
+        closed = Closed(settled.completed is not None, retried=not settled.final)
         self._store.remember(
             record,
             outcome,
             group_completed=closed.group_completed,
             retried=closed.retried,
         )
-        await self._journal.append(records)
-        if completed is not None:
-            self._offer(completed)
+        records = _outcomes(closing, outcome, closed)
+        if closed.retried:
+            records.append(trajectories_forgotten(member.trajectory_id for member in closing))
+        # A caller that is gone must not leave its group in no place.
+        await asyncio.shield(
+            self._tasks.start(
+                self._settle(attempt.group, settled, records),
+                f"closing of {record.trajectory_id}",
+            )
+        )
         return closed
 
-    def _put_together(self, settled: Settled, records: list[Record]) -> BufferedGroup | None:
+    def _check_room(
+        self,
+        record: TrajectoryRecord,
+        attempt: Attempt | None,
+        outcome: trajectory_pb2.Outcome,
+    ) -> None:
+        """That there is room for the outcome, and in the journal for its group in case it is the last."""
+        members = [record]
+        if attempt is not None:
+            found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
+            members += [member for member in found if member is not None]
+        tokens = sum(branch.token_count for m in members for branch in _with_branches(m))
+        self._budget.check(outcome.ByteSize())
+        self._journal.check_room(
+            tokens * BYTES_PER_TOKEN + (outcome.ByteSize() + RECORD_BYTES) * len(members)
+        )
+
+    async def _settle(self, group: Group, settled: Settled, records: list[Record]) -> None:
+        """Writes down what became of an attempt, and offers its group where that is complete."""
         for trajectory_id in settled.discarded:
             self._forget_attempt(trajectory_id)
-        group = settled.completed
-        if group is None:
-            return None
-        buffered = self._assemble(group)
+        if settled.discarded:
+            records.append(trajectories_forgotten(settled.discarded))
+        if settled.completed is None:
+            await self._journal.append([*records, group_changed(group)])
+            return
+        message, buffered = self._assemble(settled.completed)
         if buffered.byte_count > MAX_GROUP_BYTES:
-            records.append(GroupDropped(group.group_id, GROUP_TOO_LARGE))
-        else:
-            records.append(
-                GroupFinished(
-                    group.group_id, buffered.group.task_id, buffered.group.SerializeToString()
-                )
+            await self._journal.append(
+                [*records, group_dropped(buffered.group_id, GROUP_TOO_LARGE)]
             )
-        return buffered
+            self._drop_too_large(buffered)
+        else:
+            if self._journal.on_disk:
+                records.append(
+                    group_finished(
+                        message,
+                        buffered.task,
+                        buffered.admitted_version,
+                        has_policy_tokens=buffered.oldest_version is not None,
+                    )
+                )
+            hit("closing.before_append")
+            stored = await self._journal.append(records, hold_last=True)
+            hit("closing.before_offer")
+            if stored:
+                buffered.payload = InJournal(self._journal, stored[-1])
+            if buffered.training:
+                self._admission.finish(buffered.group_id, buffered.oldest_version)
+            self._buffer.add(buffered)
+        self._queue.handed_over(buffered.group_id)
 
-    def _assemble(self, group: Group) -> BufferedGroup:
+    def _assemble(self, group: Group) -> tuple[trajectory_pb2.TrajectoryGroup, BufferedGroup]:
         trajectories: list[trajectory_pb2.Trajectory] = []
         versions: list[int] = []
         for attempt in group.attempts:
@@ -209,36 +263,36 @@ class Closing:
             oldest_weight_version=min(versions, default=0),
             newest_weight_version=max(versions, default=0),
         )
-        return BufferedGroup(
-            message,
+        buffered = BufferedGroup(
+            group.group_id,
+            message.task_id,
+            group.purpose,
+            InMemory(message),
+            tuple(trajectory.trajectory_id for trajectory in trajectories),
             group.task,
             group.admitted_version,
             min(versions, default=None),
             message.ByteSize(),
         )
-
-    def _offer(self, buffered: BufferedGroup) -> None:
-        if buffered.byte_count > MAX_GROUP_BYTES:
-            self._drop_too_large(buffered)
-        else:
-            if buffered.training:
-                self._admission.finish(buffered.group_id, buffered.oldest_version)
-            self._buffer.add(buffered)
-        self._queue.handed_over(buffered.group_id)
+        return message, buffered
 
     def _drop_too_large(self, buffered: BufferedGroup) -> None:
         message = (
-            f"group {buffered.group_id} of task {buffered.group.task_id!r} has "
+            f"group {buffered.group_id} of task {buffered.task_id!r} has "
             f"{buffered.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
         )
         logger.error("%s: dropped", message)
         self._admission.vacate(buffered.group_id)
         self._buffer.drop(DroppedGroup(buffered.group_id, GROUP_TOO_LARGE, message))
 
-    def _find_finished(self, group_id: str, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
-        held = self._buffer.find(group_id)
-        found = held.group.trajectories if held is not None else ()
-        return next((t for t in found if t.trajectory_id == trajectory_id), None)
+    async def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
+        """A closed trajectory that went on with its group, while that is held anywhere."""
+        mark = self._store.closed_mark(trajectory_id)
+        held = self._buffer.find(mark.group_id) if mark is not None and mark.group_id else None
+        if held is None or trajectory_id not in held.trajectory_ids:
+            return None
+        group = await held.payload.read()
+        return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
 
     def _forget_attempt(self, trajectory_id: str) -> None:
         record = self._store.find(trajectory_id)
@@ -246,19 +300,31 @@ class Closing:
             for member in _with_branches(record):
                 self._store.forget(member.trajectory_id)
 
-    def _keep_ungrouped(self, record: TrajectoryRecord) -> None:
+    def _keep_ungrouped(self, record: TrajectoryRecord) -> list[Record]:
         """A closed trajectory of its own stays readable until newer ones push it out."""
         self._ungrouped[record.trajectory_id] = None
+        pushed_out: list[str] = []
         while len(self._ungrouped) > KEPT_UNGROUPED:
-            self._forget_attempt(self._ungrouped.popitem(last=False)[0])
+            oldest, _ = self._ungrouped.popitem(last=False)
+            pushed_out.append(oldest)
+            self._forget_attempt(oldest)
+        return [trajectories_forgotten(pushed_out)] if pushed_out else []
+
+    async def settled(self) -> None:
+        """Waits until everything that was closed is written down."""
+        await self._tasks.wait()
+
+    def restore(self, ungrouped: Iterable[str]) -> None:
+        """Closed trajectories of their own that another server left."""
+        self._ungrouped.update(dict.fromkeys(ungrouped))
 
     async def give_back_expired(self) -> None:
         """Consumes leases that ran out; waits for the next deadline; produces waiting attempts, or
         failures where no retry is left. Runs for as long as the server does.
         """
         while True:
-            for attempt, trajectory_id, settled in self._queue.expire():
-                await self._expired(attempt, trajectory_id, settled)
+            for attempt, lost, settled in self._queue.expire():
+                await self._expired(attempt, lost, settled)
             deadline = self._queue.next_deadline()
             sooner = asyncio.ensure_future(self._queue.deadline_sooner.wait())
             timeout = None if deadline is None else max(0.0, deadline - self._clock())
@@ -267,7 +333,9 @@ class Closing:
             finally:
                 sooner.cancel()
 
-    async def _expired(self, attempt: Attempt, trajectory_id: str, settled: Settled) -> None:
+    async def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> None:
+        """`lost` is the trajectory, and those that branch from it; nothing where it was never opened."""
+        trajectory_id = lost[0] if lost else ""
         logger.warning(
             "lease of %s ran out; %s",
             trajectory_id or f"a sibling of {attempt.group.group_id}",
@@ -279,24 +347,19 @@ class Closing:
             # A detached turn may still be running for nobody.
             members = _with_branches(record)
             await self._turns.abort([m.turn for m in members if m.turn is not None])
-        records: list[Record] = []
+        records: list[Record] = [leases_expired(lost, retried=not settled.final)]
         if settled.final:
-            self._close_expired(attempt, trajectory_id, record, records)
+            records = [*self._close_expired(attempt, trajectory_id, record), *records]
         else:
             self._forget_attempt(trajectory_id)
-        completed = self._put_together(settled, records)
-        if records:
-            await self._journal.append(records)
-        if completed is not None:
-            self._offer(completed)
+        await self._settle(attempt.group, settled, records)
 
     def _close_expired(
         self,
         attempt: Attempt,
         trajectory_id: str,
         record: TrajectoryRecord | None,
-        records: list[Record],
-    ) -> None:
+    ) -> list[Record]:
         outcome = Outcome(
             failure=Failure(
                 reason=Reason.LEASE_EXPIRED, message="no call reached the trajectory in time"
@@ -314,13 +377,34 @@ class Closing:
                 sample_index=attempt.sample_index,
             )
             self._store.add(record, bounded=False)
-        for member in (*record.open_branches(), record):
+        closing = [*record.open_branches(), record]
+        for member in closing:
             self._store.close(member, outcome)
-            records.append(
-                OutcomeRecorded(
-                    member.trajectory_id, member.group_id, member.message().SerializeToString()
-                )
+        return _outcomes(closing, outcome)
+
+
+def _outcomes(
+    closing: Sequence[TrajectoryRecord],
+    outcome: trajectory_pb2.Outcome,
+    closed: Closed | None = None,
+) -> list[Record]:
+    """Of the last, `closed` says what its close came to; the others branch from it."""
+    records: list[Record] = []
+    for member in closing:
+        if member.turn is None:
+            # It was opened only to be closed.
+            records.append(trajectory_opened(member))
+        own = closed if closed is not None and member is closing[-1] else Closed()
+        records.append(
+            trajectory_closed(
+                member.trajectory_id,
+                outcome,
+                member.group_id,
+                group_completed=own.group_completed,
+                retried=own.retried,
             )
+        )
+    return records
 
 
 def _with_branches(record: TrajectoryRecord) -> list[TrajectoryRecord]:

@@ -9,6 +9,11 @@ max-model-len = 2048
 
 [leases]
 seconds = 60
+
+[security]
+certificate = "server.pem"
+key = "server-key.pem"
+tokens = "tokens.toml"
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.wire.channel import split_address
+from penstock.server.memory_budget import default_bytes
+from penstock.wire.channel import MAX_MESSAGE_BYTES, is_loopback, split_address
+from penstock.wire.token_file import redact
 
 
 class ConfigError(Exception):
@@ -51,12 +58,31 @@ class Weights(_Section):
     """Where uploads are staged; unset is shared memory, or the temporary folder where that is small."""
     max_staged: int = Field(default=2, ge=1)
     """Versions staged beside the active one; the oldest makes room."""
+    await_trainer: bool = False
+    """Whether turns wait until a trainer is there and the version it holds is active: for a server that is
+    started again in the middle of a run. With a journal that is known by itself."""
     hold_active: bool = True
     """Whether the bytes of the active version stay in memory: deltas apply to them, and a version that
     fails to load goes back to them."""
     collective_seconds: float = Field(default=300.0, gt=0, le=86_400)
     """Longest time that joining a collective takes, and each step of an upload by one. Where the engine is
     not back by then it is given up, and the server with it."""
+
+
+class JournalSection(_Section):
+    """What survives the server."""
+
+    folder: Path | None = None
+    """Where groups, outcomes and open trajectories are kept; unset keeps them in memory only, and a server
+    that restarts has lost them. One server writes to a folder."""
+    durability: Literal["fsync", "process", "none"] = "fsync"
+    """What an answer promises: that what it says survives the loss of power, or kill -9 of the server, or
+    nothing."""
+    max_bytes: int = Field(default=64 << 30, ge=4 << 20)
+    """Most bytes on the disk. Half of them may be in use, the rest is for what compaction is about to
+    free; beyond that callers get DISK_FULL."""
+    segment_bytes: int = Field(default=128 << 20, ge=1 << 20)
+    """Size of one file, allocated whole."""
 
 
 class Streaming(_Section):
@@ -66,6 +92,40 @@ class Streaming(_Section):
     """Longest time tokens wait before they are sent."""
     interval: int = Field(default=16, ge=1)
     """Tokens the engine gathers before it hands them over."""
+
+
+class Security(_Section):
+    """Who is let in, and what the connection is; docs/security.md."""
+
+    certificate: Path | None = None
+    """PEM file of the server's certificate and what it was signed by; with it and `key` connections are
+    made by TLS only."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    client_ca: Path | None = None
+    """PEM file of the authority of client certificates; with it connections are made by mutual TLS only."""
+    tokens: Path | None = None
+    """File of tokens and roles that `penstock token` writes; without it nobody is asked who it is."""
+    insecure: bool = False
+    """Whether an address that is not of loopback may be listened on without the above: where the network
+    is closed otherwise."""
+
+
+class CallerLimits(_Section):
+    """What one caller has open at most: one token, one client certificate or, where nobody is asked who it
+    is, one host."""
+
+    calls: int = Field(default=8_192, ge=1)
+    """Calls open at a time."""
+    turns_in_flight: int = Field(default=8_192, ge=1)
+    """Turns begun and not ended."""
+    tokens_in_flight: int = Field(default=1 << 28, ge=1)
+    """Tokens of the turns in flight: their contexts, and what they may still sample. The turn that comes
+    to be over it still begins."""
+    open_trajectories: int = Field(default=8_192, ge=1)
+    """Trajectories opened and not closed."""
+    message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=1, le=MAX_MESSAGE_BYTES)
+    """Length of one message."""
 
 
 class Limits(_Section):
@@ -79,8 +139,14 @@ class Limits(_Section):
     """Training groups begun and not delivered while no trainer has named its staleness contract."""
     evaluation_groups: int = Field(default=256, ge=1)
     """Evaluation groups begun and not delivered."""
+    memory_bytes: int = Field(default_factory=default_bytes, ge=16 << 20)
+    """Most memory for trajectories, groups and tasks together; by default a quarter of the machine's."""
+    stalled_seconds: float = Field(default=60.0, gt=0)
+    """Longest time that an answer waits for its caller to read, before the caller is cut off."""
     concurrent_calls: int = Field(default=16_384, ge=1)
     """Calls open at a time."""
+    caller: CallerLimits = CallerLimits()
+    """What one caller has of all this."""
 
 
 class ServeConfig(_Section):
@@ -96,8 +162,10 @@ class ServeConfig(_Section):
     """vLLM's options by their own names."""
     leases: Leases = Leases()
     weights: Weights = Weights()
+    journal: JournalSection = JournalSection()
     streaming: Streaming = Streaming()
     limits: Limits = Limits()
+    security: Security = Security()
 
     def engine_options(self) -> list[str]:
         """The engine table as command-line options."""
@@ -138,10 +206,30 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}, got {item['input']!r}"
             for item in error.errors()
         ]
-        raise ConfigError("; ".join(found)) from error
+        raise ConfigError(redact("; ".join(found))) from None
     except ValueError as error:
         raise ConfigError(f"listen: {error}") from error
+    check_exposure(config.listen, config.security)
     return config
+
+
+def check_exposure(listen: str, security: Security) -> None:
+    """Raises ConfigError where anybody could come in from outside, or listen to those who may."""
+    if (security.certificate is None) != (security.key is None):
+        raise ConfigError("security.certificate and security.key are given together")
+    if security.client_ca is not None and security.certificate is None:
+        raise ConfigError("security.client_ca needs security.certificate and security.key")
+    if security.client_ca is not None and security.tokens is None:
+        raise ConfigError("security.client_ca needs security.tokens, which names the roles")
+    if security.insecure or is_loopback(listen):
+        return
+    missing = [name for name in ("certificate", "key", "tokens") if not getattr(security, name)]
+    if missing:
+        names = ", ".join(f"security.{name}" for name in missing)
+        raise ConfigError(
+            f"{listen} can be reached from outside and needs {names}; listen on 127.0.0.1, or set "
+            "security.insecure=true where the network is closed otherwise"
+        )
 
 
 def _apply(table: dict[str, object], setting: str) -> None:

@@ -57,19 +57,25 @@ _CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: (
         Reason.QUEUE_FULL,
         Reason.MEMORY_BUDGET,
+        Reason.SLOW_READER,
         Reason.MESSAGE_TOO_LARGE,
         Reason.DISK_FULL,
+        Reason.CALLER_LIMIT,
     ),
     grpc.StatusCode.UNAVAILABLE: (
         Reason.ENGINE_LOST,
         Reason.WEIGHTS_INCONSISTENT,
         Reason.DRAINING,
+        Reason.CREDENTIAL_ENDED,
+        Reason.JOURNAL_FAILED,
     ),
     grpc.StatusCode.DATA_LOSS: (
         Reason.CHECKSUM_MISMATCH,
         Reason.PROBE_MISMATCH,
         Reason.JOURNAL_CORRUPT,
     ),
+    grpc.StatusCode.UNAUTHENTICATED: (Reason.TOKEN_MISSING, Reason.TOKEN_INVALID),
+    grpc.StatusCode.PERMISSION_DENIED: (Reason.ROLE_NOT_ALLOWED,),
     grpc.StatusCode.INTERNAL: (Reason.INTERNAL_ERROR,),
 }
 STATUS_CODES: dict[Reason, grpc.StatusCode] = {

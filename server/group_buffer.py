@@ -18,21 +18,77 @@ the trainer.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from typing import Protocol
 
 from penstock.server.broadcast import Broadcast
+from penstock.server.journal import Journal, Stored
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 MAX_UNREAD_DROPS = 1_000
+
+
+class Payload(Protocol):
+    """Where the group itself is."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes of the memory budget."""
+        ...
+
+    async def read(self) -> trajectory_pb2.TrajectoryGroup:
+        """The group. Raises JOURNAL_CORRUPT."""
+        ...
+
+    def release(self) -> None:
+        """Nobody reads it again."""
+        ...
+
+
+class InMemory:
+    """A group that is kept as it is."""
+
+    def __init__(self, group: trajectory_pb2.TrajectoryGroup) -> None:
+        self._group = group
+        self.memory_bytes = group.ByteSize()
+
+    async def read(self) -> trajectory_pb2.TrajectoryGroup:
+        """The group."""
+        return self._group
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+class InJournal:
+    """A group that is read from the journal when it is wanted, and checked."""
+
+    def __init__(self, journal: Journal, stored: Stored) -> None:
+        """The record is held already."""
+        self._journal = journal
+        self.stored = stored
+        self.memory_bytes = 0
+
+    async def read(self) -> trajectory_pb2.TrajectoryGroup:
+        """The group. Raises JOURNAL_CORRUPT."""
+        return (await self._journal.read(self.stored)).group_finished.group
+
+    def release(self) -> None:
+        """Its room may be used for something else."""
+        self._journal.release(self.stored)
 
 
 @dataclass(slots=True, eq=False)
 class BufferedGroup:
     """One finished group."""
 
-    group: trajectory_pb2.TrajectoryGroup
+    group_id: str
+    task_id: str
+    purpose: trajectory_pb2.Purpose.ValueType
+    payload: Payload
+    trajectory_ids: tuple[str, ...]
     task: task_service_pb2.Task | None
     admitted_version: int
     oldest_version: int | None
@@ -45,11 +101,6 @@ class BufferedGroup:
     """Step that used it."""
 
     @property
-    def group_id(self) -> str:
-        """Its id."""
-        return self.group.group_id
-
-    @property
     def index(self) -> int:
         """Order in the data."""
         return self.task.index if self.task is not None else 0
@@ -57,7 +108,7 @@ class BufferedGroup:
     @property
     def training(self) -> bool:
         """Whether it feeds the optimizer."""
-        return self.group.purpose != trajectory_pb2.PURPOSE_EVAL
+        return self.purpose != trajectory_pb2.PURPOSE_EVAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +134,8 @@ class GroupBuffer:
         self.drops: Counter[str] = Counter()
         """Groups that left without being trained, by reason."""
         self.redeliveries = 0
+        self.byte_count = 0
+        """What groups take of the memory budget."""
         self._changed = changed
 
     @property
@@ -100,8 +153,27 @@ class GroupBuffer:
         """Groups held in any state."""
         return len(self._waiting) + len(self._delivered) + len(self._used)
 
+    @property
+    def groups(self) -> Iterator[BufferedGroup]:
+        """Groups held in any state."""
+        return chain(self._waiting.values(), self._delivered.values(), self._used.values())
+
+    def restore(self, groups: Iterable[BufferedGroup], last_delivery_id: int) -> None:
+        """Takes up what another server left: those with a step were used by it, the others wait.
+
+        `last_delivery_id` is above every one it gave.
+        """
+        self._last_delivery_id = last_delivery_id
+        for group in groups:
+            if group.step:
+                self._used[group.group_id] = group
+            else:
+                self._wait(group)
+        self._changed.notify()
+
     def add(self, group: BufferedGroup) -> None:
         """A group is finished."""
+        self.byte_count += group.payload.memory_bytes
         self._wait(group)
         self._changed.notify()
 
@@ -129,7 +201,7 @@ class GroupBuffer:
 
     def take(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
         """Marks groups as delivered, each with a delivery id of its own, in the order of the data."""
-        groups = sorted((self.discard(group_id) for group_id in group_ids), key=lambda g: g.index)
+        groups = sorted((self._leave(group_id) for group_id in group_ids), key=lambda g: g.index)
         for group in groups:
             self._last_delivery_id += 1
             group.delivery_id = self._last_delivery_id
@@ -143,8 +215,24 @@ class GroupBuffer:
 
     def discard(self, group_id: str) -> BufferedGroup:
         """Removes a group that waits: it was thrown away for its age."""
+        group = self._leave(group_id)
+        self._gone(group)
+        return group
+
+    def _leave(self, group_id: str) -> BufferedGroup:
         self._evaluations.pop(group_id, None)
         return self._waiting.pop(group_id)
+
+    def _gone(self, group: BufferedGroup) -> None:
+        self.byte_count -= group.payload.memory_bytes
+        group.payload.release()
+        # Its room may let another begin.
+        self._changed.notify()
+
+    def lose(self, group: BufferedGroup) -> None:
+        """A group that was taken cannot be read again."""
+        del self._delivered[group.delivery_id]
+        self._gone(group)
 
     def _wait(self, group: BufferedGroup) -> None:
         self._waiting[group.group_id] = group
@@ -165,6 +253,8 @@ class GroupBuffer:
             if step:
                 group.step = step
                 self._used[group.group_id] = group
+            else:
+                self._gone(group)
         return settled
 
     def finalize(self, step: int) -> list[BufferedGroup]:
@@ -172,6 +262,7 @@ class GroupBuffer:
         final = [group for group in self._used.values() if group.step <= step]
         for group in final:
             del self._used[group.group_id]
+            self._gone(group)
         return final
 
     def resume(self, step: int) -> list[BufferedGroup]:
@@ -192,6 +283,8 @@ class GroupBuffer:
     def drop_all(self) -> list[BufferedGroup]:
         """Forgets every group, used ones included; returns those that were not used."""
         lost = [*self._waiting.values(), *self._delivered.values()]
+        for group in (*lost, *self._used.values()):
+            self._gone(group)
         self._waiting.clear()
         self._evaluations.clear()
         self._delivered.clear()

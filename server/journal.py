@@ -1,100 +1,307 @@
 """Durability: what must survive is appended here before it is acknowledged.
 
-The store, the queue and the buffer know only this interface. `MemoryJournal` keeps nothing beyond the
-process: what it is handed is as durable as the process itself. An on-disk journal implements the same
-three methods and replays its records at start.
+A record says what something is from now on (`penstock/v1/journal.proto`); whoever changes state makes the
+record of it, with the functions below. Order: room asked for, where much is about to be written ->
+state changed in memory -> record appended -> answered. Whoever asks for the same again meanwhile waits
+for the same append.
 
-Order: a state change is made in memory first, its record appended second, and the caller answered
-third; whoever asks for the same again meanwhile waits for the same append.
+`MemoryJournal` keeps nothing beyond the process: what it is handed is as durable as the process itself.
+The one on disk is `log_journal`; what becomes of its records when a server starts is in `recovery`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.server.attempts import Group
+from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
+from penstock.wire.codec import twin
 
-@dataclass(frozen=True, slots=True)
-class TaskSubmitted:
-    """A task was accepted; `task` is the serialized message."""
+JournalRecord = twin(journal_pb2.JournalRecord)
+_ServerStarted = twin(journal_pb2.ServerStarted)
+_SessionBegan = twin(journal_pb2.SessionBegan)
+_RunReplaced = twin(journal_pb2.RunReplaced)
+_WeightsActivated = twin(journal_pb2.WeightsActivated)
+_TaskAccepted = twin(journal_pb2.TaskAccepted)
+_TasksKnown = twin(journal_pb2.TasksKnown)
+_GroupsEnded = twin(journal_pb2.GroupsEnded)
+_GroupChanged = twin(journal_pb2.GroupChanged)
+_JournalAttempt = twin(journal_pb2.JournalAttempt)
+_TrajectoryClosed = twin(journal_pb2.TrajectoryClosed)
+_TrajectoriesForgotten = twin(journal_pb2.TrajectoriesForgotten)
+_LeasesExpired = twin(journal_pb2.LeasesExpired)
+_GroupDropped = twin(journal_pb2.GroupDropped)
+_GroupsReceipted = twin(journal_pb2.GroupsReceipted)
+_StepFinal = twin(journal_pb2.StepFinal)
 
-    task_id: str
-    task: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomeRecorded:
-    """A trajectory was closed; `trajectory` is the serialized message, outcome included."""
-
-    trajectory_id: str
-    group_id: str
-    trajectory: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFinished:
-    """Every sibling is complete; `group` is the serialized message."""
-
-    group_id: str
-    task_id: str
-    group: bytes
+Record = journal_pb2.JournalRecord
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDropped:
-    """A group left without being trained, for this reason."""
-
-    group_id: str
-    reason: str
+class JournalUnreadable(Exception):
+    """What another server left cannot be relied on."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsReceipted:
-    """Groups were used by a step, or refused where the step is zero."""
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Where a record lies; changed in place when the journal is compacted."""
 
-    group_ids: tuple[str, ...]
-    step: int
+    segment: int
+    offset: int
+    """Of its frame, in bytes."""
+    length: int
+    """Of its frame, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepFinal:
-    """A durable checkpoint contains every step up to this one."""
+class Deferred:
+    """Records that are made only where they are written, in another thread: of what cannot change."""
 
-    step: int
+    make: Callable[[], Iterable[Record]]
 
 
-Record = (
-    TaskSubmitted | OutcomeRecorded | GroupFinished | GroupDropped | GroupsReceipted | StepFinal
-)
+SnapshotItem = Record | Stored | Deferred
+Snapshot = Callable[[], Iterable[SnapshotItem]]
+"""Everything that counts now, as records, or by where it lies already."""
 
 
 class Journal(Protocol):
     """An append-only record of what was accepted."""
 
-    async def append(self, records: Sequence[Record]) -> None:
-        """Returns once the records are durable. Raises DISK_FULL or JOURNAL_CORRUPT."""
+    @property
+    def on_disk(self) -> bool:
+        """Whether what is appended can be read again, and need not be kept in memory."""
         ...
 
-    def replay(self) -> AsyncIterator[Record]:
-        """Every record, oldest first, as the last process left them."""
+    @property
+    def failed(self) -> asyncio.Future[str]:
+        """Ends, with the reason, when nothing can be appended any more."""
+        ...
+
+    def replay(self) -> Iterator[tuple[Record, Stored]]:
+        """Every record, oldest first, as the last server left them. Raises JournalUnreadable."""
+        ...
+
+    async def start(self, snapshot: Snapshot) -> None:
+        """Begins to write, once everything was replayed. Raises OSError."""
+        ...
+
+    def check_room(self, byte_count: int) -> None:
+        """Raises DISK_FULL where records of so many bytes may not fit."""
+        ...
+
+    async def append(self, records: Sequence[Record], *, hold_last: bool = False) -> list[Stored]:
+        """Returns once the records are durable, with where they lie. Raises JOURNAL_FAILED.
+
+        Without records: once everything is durable that was appended before. With `hold_last` the last
+        one is held from the moment it is written.
+        """
+        ...
+
+    def begin_append(
+        self, records: Sequence[Record], *, hold_last: bool = False
+    ) -> asyncio.Future[list[Stored]]:
+        """The same, in its place in the order at once. Raises JOURNAL_FAILED."""
+        ...
+
+    async def read(self, stored: Stored) -> Record:
+        """A record again. Raises JOURNAL_CORRUPT."""
+        ...
+
+    def hold(self, stored: Stored) -> None:
+        """A record that was replayed is kept until `release`, in whatever place."""
+        ...
+
+    def release(self, stored: Stored) -> None:
+        """Nobody reads it again."""
         ...
 
     async def close(self) -> None:
-        """Writes what is buffered."""
+        """Writes what is queued."""
         ...
 
 
 class MemoryJournal:
     """Durable as far as the process is: its state is the store, the queue and the buffer themselves."""
 
-    async def append(self, records: Sequence[Record]) -> None:
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._appended: asyncio.Future[list[Stored]] = loop.create_future()
+        self._appended.set_result([])
+        self._failed: asyncio.Future[str] = loop.create_future()
+
+    @property
+    def on_disk(self) -> bool:
+        """Nothing is."""
+        return False
+
+    @property
+    def failed(self) -> asyncio.Future[str]:
+        """Never."""
+        return self._failed
+
+    def replay(self) -> Iterator[tuple[Record, Stored]]:
+        """Nothing was left."""
+        return iter(())
+
+    async def start(self, snapshot: Snapshot) -> None:
         """Nothing to do."""
 
-    async def replay(self) -> AsyncIterator[Record]:
-        """Nothing was left."""
-        return
-        yield  # Makes this an (empty) asynchronous generator.
+    def check_room(self, byte_count: int) -> None:
+        """Memory is bounded elsewhere."""
+
+    async def append(self, records: Sequence[Record], *, hold_last: bool = False) -> list[Stored]:
+        """Nothing to do."""
+        return []
+
+    def begin_append(
+        self, records: Sequence[Record], *, hold_last: bool = False
+    ) -> asyncio.Future[list[Stored]]:
+        """Nothing to do."""
+        return self._appended
+
+    async def read(self, stored: Stored) -> Record:
+        """Nothing was stored."""
+        raise LookupError("nothing is kept in memory")
+
+    def hold(self, stored: Stored) -> None:
+        """Nothing was stored."""
+
+    def release(self, stored: Stored) -> None:
+        """Nothing was stored."""
 
     async def close(self) -> None:
-        """Nothing is buffered."""
+        """Nothing is queued."""
+
+
+# Records. Those of trajectories and turns are in `trajectory_records`.
+
+
+def server_started(start: int) -> Record:
+    """A server begins to write, as the `start`-th."""
+    return JournalRecord(server_started=_ServerStarted(start=start))
+
+
+def session_began(run_id: str, trainer_epoch: int) -> Record:
+    """A trainer began a session."""
+    return JournalRecord(session_began=_SessionBegan(run_id=run_id, trainer_epoch=trainer_epoch))
+
+
+def run_replaced(run_id: str) -> Record:
+    """Everything of a run is gone."""
+    return JournalRecord(run_replaced=_RunReplaced(run_id=run_id))
+
+
+def weights_activated(weight_version: int) -> Record:
+    """Other weights sample."""
+    return JournalRecord(weights_activated=_WeightsActivated(weight_version=weight_version))
+
+
+def task_accepted(task: task_service_pb2.Task, *, first: bool = False) -> Record:
+    """A task waits, `first` before all others."""
+    return JournalRecord(task_accepted=_TaskAccepted(task=task, first=first))
+
+
+def tasks_known(task_ids: Iterable[str]) -> Record:
+    """Tasks that are done with."""
+    return JournalRecord(tasks_known=_TasksKnown(task_ids=task_ids))
+
+
+def groups_ended(group_ids: Iterable[str]) -> Record:
+    """Groups that are done with."""
+    return JournalRecord(groups_ended=_GroupsEnded(group_ids=group_ids))
+
+
+def group_changed(group: Group) -> Record:
+    """A group under way, as it is now."""
+    return JournalRecord(
+        group_changed=_GroupChanged(
+            group_id=group.group_id,
+            task_id=group.task.task_id if group.task is not None else "",
+            group_size=group.size,
+            purpose=group.purpose,
+            admitted_weight_version=group.admitted_version,
+            whole=group.whole,
+            attempts=[
+                _JournalAttempt(
+                    trajectory_id=attempt.trajectory_id,
+                    retry_count=attempt.retry_count,
+                    leased=attempt.leased,
+                    final=attempt.final,
+                )
+                for attempt in group.attempts
+            ],
+        )
+    )
+
+
+def trajectory_closed(
+    trajectory_id: str,
+    outcome: trajectory_pb2.Outcome | bytes,
+    group_id: str,
+    *,
+    group_completed: bool = False,
+    retried: bool = False,
+) -> Record:
+    """A trajectory was closed, with this outcome or one of this SHA-256."""
+    digest = outcome if isinstance(outcome, bytes) else b""
+    return JournalRecord(
+        trajectory_closed=_TrajectoryClosed(
+            trajectory_id=trajectory_id,
+            outcome=None if isinstance(outcome, bytes) else outcome,
+            outcome_sha256=digest,
+            group_id=group_id,
+            group_completed=group_completed,
+            retried=retried,
+        )
+    )
+
+
+def trajectories_forgotten(trajectory_ids: Iterable[str]) -> Record:
+    """Trajectories are of no use any more."""
+    return JournalRecord(
+        trajectories_forgotten=_TrajectoriesForgotten(trajectory_ids=trajectory_ids)
+    )
+
+
+def leases_expired(trajectory_ids: Iterable[str], *, retried: bool) -> Record:
+    """Leases ran out; `retried` is whether the attempt is made again."""
+    return JournalRecord(
+        leases_expired=_LeasesExpired(trajectory_ids=trajectory_ids, retried=retried)
+    )
+
+
+def group_finished(
+    group: trajectory_pb2.TrajectoryGroup,
+    task: task_service_pb2.Task | None,
+    admitted_version: int,
+    *,
+    has_policy_tokens: bool,
+) -> Record:
+    """A group is complete."""
+    record = JournalRecord()
+    finished = record.group_finished
+    # As an argument of its constructor each message would be serialized and parsed again.
+    finished.group.CopyFrom(group)
+    if task is not None:
+        finished.task.CopyFrom(task)
+    finished.admitted_weight_version = admitted_version
+    finished.has_policy_tokens = has_policy_tokens
+    return record
+
+
+def group_dropped(group_id: str, reason: str) -> Record:
+    """A group left without being trained."""
+    return JournalRecord(group_dropped=_GroupDropped(group_id=group_id, reason=reason))
+
+
+def groups_receipted(group_ids: Iterable[str], step: int) -> Record:
+    """Groups were used by a step, or refused where it is zero."""
+    return JournalRecord(groups_receipted=_GroupsReceipted(group_ids=group_ids, step=step))
+
+
+def step_final(step: int) -> Record:
+    """A durable checkpoint contains every step up to this one."""
+    return JournalRecord(step_final=_StepFinal(step=step))

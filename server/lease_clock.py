@@ -101,6 +101,11 @@ class LeaseClock:
         while len(self._expired) > self._max_remembered:
             self._expired.popitem(last=False)
 
+    @property
+    def expired(self) -> Iterable[tuple[str, bool]]:
+        """Ids whose lease ran out, and whether the attempt is made again."""
+        return self._expired.items()
+
     def refuse_expired(self, trajectory_id: str) -> None:
         """Raises LEASE_EXPIRED for an id whose lease, or whose root's, has run out."""
         retried = self._expired.get(trajectory_id)

@@ -21,8 +21,15 @@ from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
 from penstock.server.engine import Engine
 from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.journal import Journal, group_changed
+from penstock.server.memory_budget import MemoryBudget
 from penstock.server.task_queue import TaskQueue
-from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
+from penstock.server.trajectory_store import (
+    BYTES_PER_TOKEN,
+    PromptKind,
+    TrajectoryRecord,
+    TrajectoryStore,
+)
 from penstock.server.turns import Turn, TurnRunner, TurnSampling
 from penstock.server.weight_switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
 
 # Longer texts are tokenized off the event loop.
 LONG_TEXT = 16_384
+
+# Of a turn beside its tokens, in the journal.
+TURN_RECORD_BYTES = 8192
 
 tracer = trace.get_tracer("penstock.server")
 
@@ -80,6 +90,8 @@ class Opening:
         turns: TurnRunner,
         switch: WeightSwitch,
         streaming: StreamRules,
+        journal: Journal,
+        memory: MemoryBudget,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
@@ -88,6 +100,8 @@ class Opening:
         self._turns = turns
         self._switch = switch
         self._streaming = streaming
+        self._journal = journal
+        self._memory = memory
         self._draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
@@ -146,6 +160,7 @@ class Opening:
             required_weight_version=request.required_weight_version,
             traceparent=telemetry.traceparent(context),
         )
+        self._check_room(len(prompt.token_ids), sampling)
         self._place(record, request, attempt, parent)
         record.append_context(prompt.token_ids, 0)
         return self._begin_turn(record, 0, sampling, how, context), how
@@ -192,6 +207,10 @@ class Opening:
                 self._switch.active_version,
             )
             record.group_id, record.sample_index = request.group_id, request.sample_index
+            # In its place before the trajectory's own record, which its caller waits for.
+            joined = self._queue.attempt_of(record.trajectory_id)
+            assert joined is not None
+            self._journal.begin_append([group_changed(joined.group)])
         self._store.add(record)
 
     async def _prompt(
@@ -257,6 +276,7 @@ class Opening:
         if len(observation) + 1 > room:
             # The context is full: what no turn would see is not appended.
             return self._full_turn(record, index, sampling, context), how
+        self._check_room(len(observation), sampling)
         record.append_context(observation, index)
         return self._begin_turn(record, index, sampling, how, context), how
 
@@ -343,6 +363,12 @@ class Opening:
         record.turn = turn
         self._turns.start(turn)
         return turn
+
+    def _check_room(self, token_count: int, sampling: TurnSampling) -> None:
+        """That there is room for a turn. Raises MEMORY_BUDGET, DISK_FULL."""
+        byte_count = (token_count + self._budget(token_count, sampling)) * BYTES_PER_TOKEN
+        self._memory.check(byte_count + TURN_RECORD_BYTES)
+        self._journal.check_room(byte_count + TURN_RECORD_BYTES)
 
     def _budget(self, context_token_count: int, sampling: TurnSampling) -> int:
         room = self._engine.description.max_context_length - context_token_count

@@ -34,6 +34,8 @@ _MIN_TEMPERATURE_ARRIVING = float(np.float32(MIN_TEMPERATURE))
 MAX_FLUSH_SECONDS = 60.0
 MAX_CONCURRENCY = 65_536
 MAX_SELECTED = 100_000
+# Reading so many takes a tenth of a second, in which nobody else is answered.
+MAX_MESSAGES = 16_384
 
 ROLES = {
     conversation_pb2.ROLE_SYSTEM: "system",
@@ -146,6 +148,10 @@ def messages(
     """Messages and tools of a conversation."""
     if not conversation.messages:
         raise FieldInvalid(f"{field}.messages", "must hold at least one message")
+    if len(conversation.messages) > MAX_MESSAGES:
+        raise FieldInvalid(
+            f"{field}.messages", f"must hold at most {MAX_MESSAGES}", len(conversation.messages)
+        )
     if conversation.tools and not first:
         raise FieldInvalid(f"{field}.tools", "may only be given on the first turn")
     found: list[Message] = []

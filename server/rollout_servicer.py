@@ -1,4 +1,4 @@
-"""RolloutService: turns, and what the server knows of them. Weight uploads are in `weight_versions`.
+"""RolloutService: turns, and what the server knows of them. Weight uploads are in `weight_uploads`.
 
 A call on a turn only subscribes to it: the turn belongs to the server (`opening` starts it, `turns`
 runs it).
@@ -7,7 +7,7 @@ runs it).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import TypedDict
 
 from opentelemetry.context import Context
@@ -17,6 +17,7 @@ from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
 from penstock.server.engine import Finish
 from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.journal import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.subscription import Subscription
 from penstock.server.task_queue import TaskQueue
@@ -43,6 +44,9 @@ class _EventFields(TypedDict, total=False):
     finished: rollout_service_pb2.TurnFinished
 
 
+FindFinished = Callable[[str], Awaitable[trajectory_pb2.Trajectory | None]]
+
+
 class RolloutServicer:
     """Serves the turn rpcs."""
 
@@ -53,12 +57,17 @@ class RolloutServicer:
         store: TrajectoryStore,
         queue: TaskQueue,
         turns: TurnRunner,
+        journal: Journal,
+        find_finished: FindFinished,
     ) -> None:
+        """`find_finished` finds a closed trajectory that went on with its group, by its id."""
         self._opening = opening
         self._renderer = renderer
         self._store = store
         self._queue = queue
         self._turns = turns
+        self._find_finished = find_finished
+        self._journal = journal
 
     # Generate and Continue
 
@@ -91,6 +100,8 @@ class RolloutServicer:
         with self._call(turn.record):
             try:
                 await subscription.admitted()
+                if subscription.attempt.recorded is not None:
+                    await subscription.attempt.recorded
                 yield {
                     "started": TurnStarted(
                         turn_index=turn.index,
@@ -124,6 +135,7 @@ class RolloutServicer:
                 if attempt is not None:
                     attempt.branches.discard(record.trajectory_id)
             self._store.forget(record.trajectory_id)
+            self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
 
     @contextlib.contextmanager
     def _call(self, record: TrajectoryRecord) -> Generator[None]:
@@ -200,7 +212,7 @@ class RolloutServicer:
         """A trajectory as the server holds it, or as it went on with its group."""
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         self._queue.attempt_of(trajectory_id)
-        finished = self._store.find_finished(trajectory_id)
+        finished = await self._find_finished(trajectory_id)
         if finished is not None:
             return GetTrajectoryResponse(trajectory=finished, open=False)
         record = self._store.get(trajectory_id)

@@ -102,9 +102,29 @@ def _boundary(method: str) -> Generator[None]:
         raise DomainError(Reason.INTERNAL_ERROR, "internal error") from error
 
 
-def _call(context: ServicerContext) -> Call:
+def _call(context: ServicerContext, stalled_seconds: float = 0.0) -> Call:
     metadata = cast("tuple[tuple[str, str | bytes], ...] | None", context.invocation_metadata())
-    return Call(telemetry.incoming(metadata), context.write)
+
+    async def write(answer: object) -> None:
+        await _write(context, answer, stalled_seconds)
+
+    return Call(telemetry.incoming(metadata), write)
+
+
+async def _write(context: ServicerContext, answer: object, stalled_seconds: float) -> None:
+    """Sends an answer; a caller that does not read it for so long is cut off, and what it had is freed."""
+    try:
+        async with asyncio.timeout(stalled_seconds):
+            await context.write(answer)
+    except grpc.aio.InternalError as error:
+        # What gRPC raises where the caller went away while the answer waited for it.
+        raise asyncio.CancelledError from error
+    except TimeoutError as error:
+        raise DomainError(
+            Reason.SLOW_READER,
+            f"nothing was read for {stalled_seconds:g} s",
+            {"seconds": stalled_seconds},
+        ) from error
 
 
 async def _requests(stream: AsyncIterator[object]) -> AsyncIterator[object]:
@@ -124,41 +144,45 @@ def _unary_unary(name: str, handler: Handler) -> Callable[..., Awaitable[Message
     return handle
 
 
-def _unary_stream(name: str, handler: Handler) -> Callable[..., Awaitable[None]]:
+def _unary_stream(
+    name: str, handler: Handler, stalled_seconds: float
+) -> Callable[..., Awaitable[None]]:
     async def handle(request: object, context: ServicerContext) -> None:
         try:
             with _boundary(name):
                 answers = handler(_checked(request), _call(context))
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
-                        await context.write(answer)
+                        await _write(context, answer, stalled_seconds)
         except DomainError as error:
             await context.abort_with_status(to_status(error))
 
     return handle
 
 
-def _stream_stream(name: str, handler: Handler) -> Callable[..., Awaitable[None]]:
+def _stream_stream(
+    name: str, handler: Handler, stalled_seconds: float
+) -> Callable[..., Awaitable[None]]:
     async def handle(stream: AsyncIterator[object], context: ServicerContext) -> None:
         try:
             with _boundary(name):
-                await handler(_requests(stream), _call(context))
-                await _linger(stream)
+                await handler(_requests(stream), _call(context, stalled_seconds))
+                await linger(stream)
         except DomainError as error:
-            await _linger(stream)
+            await linger(stream)
             await context.abort_with_status(to_status(error))
 
     return handle
 
 
-async def _linger(stream: AsyncIterator[object]) -> None:
+async def linger(stream: AsyncIterator[object], seconds: float = LINGER_SECONDS) -> None:
     """Reads what a caller is still sending after its answer is known.
 
     A client that is in the middle of a write when the status arrives reports the failed write, INTERNAL,
     instead of the status (grpcio does). So the status waits until the caller pauses or is done.
     """
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
+        async with asyncio.timeout(seconds):
             while True:
                 async with asyncio.timeout(LINGER_PAUSE_SECONDS):
                     if await anext(stream, None) is None:
@@ -166,17 +190,20 @@ async def _linger(stream: AsyncIterator[object]) -> None:
 
 
 def _method_handler(
-    service: ServiceDescriptor, method: MethodDescriptor, handler: Handler
+    service: ServiceDescriptor,
+    method: MethodDescriptor,
+    handler: Handler,
+    stalled_seconds: float,
 ) -> grpc.RpcMethodHandler[Any, Any]:
     name = f"{service.full_name}/{method.name}"
     deserialize = cast("Any", _deserializer(name, GetMessageClass(method.input_type)))
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            cast("Any", _stream_stream(name, handler)), deserialize, encode
+            cast("Any", _stream_stream(name, handler, stalled_seconds)), deserialize, encode
         )
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(
-            cast("Any", _unary_stream(name, handler)), deserialize, encode
+            cast("Any", _unary_stream(name, handler, stalled_seconds)), deserialize, encode
         )
     return grpc.unary_unary_rpc_method_handler(
         cast("Any", _unary_unary(name, handler)), deserialize, encode
@@ -185,8 +212,10 @@ def _method_handler(
 
 def service_handlers(
     handlers: Mapping[str, Handler],
+    stalled_seconds: float,
 ) -> tuple[grpc.GenericRpcHandler, ...]:
-    """Handlers of every rpc; `handlers` maps "Service/Method" to what serves it.
+    """Handlers of every rpc; `handlers` maps "Service/Method" to what serves it. A caller that reads
+    nothing for `stalled_seconds` is cut off.
 
     Raises KeyError for an rpc without a handler: a server that lacks one must not start.
     """
@@ -195,7 +224,7 @@ def service_handlers(
             service.full_name,
             {
                 method.name: _method_handler(
-                    service, method, handlers[f"{service.name}/{method.name}"]
+                    service, method, handlers[f"{service.name}/{method.name}"], stalled_seconds
                 )
                 for method in service.methods
             },

@@ -1,12 +1,18 @@
 """The server put together, and its life from the first bind to the last answer.
 
-Order of start: port bound (a port in use fails before a model is loaded) -> engine -> handlers ->
-serving, said in one line. Order of a stop (SIGTERM, SIGINT): health NOT_SERVING -> no new turns,
-no new leases -> turns in flight finish within `drain_seconds`, the rest end ABORTED -> the trainer's
-session ends with DRAINING -> open calls end -> engine closed -> journal closed.
+Order of start: port bound (a port in use fails before a model is loaded) -> journal taken -> engine ->
+journal read -> handlers -> serving, said in one line.
+
+Order of a stop (SIGTERM, SIGINT): health NOT_SERVING -> no new turns, no new leases -> turns in flight
+finish within `drain_seconds`, the rest end ABORTED -> the trainer's session ends with DRAINING -> open
+calls end -> engine closed -> journal closed.
 
 An engine that dies takes the server with it: health NOT_SERVING, turns end with ENGINE_LOST, the
-process says so and exits with 1, so that whoever supervises it starts another.
+process says so and exits with 1, so that whoever supervises it starts another. So does a journal that can
+no longer be written.
+
+A server that is started in the middle of a run, which its journal or its configuration says, holds turns
+back and is NOT_SERVING until the version that the trainer holds is active.
 """
 
 from __future__ import annotations
@@ -23,16 +29,22 @@ from penstock.server.adapter_folder import AdapterFolders
 from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.admission import Admission
 from penstock.server.attempts import LeaseRules
+from penstock.server.authorization import Gate
 from penstock.server.broadcast import Broadcast
+from penstock.server.caller_limits import Callers
 from penstock.server.closing import Closing
-from penstock.server.config import ServeConfig
+from penstock.server.config import Security, ServeConfig, check_exposure
 from penstock.server.conversation import Renderer
 from penstock.server.engine import Engine
 from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
-from penstock.server.journal import Journal, MemoryJournal
+from penstock.server.held_weights import HeldWeights
+from penstock.server.journal import Journal, MemoryJournal, server_started, weights_activated
+from penstock.server.memory_budget import MemoryBudget
 from penstock.server.opening import Opening, StreamRules
+from penstock.server.recovery import recover
 from penstock.server.reflection import add_reflection
+from penstock.server.restoring import Parts
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
@@ -41,11 +53,13 @@ from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
 from penstock.server.telemetry import Gauge, ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
+from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.turns import TurnRunner
 from penstock.server.weight_collective import Collective
 from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import InFlight, WeightSwitch
+from penstock.server.weight_switch import InFlight, Switched, WeightSwitch
+from penstock.server.weight_uploads import WeightUploads
 from penstock.server.weight_versions import WeightVersions
 from penstock.wire import staleness
 from penstock.wire.channel import server_options
@@ -56,14 +70,28 @@ class AddressInUse(Exception):
     """The address cannot be listened on."""
 
 
-def bind(listen: str, concurrent_calls: int) -> tuple[grpc.aio.Server, int]:
-    """A gRPC server bound to HOST:PORT, not yet serving, and the port it got.
+def bind(
+    listen: str, concurrent_calls: int, gate: Gate | None = None
+) -> tuple[grpc.aio.Server, int]:
+    """A gRPC server bound to HOST:PORT, not yet serving, and the port it got. Without a gate it takes
+    calls of this host's only, and asks nobody who it is.
 
-    Raises AddressInUse where another process has the port or the host is not this machine's.
+    Raises AddressInUse where another process has the port or the host is not this machine's, and
+    ConfigError where it would be open to anybody.
     """
-    server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=concurrent_calls)
+    credentials = None if gate is None else gate.credentials.server_credentials()
+    if gate is None:
+        check_exposure(listen, Security())
+    server = grpc.aio.server(
+        interceptors=() if gate is None else (gate,),
+        options=server_options(),
+        maximum_concurrent_rpcs=concurrent_calls,
+    )
     try:
-        port = server.add_insecure_port(listen)
+        if credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise AddressInUse(f"cannot listen on {listen}: {error}") from error
     return server, port
@@ -79,12 +107,18 @@ class Serving:
         renderer: Renderer,
         config: ServeConfig,
         journal: Journal | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate` is the one that the server was bound with."""
         clock = time.monotonic
         self._server = server
+        self.callers = Callers(config.limits.caller) if gate is None else gate.callers
         self._engine = engine
         self._drain_seconds = config.drain_seconds
         self._journal = journal or MemoryJournal()
+        self._await_trainer = config.weights.await_trainer
+        self._stalled_seconds = config.limits.stalled_seconds
+        self._starts = 0
         description = engine.description
         changed = Broadcast()
         limits = config.limits
@@ -104,44 +138,56 @@ class Serving:
             max_evaluation_groups=limits.evaluation_groups,
         )
         self.buffer = GroupBuffer(changed)
+        self.budget = MemoryBudget(limits.memory_bytes)
+        self.budget.parts = (
+            lambda: self.store.byte_count,
+            lambda: self.queue.byte_count,
+            lambda: self.buffer.byte_count,
+        )
+        self.queue.has_memory = self.budget.may_begin
         self.switch = WeightSwitch(engine)
-        self.turns = TurnRunner(engine, self.switch, renderer.decode)
+        self.turns = TurnRunner(
+            engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
+        )
         self.metrics = ServerMetrics()
-        folders = AdapterFolders(
-            config.weights.stage_folder or SHARED_MEMORY, str(description.model)
-        )
-        self.adapters = AdapterVersions(
-            engine, self.switch, self.turns, folders, description.adapters
-        )
-        stage = WeightStage(
-            config.weights.stage_folder,
-            description.tensors,
-            description.weight_dtype,
-        )
-        self.weights = WeightVersions(
-            stage,
-            self.switch,
-            self.turns,
-            self.adapters,
-            Collective(engine, config.weights.collective_seconds),
-            InFlight(config.weights.in_flight),
-            description,
-            max_staged=config.weights.max_staged,
-            hold_active=config.weights.hold_active,
-        )
+        self.adapters, self.weights, self.uploads = self._make_weights(config)
         self.closing = Closing(
-            self.store, self.queue, self.buffer, self.admission, self.turns, self._journal, clock
+            self.store,
+            self.queue,
+            self.buffer,
+            self.admission,
+            self.turns,
+            self._journal,
+            self.budget,
+            clock,
         )
         streaming = StreamRules(config.streaming.flush_seconds, config.streaming.interval)
         self.opening = Opening(
-            engine, renderer, self.store, self.queue, self.turns, self.switch, streaming
+            engine,
+            renderer,
+            self.store,
+            self.queue,
+            self.turns,
+            self.switch,
+            streaming,
+            self._journal,
+            self.budget,
         )
-        self.rollouts = RolloutServicer(self.opening, renderer, self.store, self.queue, self.turns)
+        self.rollouts = RolloutServicer(
+            self.opening,
+            renderer,
+            self.store,
+            self.queue,
+            self.turns,
+            self._journal,
+            self.closing.find_finished,
+        )
         self.tasks = TaskServicer(
             changed,
             self.queue,
             self.closing,
             self._journal,
+            self.budget,
             lambda: self.switch.active_version,
             description.vocab_size,
         )
@@ -152,24 +198,56 @@ class Serving:
             self.buffer,
             self.store,
             self.weights,
+            self.uploads.fence,
             self.turns,
             self._journal,
         )
         self.info = ServerInfo(
             engine, self.switch, self.weights, self.adapters, self.store, self.buffer
         )
+        self.parts = Parts(
+            self.queue, self.store, self.buffer, self.admission, self.closing, self.trainer
+        )
         # grpcio-health-checking carries no types.
         self._health: Any = cast("Any", health).aio.HealthServicer()
         self._background: list[asyncio.Task[None]] = []
         self._wire_callbacks()
 
+    def _make_weights(
+        self, config: ServeConfig
+    ) -> tuple[AdapterVersions, WeightVersions, WeightUploads]:
+        engine, description, wanted = self._engine, self._engine.description, config.weights
+        stage = WeightStage(wanted.stage_folder, description.tensors, description.weight_dtype)
+        adapters = AdapterVersions(
+            engine,
+            self.switch,
+            self.turns,
+            AdapterFolders(wanted.stage_folder or SHARED_MEMORY, str(description.model)),
+            description.adapters,
+        )
+        versions = WeightVersions(
+            stage,
+            self.switch,
+            self.turns,
+            adapters,
+            InFlight(wanted.in_flight),
+            HeldWeights(stage, description.checkpoint, enabled=wanted.hold_active),
+            max_staged=wanted.max_staged,
+        )
+        collective = Collective(engine, wanted.collective_seconds)
+        return adapters, versions, WeightUploads(versions, stage, collective, description)
+
     def _wire_callbacks(self) -> None:
         self.switch.on_health = self._publish_health
         self.turns.on_tokens = self.metrics.tokens_sampled
         self.turns.on_left = self.adapters.free_idle
+        self.turns.on_started = self.callers.turn_started
+        self.callers.turns_in_flight = lambda: self.turns.in_flight
+        self.callers.is_open = self._is_open
         self.weights.on_staged = self.metrics.weights_staged
-        self.weights.on_switched = self.metrics.weights_switched
-        self.weights.on_trainer_version = self.admission.advance
+        self.weights.on_switched = self._switched
+        self.trainer.on_session = self._release_turns
+        self.uploads.on_trainer_version = self.admission.advance
 
         def group_taken(group: BufferedGroup) -> None:
             if group.training and group.oldest_version is not None:
@@ -202,6 +280,7 @@ class Serving:
                 "most that may be outstanding",
                 lambda: self.admission.target,
             ),
+            ("memory.used", "By", "of the memory budget", lambda: self.budget.used_bytes),
             ("trajectories.open", "{trajectory}", "open", lambda: self.store.open_count),
             ("engine.running", "{turn}", "being sampled", lambda: stats().running),
             ("engine.kv_cache_usage", "1", "part in use", lambda: stats().kv_cache_usage),
@@ -210,17 +289,39 @@ class Serving:
             self.metrics.observe(f"penstock.{name}", unit, description, read)
         counts = self.metrics.observe_counts
         counts("penstock.groups.dropped", "{group}", "never trained", lambda: self.trainer.drops)
+        counts("penstock.calls.refused", "{call}", "not let in", lambda: self.callers.refusals)
         counts("penstock.attempts.failed", "{attempt}", "failed", lambda: self.closing.failures)
         counts("penstock.turns.moved", "{turn}", "went on under another adapter", self._moves)
 
     def _moves(self) -> Mapping[str, float]:
         return self.adapters.moves
 
+    async def _switched(self, switched: Switched) -> None:
+        self.metrics.weights_switched(switched)
+        self._journal.begin_append([weights_activated(switched.weight_version)])
+        await self._release_turns()
+
+    async def _release_turns(self) -> None:
+        """Holds turns back no longer, where the trainer's version is the active one."""
+        if self.trainer.connected and self.admission.trainer_version == self.switch.active_version:
+            await self.switch.await_trainer(False)
+
+    async def _recover(self) -> None:
+        """Takes up what the last server left in the journal. Raises JournalUnreadable."""
+        found = recover(self._journal.replay())
+        self.parts.restore(found, self._journal)
+        self._starts = found.starts + 1
+        await self.switch.await_trainer(self._await_trainer or found.weight_version > 0)
+        await self._journal.start(
+            lambda: self.parts.snapshot(self._starts, self.switch.active_version)
+        )
+        await self._journal.append([server_started(self._starts)])
+
     def _handlers(self) -> Mapping[str, Handler]:
         rollouts, tasks = self.rollouts, self.tasks
 
         def update_weights(requests: Any, call: Call) -> object:
-            return self.weights.update_weights(requests, call.write)
+            return self.uploads.update_weights(requests, call.write)
 
         def exchange(requests: Any, call: Call) -> object:
             return self.trainer.exchange(requests, call.write)
@@ -242,8 +343,10 @@ class Serving:
         }
 
     async def start(self) -> None:
-        """Serves from here on."""
-        self._server.add_generic_rpc_handlers(service_handlers(self._handlers()))
+        """Serves from here on. Raises JournalUnreadable and OSError."""
+        await self._recover()
+        handlers = service_handlers(self.callers.guard(self._handlers()), self._stalled_seconds)
+        self._server.add_generic_rpc_handlers(handlers)
         cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._health, self._server)
         add_reflection(self._server)
         await self._publish_health()
@@ -252,10 +355,21 @@ class Serving:
             asyncio.create_task(self.closing.give_back_expired(), name="lease clock")
         )
 
+    def _is_open(self, trajectory_id: str) -> bool:
+        record = self.store.find(trajectory_id)
+        return record is not None and not record.closed
+
     async def failed(self) -> str:
         """Returns, with the reason, only when the server can no longer serve."""
         lost = asyncio.create_task(self._engine.lost())
-        await asyncio.wait([lost, *self._background], return_when=asyncio.FIRST_COMPLETED)
+        unwritable = self._journal.failed
+        await asyncio.wait(
+            [lost, unwritable, *self._background], return_when=asyncio.FIRST_COMPLETED
+        )
+        if unwritable.done():
+            lost.cancel()
+            await self.switch.refuse(DomainError(Reason.JOURNAL_FAILED, unwritable.result()))
+            return unwritable.result()
         for task in self._background:
             if task.done():
                 lost.cancel()
@@ -281,15 +395,17 @@ class Serving:
             await self.turns.abort(self.turns.in_flight)
         self.trainer.end(refusal)
         await self._server.stop(grace=2.0)
+        await self.closing.settled()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._engine.close()
+        await self.uploads.close()
         await self.weights.close()
         await self._journal.close()
 
     async def _publish_health(self) -> None:
-        serving = self.switch.trusted and not self.info.draining
+        serving = self.switch.trusted and not (self.info.draining or self.switch.awaiting_trainer)
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving

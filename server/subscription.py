@@ -56,23 +56,11 @@ class Subscription:
                         async with asyncio.timeout(self._flush_seconds):
                             await ended.wait()
             finished = ended.is_set()
-            for segment in self._take(self.attempt.record_end if finished else self._record.end):
+            end = self.attempt.record_end if finished else self._record.end
+            for segment in self._record.segments_between(self._taken, end):
                 yield segment
+            self._taken = end
             if finished:
                 if self.attempt.error is not None:
                     raise self.attempt.error
                 return
-
-    def _take(self, end: tuple[int, int]) -> list[trajectory_pb2.Segment]:
-        """What the record holds between what was taken and `end`."""
-        count, last_token_count = end
-        taken_count, start = self._taken
-        taken: list[trajectory_pb2.Segment] = []
-        for index in range(max(0, taken_count - 1), count):
-            segment = self._record.segments[index]
-            stop = last_token_count if index == count - 1 else segment.token_count
-            if start < stop:
-                taken.append(segment.message(start, stop))
-            start = 0
-        self._taken = end
-        return taken

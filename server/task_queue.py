@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
@@ -68,6 +69,10 @@ class TaskQueue:
         self._waiting: deque[Attempt] = deque()
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
+        self.byte_count = 0
+        """What tasks take of the memory budget, those of groups under way among them."""
+        self.has_memory: Callable[[], bool] = lambda: True
+        """Whether the memory budget allows another group."""
         self.buffered_evaluations: Callable[[], int] = lambda: 0
         """Counts the evaluation groups handed over and not delivered."""
 
@@ -81,8 +86,73 @@ class TaskQueue:
         """Groups begun and not complete."""
         return len(self._groups)
 
-    def submit(self, tasks: Iterable[task_service_pb2.Task]) -> tuple[int, int]:
-        """Adds tasks, all or none; returns how many were new and how many known already.
+    @property
+    def groups(self) -> Iterable[Group]:
+        """Groups begun and not complete."""
+        return self._groups.values()
+
+    @property
+    def pending_tasks(self) -> Iterator[task_service_pb2.Task]:
+        """Tasks not yet begun, each kind in its order."""
+        return chain.from_iterable(self._pending.values())
+
+    @property
+    def known_tasks(self) -> Iterable[str]:
+        """Ids of every task of this run."""
+        return self._known_tasks
+
+    @property
+    def ended_groups(self) -> Iterable[str]:
+        """Ids of groups that are complete, oldest first."""
+        return self._ended
+
+    def restore(
+        self,
+        pending: Iterable[task_service_pb2.Task],
+        known: Iterable[str],
+        groups: Iterable[Group],
+        ended: Iterable[str],
+    ) -> None:
+        """Takes up what another server left. Every lease stream was lost with it: whoever holds a lease has
+        to call."""
+        self._known_tasks.update(known)
+        for task in pending:
+            self._pending[_effective(task.purpose)].append(task)
+            self.byte_count += task.ByteSize()
+        for group in groups:
+            self._groups[group.group_id] = group
+            self.byte_count += _task_bytes(group)
+            if group.purpose == trajectory_pb2.PURPOSE_TRAIN:
+                self._admission.admit(group.group_id, group.admitted_version)
+            else:
+                self._evaluations.add(group.group_id)
+            if group.task is None:
+                self.leases.touch(group.attempts[0])
+            for attempt in group.attempts:
+                if attempt.leased:
+                    self._attempts[attempt.trajectory_id] = attempt
+                    self.leases.touch(attempt)
+                    if group.task is not None:
+                        self.leases.orphan(attempt)
+                elif not attempt.final and group.task is not None:
+                    self._waiting.append(attempt)
+        for group_id in ended:
+            self._remember_ended(group_id)
+
+    def check_room(self, count: int) -> None:
+        """Raises QUEUE_FULL for more tasks in one request than could ever wait."""
+        if count > self._max_pending:
+            raise DomainError(
+                Reason.QUEUE_FULL,
+                f"{count} tasks are more than the {self._max_pending} that may wait",
+                {"pending_count": self.pending_count, "limit": self._max_pending},
+                retry_after_seconds=5.0,
+            )
+
+    def submit(
+        self, tasks: Iterable[task_service_pb2.Task]
+    ) -> tuple[list[task_service_pb2.Task], int]:
+        """Adds tasks, all or none; returns those that were new, and how many were known already.
 
         Raises QUEUE_FULL where they do not fit.
         """
@@ -103,9 +173,10 @@ class TaskQueue:
         self._known_tasks.update(fresh)
         for task in fresh.values():
             self._pending[_effective(task.purpose)].append(task)
+            self.byte_count += task.ByteSize()
         if fresh:
             self._changed.notify()
-        return len(fresh), duplicates
+        return list(fresh.values()), duplicates
 
     def lease(self, holder: Holder, active_version: int) -> Lease | None:
         """The next attempt for a holder, or None where there is none for it now."""
@@ -131,13 +202,7 @@ class TaskQueue:
         self.leases.touch(attempt)
         if holder.whole_groups:
             group.whole, group.holder = True, holder
-        return Lease(
-            group.task,
-            group.group_id,
-            attempt.trajectory_id,
-            attempt.sample_index,
-            attempt.retry_count,
-        )
+        return Lease(group, attempt.trajectory_id, attempt.sample_index, attempt.retry_count)
 
     def _next_waiting(self, holder: Holder) -> Attempt | None:
         for attempt in self._waiting:
@@ -175,6 +240,8 @@ class TaskQueue:
         return None
 
     def _may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
+        if not self.has_memory():
+            return False
         if purpose == trajectory_pb2.PURPOSE_TRAIN:
             return self._admission.may_admit(active_version)
         undelivered = len(self._evaluations) + self.buffered_evaluations()
@@ -262,14 +329,15 @@ class TaskQueue:
         """When `expire` should next be called; None while no lease can run out."""
         return self.leases.next_deadline(self._groups.values())
 
-    def expire(self) -> list[tuple[Attempt, str, Settled]]:
-        """Gives back what ran out: each attempt, the id it had, and what that came to."""
-        expired: list[tuple[Attempt, str, Settled]] = []
+    def expire(self) -> list[tuple[Attempt, list[str], Settled]]:
+        """Gives back what ran out: each attempt, the ids that stood for it, its own first, and what that
+        came to."""
+        expired: list[tuple[Attempt, list[str], Settled]] = []
         for attempt in self.leases.due(self._groups.values()):
-            trajectory_id, lost = attempt.trajectory_id, _ids(attempt)
+            lost = _ids(attempt)
             settled = self.settle(attempt, failed=True)
             self.leases.remember_expired(lost, retried=not settled.final)
-            expired.append((attempt, trajectory_id, settled))
+            expired.append((attempt, lost, settled))
         return expired
 
     def settle(self, attempt: Attempt, *, failed: bool) -> Settled:
@@ -299,11 +367,15 @@ class TaskQueue:
         completed = None
         if group.complete:
             completed = self._groups.pop(group.group_id)
-            self._ended[group.group_id] = None
-            while len(self._ended) > MAX_REMEMBERED_GROUPS:
-                self._ended.popitem(last=False)
+            self.byte_count -= _task_bytes(group)
+            self._remember_ended(group.group_id)
         self._changed.notify()
         return Settled(attempt.final, completed, tuple(discarded))
+
+    def _remember_ended(self, group_id: str) -> None:
+        self._ended[group_id] = None
+        while len(self._ended) > MAX_REMEMBERED_GROUPS:
+            self._ended.popitem(last=False)
 
     def handed_over(self, group_id: str) -> None:
         """A complete group is in the buffer, or was dropped: it is no longer counted here."""
@@ -318,6 +390,7 @@ class TaskQueue:
     def resubmit(self, task: task_service_pb2.Task) -> None:
         """Puts a known task back at the head: its group was thrown away for age."""
         self._pending[_effective(task.purpose)].appendleft(task)
+        self.byte_count += task.ByteSize()
         self._changed.notify()
 
     def drop_all(self) -> tuple[int, list[Group]]:
@@ -326,6 +399,7 @@ class TaskQueue:
         for tasks in self._pending.values():
             tasks.clear()
         self._known_tasks.clear()
+        self.byte_count = 0
         self._waiting.clear()
         for group in groups:
             for attempt in group.attempts:
@@ -354,6 +428,10 @@ def _wanted(holder: Holder, purpose: trajectory_pb2.Purpose.ValueType) -> bool:
 
 def _waits(attempt: Attempt) -> bool:
     return not attempt.final and not attempt.leased
+
+
+def _task_bytes(group: Group) -> int:
+    return group.task.ByteSize() if group.task is not None else 0
 
 
 def _ids(attempt: Attempt) -> list[str]:

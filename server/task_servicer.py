@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -12,12 +13,15 @@ from penstock.server.attempts import Holder
 from penstock.server.broadcast import Broadcast
 from penstock.server.closing import Closing
 from penstock.server.errors import DomainError, FieldInvalid
-from penstock.server.journal import Journal, TaskSubmitted
+from penstock.server.journal import Journal, group_changed, task_accepted
+from penstock.server.memory_budget import MemoryBudget
 from penstock.server.task_queue import TaskQueue
 from penstock.v1 import task_service_pb2
 from penstock.wire.codec import twin
 
 logger = logging.getLogger(__name__)
+
+CHECKED_AT_A_TIME = 500
 
 SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 LeaseTasksResponse = twin(task_service_pb2.LeaseTasksResponse)
@@ -34,6 +38,7 @@ class TaskServicer:
         queue: TaskQueue,
         closing: Closing,
         journal: Journal,
+        budget: MemoryBudget,
         active_version: Callable[[], int],
         vocab_size: int,
     ) -> None:
@@ -41,6 +46,7 @@ class TaskServicer:
         self._queue = queue
         self._closing = closing
         self._journal = journal
+        self._budget = budget
         self._active_version = active_version
         self._vocab_size = vocab_size
         self._draining: DomainError | None = None
@@ -54,14 +60,19 @@ class TaskServicer:
         self, request: task_service_pb2.SubmitTasksRequest
     ) -> task_service_pb2.SubmitTasksResponse:
         """Adds tasks, all or none."""
+        self._queue.check_room(len(request.tasks))
         for index, task in enumerate(request.tasks):
             requests.task(f"tasks[{index}]", task, self._vocab_size)
+            if not index % CHECKED_AT_A_TIME:
+                # Nothing has changed yet, and others wait for an answer too.
+                await asyncio.sleep(0)
+        self._budget.check(request.ByteSize())
+        self._journal.check_room(request.ByteSize())
         accepted, duplicates = self._queue.submit(request.tasks)
-        await self._journal.append(
-            [TaskSubmitted(task.task_id, task.SerializeToString()) for task in request.tasks]
-        )
+        # Without any it waits: those known already may not be durable yet.
+        await self._journal.append([task_accepted(task) for task in accepted])
         return SubmitTasksResponse(
-            accepted_count=accepted,
+            accepted_count=len(accepted),
             duplicate_count=duplicates,
             pending_count=self._queue.pending_count,
         )
@@ -95,10 +106,12 @@ class TaskServicer:
                 if lease is None:
                     await self._changed.wait()
                     continue
+                # An agent that works on what no server knows of would work for nothing.
+                await self._journal.append([group_changed(lease.group)])
                 yield LeaseTasksResponse(
-                    task=lease.task,
+                    task=lease.group.task,
                     trajectory_id=lease.trajectory_id,
-                    group_id=lease.group_id,
+                    group_id=lease.group.group_id,
                     sample_index=lease.sample_index,
                     retry_count=lease.retry_count,
                     lease=length,

@@ -21,7 +21,15 @@ from penstock.server.admission import Admission
 from penstock.server.broadcast import Broadcast
 from penstock.server.errors import DomainError, FieldInvalid, to_rejection
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
-from penstock.server.journal import GroupDropped, GroupsReceipted, Journal, StepFinal
+from penstock.server.journal import (
+    Journal,
+    group_dropped,
+    groups_receipted,
+    run_replaced,
+    session_began,
+    step_final,
+    task_accepted,
+)
 from penstock.server.staleness_gate import LatePolicy, StalenessContract
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import TrajectoryStore
@@ -30,13 +38,13 @@ from penstock.server.weight_header import read_in_flight
 from penstock.server.weight_switch import InFlight, ProbeMismatch, Switched
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.codec import twin
+from penstock.wire.failpoints import hit
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
 ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
 Welcome = twin(trainer_service_pb2.Welcome)
-GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 Notice = twin(trainer_service_pb2.Notice)
 WeightReceipt = twin(weights_pb2.WeightReceipt)
 
@@ -62,8 +70,6 @@ class Weights(Protocol):
 
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched: ...
 
-    def fence(self, trainer_epoch: int) -> None: ...
-
     def has(self, weight_version: int) -> bool: ...
 
 
@@ -72,6 +78,8 @@ class Session:
     """One live stream."""
 
     trainer_epoch: int
+    resume_step: int
+    """The last step that the trainer's state contained when it began."""
     write: Write
     ended: asyncio.Future[None]
     """Fails with what ends the session from outside."""
@@ -105,6 +113,7 @@ class TrainerServicer:
         buffer: GroupBuffer,
         store: TrajectoryStore,
         weights: Weights,
+        fence_uploads: Callable[[int], None],
         turns: TurnRunner,
         journal: Journal,
     ) -> None:
@@ -114,6 +123,7 @@ class TrainerServicer:
         self._buffer = buffer
         self._store = store
         self._weights = weights
+        self._fence_uploads = fence_uploads
         self._turns = turns
         self._journal = journal
         self._session: Session | None = None
@@ -123,6 +133,8 @@ class TrainerServicer:
         """Groups that left without being trained, by reason."""
         self.on_delivery: Callable[[BufferedGroup], None] | None = None
         """Called with each group that is delivered, for metrics."""
+        self.on_session: Callable[[], Awaitable[None]] | None = None
+        """Called when a trainer has said which version it holds."""
 
     async def exchange(
         self, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest], write: Write
@@ -178,12 +190,15 @@ class TrainerServicer:
             )
         )
         self._epoch = hello.trainer_epoch
-        self._weights.fence(hello.trainer_epoch)
-        session = Session(hello.trainer_epoch, write, asyncio.get_running_loop().create_future())
+        self._fence_uploads(hello.trainer_epoch)
+        ended = asyncio.get_running_loop().create_future()
+        session = Session(hello.trainer_epoch, hello.resume_step, write, ended)
         self._session = session
         if self._run_id and self._run_id != hello.run_id:
             await self._drop_run(session)
         self._run_id = hello.run_id
+        # Durable before it is told: no older trainer gets in after a restart either.
+        await self._journal.append([session_began(self._run_id, self._epoch)])
         self._admission.agree(contract, hello.weight_version)
         again = self._buffer.resume(hello.resume_step)
         self._admission.restore(
@@ -200,6 +215,8 @@ class TrainerServicer:
             hello.resume_step,
             contract,
         )
+        if self.on_session is not None:
+            await self.on_session()
         await session.send(ExchangeResponse(welcome=welcome))
         return session
 
@@ -222,7 +239,7 @@ class TrainerServicer:
                 self._store.forget(record.trajectory_id)
         message = f"run {self._run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
         session.notices.append(Notice(reason=reason, message=message))
-        await self._journal.append([GroupDropped(group_id, reason) for group_id in dropped])
+        await self._journal.append([run_replaced(self._run_id)])
 
     async def _read(
         self, session: Session, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest]
@@ -235,7 +252,7 @@ class TrainerServicer:
             if kind == "demand":
                 self._demand(session, request.demand)
             elif kind == "receipt":
-                await self._receipt(request.receipt)
+                await self._receipt(session, request.receipt)
             elif kind == "switch_weights":
                 if request.switch_weights.weight_version < 0:
                     raise FieldInvalid(
@@ -276,7 +293,7 @@ class TrainerServicer:
             raise FieldInvalid("demand.purpose", "is unknown", demand.purpose)
         self._changed.notify()
 
-    async def _receipt(self, receipt: trainer_service_pb2.GroupReceipt) -> None:
+    async def _receipt(self, session: Session, receipt: trainer_service_pb2.GroupReceipt) -> None:
         if receipt.step < 0:
             raise FieldInvalid("receipt.step", "must not be negative", receipt.step)
         refused = receipt.HasField("rejection")
@@ -286,17 +303,23 @@ class TrainerServicer:
             )
         groups = self._buffer.receipt(receipt.delivery_ids, receipt.step)
         if refused:
+            self.drops[receipt.rejection.reason or "REFUSED"] += len(groups)
+        if refused or receipt.step <= session.resume_step:
+            # Of no use to the step that gathers now, either: a receipt that was lost with the stream before
+            # had them delivered again, and they must not keep the places of others.
             for group in groups:
-                self.drops[receipt.rejection.reason or "REFUSED"] += 1
                 self._admission.vacate(group.group_id)
         group_ids = tuple(group.group_id for group in groups)
-        await self._journal.append([GroupsReceipted(group_ids, receipt.step)])
+        hit("receipt.before_append")
+        await self._journal.append([groups_receipted(group_ids, receipt.step)])
+        hit("receipt.after_append")
 
     async def _finalize(self, step: int) -> None:
         if step < 0:
             raise FieldInvalid("checkpoint.step", "must not be negative", step)
         self._buffer.finalize(step)
-        await self._journal.append([StepFinal(step)])
+        hit("checkpoint.before_append")
+        await self._journal.append([step_final(step)])
 
     async def _deliver(self, session: Session) -> None:
         """Consumes credit and finished groups; waits for more of either; produces deliveries."""
@@ -312,14 +335,7 @@ class TrainerServicer:
             session.credit -= len(selection.taken)
             session.evaluation_credit -= len(chosen) - len(selection.taken)
             for group in groups:
-                if self.on_delivery is not None:
-                    self.on_delivery(group)
-                delivery = GroupDelivery(
-                    delivery_id=group.delivery_id,
-                    group=group.group,
-                    redelivery_count=group.delivery_count - 1,
-                )
-                await session.send(ExchangeResponse(delivery=delivery))
+                await self._send(session, group)
             notices = [
                 *session.notices,
                 *(
@@ -338,6 +354,52 @@ class TrainerServicer:
                 return
             await self._changed.wait()
 
+    async def _send(self, session: Session, group: BufferedGroup) -> None:
+        """Delivers a group; one that cannot be read again is dropped, and its task waits anew."""
+        try:
+            message = await group.payload.read()
+        except DomainError as error:
+            logger.error("group %s is dropped: %s", group.group_id, error.message)
+            self._buffer.lose(group)
+            self.drops[error.reason] += 1
+            records = [group_dropped(group.group_id, error.reason)]
+            if group.task is not None:
+                self._queue.resubmit(group.task)
+                records.append(task_accepted(group.task, first=True))
+            await self._journal.append(records)
+            session.notices.append(
+                Notice(reason=error.reason, message=error.message, group_id=group.group_id)
+            )
+            # What it was taken for is still asked for.
+            if group.training:
+                session.credit += 1
+            else:
+                session.evaluation_credit += 1
+            return
+        if self.on_delivery is not None:
+            self.on_delivery(group)
+        response = ExchangeResponse()
+        # As an argument of its constructor the group would be serialized and parsed again.
+        response.delivery.group.CopyFrom(message)
+        response.delivery.delivery_id = group.delivery_id
+        response.delivery.redelivery_count = group.delivery_count - 1
+        await session.send(response)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a session is live."""
+        return self._session is not None
+
+    @property
+    def run(self) -> tuple[str, int]:
+        """The run of the last session, and its epoch."""
+        return self._run_id, self._epoch
+
+    def restore(self, run_id: str, trainer_epoch: int) -> None:
+        """The run that another server served last."""
+        self._run_id, self._epoch = run_id, trainer_epoch
+        self._fence_uploads(trainer_epoch)
+
     async def _discard_late(self, session: Session, group_id: str) -> None:
         group = self._buffer.discard(group_id)
         contract = self._admission.contract
@@ -345,9 +407,11 @@ class TrainerServicer:
         requeued = contract.late_policy is LatePolicy.REQUEUE and group.task is not None
         reason = "GROUP_REQUEUED" if requeued else "GROUP_DROPPED"
         self.drops[reason] += 1
-        await self._journal.append([GroupDropped(group_id, reason)])
+        records = [group_dropped(group_id, reason)]
         if requeued and group.task is not None:
             self._queue.resubmit(group.task)
+            records.append(task_accepted(group.task, first=True))
+        await self._journal.append(records)
         message = (
             f"group {group_id} holds tokens of version {group.oldest_version}, "
             f"the trainer is at {self._admission.trainer_version}"

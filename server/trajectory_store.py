@@ -11,8 +11,9 @@ is made per token.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -34,6 +35,11 @@ Segment = twin(trajectory_pb2.Segment)
 Trajectory = twin(trajectory_pb2.Trajectory)
 Outcome = twin(trajectory_pb2.Outcome)
 Task = twin(task_service_pb2.Task)
+
+
+BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
+# Of a trajectory beside its tokens and its outcome.
+RECORD_BYTES = 2048
 
 
 class PromptKind(Enum):
@@ -66,8 +72,9 @@ class SegmentRecord:
         end = len(self.tokens) if stop is None else stop * width
         return Segment(
             author=self.author,
-            token_ids=bytes(self.tokens[start * width : end]),
-            logprobs=bytes(self.logprobs[start * width : end]),
+            # Slices of the arrays themselves would be copied twice.
+            token_ids=bytes(memoryview(self.tokens)[start * width : end]),
+            logprobs=bytes(memoryview(self.logprobs)[start * width : end]),
             weight_version=self.weight_version,
             turn_index=self.turn_index,
             temperature=self.temperature,
@@ -96,6 +103,11 @@ class TrajectoryRecord:
     """Set when closed."""
     last_call: float = 0.0
     """When it was last called, on the loop's clock."""
+    charged_bytes: int = 0
+    """What it takes of the memory budget."""
+    recorded_end: tuple[int, int] = (0, 0)
+    """Its `end` when it was last written to the journal."""
+    recorded_token_count: int = 0
     children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
     """Trajectories that branch from it."""
 
@@ -108,6 +120,21 @@ class TrajectoryRecord:
     def end(self) -> tuple[int, int]:
         """How many segments there are so far, and how many tokens in the last of them."""
         return len(self.segments), self.segments[-1].token_count if self.segments else 0
+
+    def segments_between(
+        self, begin: tuple[int, int], end: tuple[int, int]
+    ) -> list[trajectory_pb2.Segment]:
+        """What lies between two values of `end`, as twin Segments."""
+        count, last_token_count = end
+        begun, start = begin
+        found: list[trajectory_pb2.Segment] = []
+        for index in range(max(0, begun - 1), count):
+            segment = self.segments[index]
+            stop = last_token_count if index == count - 1 else segment.token_count
+            if start < stop:
+                found.append(segment.message(start, stop))
+            start = 0
+        return found
 
     def token_array(self) -> NDArray[np.int32]:
         """Every token so far, shape [token_count]."""
@@ -169,7 +196,7 @@ class TrajectoryRecord:
             finish_reason=(
                 trajectory_pb2.FINISH_REASON_UNSPECIFIED
                 if self.turn is None
-                else self.turn.attempt.finish_reason
+                else self.turn.finish_reason
             ),
             turn_count=self.turn_count,
             parent_trajectory_id=self.parent_trajectory_id,
@@ -181,17 +208,17 @@ class TrajectoryRecord:
 class ClosedMark:
     """What is remembered of a trajectory whose record is gone."""
 
-    outcome: bytes
-    """The outcome, serialized deterministically, to recognise a repeated close."""
+    outcome_digest: bytes
+    """To recognise a repeated close."""
     group_id: str
     """Empty for a trajectory of its own."""
     group_completed: bool
     retried: bool
 
 
-def outcome_bytes(outcome: trajectory_pb2.Outcome) -> bytes:
-    """An outcome in a form that is equal exactly when the outcome is."""
-    return outcome.SerializeToString(deterministic=True)
+def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
+    """SHA-256 of an outcome, equal exactly when the outcome is."""
+    return hashlib.sha256(outcome.SerializeToString(deterministic=True)).digest()
 
 
 class TrajectoryStore:
@@ -203,9 +230,8 @@ class TrajectoryStore:
         self._records: dict[str, TrajectoryRecord] = {}
         self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
         self.open_count = 0
-        self.finished: Callable[[str, str], trajectory_pb2.Trajectory | None] | None = None
-        """Finds the trajectory of a group that is complete, by group and id: whoever takes the records
-        away says where they are."""
+        self.byte_count = 0
+        """What the records take of the memory budget."""
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
         """Raises TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
@@ -249,6 +275,18 @@ class TrajectoryStore:
             {"trajectory_id": trajectory_id},
         )
 
+    def charge(self, record: TrajectoryRecord) -> None:
+        """Counts what a record takes now, and what its turn in flight may still add."""
+        if record.trajectory_id not in self._records:
+            return
+        turn = record.turn
+        sampled = turn is not None and turn.in_flight and not turn.over
+        coming = turn.budget - turn.policy_token_count if turn is not None and sampled else 0
+        outcome = record.outcome.ByteSize() if record.outcome is not None else 0
+        taken = (record.token_count + coming) * BYTES_PER_TOKEN + RECORD_BYTES + outcome
+        self.byte_count += taken - record.charged_bytes
+        record.charged_bytes = taken
+
     def find(self, trajectory_id: str) -> TrajectoryRecord | None:
         """The record, or None."""
         return self._records.get(trajectory_id)
@@ -262,12 +300,24 @@ class TrajectoryStore:
             record = parent
         return record
 
-    def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
-        """A closed trajectory that went on with its group, while that is held anywhere."""
-        mark = self._closed.get(trajectory_id)
-        if mark is None or not mark.group_id or self.finished is None:
-            return None
-        return self.finished(mark.group_id, trajectory_id)
+    @property
+    def closed(self) -> Iterable[tuple[str, ClosedMark]]:
+        """What is remembered of closed trajectories, oldest first."""
+        return self._closed.items()
+
+    def restore(
+        self, records: Iterable[TrajectoryRecord], closed: Iterable[tuple[str, ClosedMark]]
+    ) -> None:
+        """Takes up what another server left."""
+        for record in records:
+            self._records[record.trajectory_id] = record
+            self.open_count += not record.closed
+            self.charge(record)
+        for record in self._records.values():
+            parent = self._records.get(record.parent_trajectory_id)
+            if parent is not None:
+                parent.children.append(record)
+        self._closed.update(closed)
 
     def closed_mark(self, trajectory_id: str) -> ClosedMark | None:
         """What is remembered of a closed trajectory."""
@@ -277,6 +327,7 @@ class TrajectoryStore:
         """Closes an open trajectory; its record stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
+        self.charge(record)
         self.remember(record, outcome)
 
     def remember(
@@ -289,7 +340,7 @@ class TrajectoryStore:
     ) -> None:
         """Notes how a trajectory was closed, so that a repeated close is recognised."""
         self._closed[record.trajectory_id] = ClosedMark(
-            outcome_bytes(outcome), record.group_id, group_completed, retried
+            outcome_digest(outcome), record.group_id, group_completed, retried
         )
         while len(self._closed) > self._max_remembered:
             self._closed.popitem(last=False)
@@ -297,8 +348,10 @@ class TrajectoryStore:
     def forget(self, trajectory_id: str) -> None:
         """Drops a record; unknown ids are ignored. An open one is as if it had never been."""
         record = self._records.pop(trajectory_id, None)
-        if record is not None and not record.closed:
-            self.open_count -= 1
+        if record is not None:
+            self.byte_count -= record.charged_bytes
+            record.charged_bytes = 0
+            self.open_count -= not record.closed
 
     def records(self) -> list[TrajectoryRecord]:
         """Every record held."""

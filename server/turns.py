@@ -11,6 +11,8 @@ States of a turn:
   fails its probe, the turn ends ABORTED at the token before.
 - *moving*: a turn that an adapter samples can be moved on: the engine's request ends, and another begins at
   the exact token under the version that is active by then. Its callers see a new segment and no more.
+- *recorded*: the engine no longer works on it; it ends, for everybody who waits, once the journal has
+  what it came to.
 - *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
   what is left of the turn's budget. A budget that is spent finishes with LENGTH; the engine is never
   asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps what it
@@ -26,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -104,14 +106,16 @@ class TurnAttempt:
     record_end: tuple[int, int] = (0, 0)
     """Segments of the record when it ended, and tokens in the last of them."""
     cached_token_count: int = 0
+    recorded: Awaitable[object] | None = None
+    """To be awaited before anybody is told that it began."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     changed: Broadcast = field(default_factory=Broadcast)
     """Of its tokens, its admission and its end."""
 
     @property
     def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why it stopped; ABORTED where it failed, since the turn can be continued."""
-        if not self.ended.is_set():
+        """Why it stopped, as far as it has; ABORTED where it failed, since the turn can be continued."""
+        if self.finish is None and self.error is None:
             return trajectory_pb2.FINISH_REASON_UNSPECIFIED
         return FINISH_REASONS[self.finish or Finish.ABORTED]
 
@@ -144,12 +148,21 @@ class Turn:
     begun: bool = False
     """Whether the attempt's task has run at all: one that has not cannot be cancelled cleanly."""
     abort_requested: bool = False
+    over: bool = False
+    """Whether the engine is done with the attempt, which is only being recorded."""
     task: asyncio.Task[None] | None = None
 
     @property
     def in_flight(self) -> bool:
         """Whether an attempt is under way."""
         return self.task is not None
+
+    @property
+    def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
+        """Why the last attempt stopped; unspecified while one is in flight."""
+        if self.in_flight:
+            return trajectory_pb2.FINISH_REASON_UNSPECIFIED
+        return self.attempt.finish_reason
 
     @property
     def resumable(self) -> bool:
@@ -186,18 +199,33 @@ class Switch(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Where turns are recorded."""
+
+    def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
+        """What is awaited before anybody is told that the last turn, or an attempt at it, began."""
+        ...
+
+    def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
+        """What is awaited before anybody is told how its last turn ended. Raises DomainError."""
+        ...
+
+
 class TurnRunner:
     """Runs turns on the engine and keeps track of those in flight."""
 
-    def __init__(self, engine: Engine, switch: Switch, decode: Decode) -> None:
+    def __init__(self, engine: Engine, switch: Switch, decode: Decode, recorder: Recorder) -> None:
         self._engine = engine
         self._switch = switch
         self._decode = decode
+        self._recorder = recorder
         self._in_flight: dict[str, Turn] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._ended = Broadcast()
         self.on_tokens: Callable[[int, int], None] | None = None
         """Called with the count and the weight version of tokens sampled, for metrics."""
+        self.on_started: Callable[[Turn], None] | None = None
+        """Called when an attempt at a turn has begun, within the call that asked for it."""
         self.on_left: Callable[[], None] | None = None
         """Called when an engine's request has ended, and no longer needs its adapter."""
 
@@ -214,14 +242,34 @@ class TurnRunner:
     def start(self, turn: Turn) -> None:
         """Begins an attempt at a turn; the turn must not be in flight."""
         turn.attempt = TurnAttempt()
-        turn.abort_requested = turn.begun = False
+        turn.abort_requested = turn.begun = turn.over = False
         turn.attempts += 1
         self._in_flight[turn.record.trajectory_id] = turn
         turn.task = asyncio.create_task(self._run(turn), name=f"turn {turn.record.trajectory_id}")
+        turn.attempt.recorded = self._recorder.turn_began(turn.record)
+        if self.on_started is not None:
+            self.on_started(turn)
 
     async def _run(self, turn: Turn) -> None:
         turn.begun = True
         attempt = turn.attempt
+        try:
+            await self._engage(turn, attempt)
+            attempt.policy_token_count = turn.policy_token_count
+            attempt.record_end = turn.record.end
+            await self._recorder.turn_ended(turn.record)
+        except DomainError as error:
+            attempt.error = error
+        finally:
+            turn.task = None
+            del self._in_flight[turn.record.trajectory_id]
+            _end_span(turn)
+            attempt.ended.set()
+            attempt.changed.notify()
+            self._ended.notify()
+
+    async def _engage(self, turn: Turn, attempt: TurnAttempt) -> None:
+        """The attempt, up to where the engine no longer works on it."""
         try:
             attempt.finish = await self._attempt(turn)
         except asyncio.CancelledError:
@@ -237,14 +285,8 @@ class TurnRunner:
             logger.exception("turn %s of %s failed", turn.index, turn.record.trajectory_id)
             attempt.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
         finally:
-            turn.task = None
+            turn.over = True
             self._leave(turn)
-            del self._in_flight[turn.record.trajectory_id]
-            attempt.policy_token_count = turn.policy_token_count
-            attempt.record_end = turn.record.end
-            _end_span(turn)
-            attempt.ended.set()
-            attempt.changed.notify()
             self._ended.notify()
 
     def _leave(self, turn: Turn) -> None:
@@ -350,7 +392,7 @@ class TurnRunner:
             turn.abort_requested = True
             if turn.request_id is not None:
                 request_ids.append(turn.request_id)
-            elif turn.task is not None and turn.begun:
+            elif turn.task is not None and turn.begun and not turn.over:
                 turn.task.cancel()
         if request_ids:
             await self._engine.abort(request_ids)

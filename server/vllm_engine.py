@@ -23,7 +23,6 @@ import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportU
 # isort: split
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
@@ -37,10 +36,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from penstock.server import checkpoint_tensors
 from penstock.server.engine import (
     Adapter,
-    AdapterLimits,
     CollectiveUpdate,
     Delta,
     EngineDescription,
@@ -53,13 +50,13 @@ from penstock.server.engine import (
     StagedWeights,
 )
 from penstock.server.vllm_collective import VllmCollective
+from penstock.server.vllm_description import describe
 from penstock.server.vllm_options import describe_options, engine_arguments
 from penstock.server.vllm_process import SHUTDOWN_SECONDS, EngineOwner, LoadReport
 
 if TYPE_CHECKING:
     import zmq
     from numpy.typing import NDArray
-    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -98,7 +95,7 @@ class VllmEngine:
         """Why this side ended the engine process, where it did."""
         self._closing = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._description = _describe(llm)
+        self._description = describe(llm)
 
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs) -> VllmEngine:
@@ -430,52 +427,6 @@ def version_pieces(
         first, last = max(start, begin), min(stop, end)
         if first < last:
             yield first, last, int(label)
-
-
-def _describe(llm: AsyncLLM) -> EngineDescription:
-    model = llm.model_config
-    config = cast(object, model.hf_text_config)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    folder = _snapshot(model)
-    return EngineDescription(
-        model=model.model,
-        vocab_size=model.get_vocab_size(),
-        max_context_length=model.max_model_len,
-        eos_token_ids=_eos_token_ids(llm),
-        weight_dtype=str(model.dtype).removeprefix("torch."),
-        tensors=checkpoint_tensors.upload_tensors(folder, config, tied=tied),
-        checkpoint=folder,
-        adapters=_adapter_limits(llm),
-    )
-
-
-def _adapter_limits(llm: AsyncLLM) -> AdapterLimits | None:
-    lora = llm.vllm_config.lora_config
-    return None if lora is None else AdapterLimits(lora.max_lora_rank, lora.max_loras)
-
-
-def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
-    """The tokens at which vLLM ends a turn by itself: the tokenizer's and the generation config's."""
-    own = llm.renderer.get_eos_token_id()
-    further = cast(
-        "int | list[int] | None", llm.model_config.try_get_generation_config().get("eos_token_id")
-    )
-    tokens = [] if own is None else [own]
-    tokens += [further] if isinstance(further, int) else further or []
-    return tuple(dict.fromkeys(tokens))
-
-
-def _snapshot(model: ModelConfig) -> Path | None:
-    """The folder that vLLM loaded the model from."""
-    if (folder := Path(model.model)).is_dir():
-        return folder
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
 
 
 def _update_info(weights: StagedWeights) -> dict[str, object]:

@@ -127,6 +127,7 @@ class WeightSwitch:
         self._lock = asyncio.Lock()
         self._changed = Broadcast()
         self._closed = False
+        self._awaiting_trainer = False
         self._admitting = 0
         self._refusal: DomainError | None = None
         self._paused = False
@@ -135,7 +136,7 @@ class WeightSwitch:
         self.active_adapter: int | None = None
         """The active version where it is an adapter on the full weights."""
         self.on_health: Callable[[], Awaitable[None]] | None = None
-        """Called when what `trusted` says has changed."""
+        """Called when what `trusted` or `awaiting_trainer` says has changed."""
 
     @property
     def trusted(self) -> bool:
@@ -144,8 +145,21 @@ class WeightSwitch:
 
     @property
     def switching(self) -> bool:
-        """Whether turns are held back because weights change."""
-        return self._closed
+        """Whether turns are held back because weights change, or are still to come."""
+        return self._closed or self._awaiting_trainer
+
+    @property
+    def awaiting_trainer(self) -> bool:
+        """Whether turns are held back until the active version is the trainer's."""
+        return self._awaiting_trainer
+
+    async def await_trainer(self, awaiting: bool) -> None:
+        """Holds turns back from now on, or no longer: these are not the weights to be sampled."""
+        if awaiting != self._awaiting_trainer:
+            self._awaiting_trainer = awaiting
+            self._changed.notify()
+            if self.on_health is not None:
+                await self.on_health()
 
     @property
     def unconfirmed_version(self) -> int | None:
@@ -162,7 +176,7 @@ class WeightSwitch:
 
         Raises WEIGHTS_INCONSISTENT or ENGINE_LOST where no version can be served.
         """
-        while self._closed and self._refusal is None:
+        while self.switching and self._refusal is None:
             await self._changed.wait()
         if self._refusal is not None:
             raise self._refusal

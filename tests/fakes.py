@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from penstock.server.engine import (
     StagedWeights,
     TensorMeta,
 )
+from penstock.wire.failpoints import hit
 from tests.fake_collective import FakeCollective
 
 VOCAB_SIZE = 300
@@ -103,9 +104,15 @@ class FakeEngine(FakeCollective):
         max_context: int = MAX_CONTEXT,
         checkpoint: Path | None = None,
         adapters: AdapterLimits | None = None,
+        *,
+        tensors: Mapping[str, TensorMeta] = TENSORS,
+        vocab_size: int = VOCAB_SIZE,
+        keeps_history: bool = True,
     ) -> None:
+        """`keeps_history` is whether it remembers each load and each request, for a test to read."""
         super().__init__()
         self.step_seconds = step_seconds
+        self._keeps_history = keeps_history
         self.version = 0
         self.loaded: list[StagedWeights] = []
         self.payloads: list[bytes] = []
@@ -134,7 +141,7 @@ class FakeEngine(FakeCollective):
         self.freeze_at: int | None = None
         """Requests of so many tokens get no more while it is set."""
         self._description = EngineDescription(
-            "fake", VOCAB_SIZE, max_context, (EOS,), "float32", TENSORS, checkpoint, adapters
+            "fake", vocab_size, max_context, (EOS,), "float32", tensors, checkpoint, adapters
         )
         self._computes: int | None = 0
         """The version it really computes with; None for a mixture."""
@@ -157,7 +164,8 @@ class FakeEngine(FakeCollective):
         assert request.adapter_version is None or request.adapter_version in self.adapters
         running = _Running(request, request.token_ids.tobytes())
         self._running[request.request_id] = running
-        self.salts.append((request.request_id, request.cache_salt, self.version))
+        if self._keeps_history:
+            self.salts.append((request.request_id, request.cache_salt, self.version))
         self.max_running = max(self.max_running, len(self._running))
         self._wake.set()
         return self._deltas(running)
@@ -263,6 +271,7 @@ class FakeEngine(FakeCollective):
 
     async def load(self, weights: StagedWeights) -> None:
         assert self._paused, "load only while paused"
+        hit("engine.load")
         await asyncio.sleep(0)
         if self.fail_loads:
             self.fail_loads -= 1
@@ -270,8 +279,9 @@ class FakeEngine(FakeCollective):
             raise EngineLoadFailed("told to fail")
         data = weights.path.read_bytes()
         assert all(t.offset_bytes + t.length_bytes <= len(data) for t in weights.tensors)
-        self.loaded.append(weights)
-        self.payloads.append(data)
+        if self._keeps_history:
+            self.loaded.append(weights)
+            self.payloads.append(data)
         if self.corrupt_next_load:
             self.corrupt_next_load = False
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,9 @@ import xxhash
 from google.protobuf.message_factory import GetMessageClass
 
 from penstock.server import config
+from penstock.server.authorization import open_gate
 from penstock.server.engine import AdapterLimits
+from penstock.server.log_journal import open_journal
 from penstock.server.service import SERVICES
 from penstock.server.serving import Serving, bind
 from penstock.v1 import (
@@ -29,8 +32,11 @@ from penstock.v1 import (
     weights_pb2,
 )
 from penstock.wire import codec, sparse
-from penstock.wire.channel import client_options
+from penstock.wire.security import Security, open_channel
 from tests.fakes import TENSORS, ByteRenderer, FakeEngine
+
+ON_DISK = "PENSTOCK_TEST_JOURNAL"
+"""With this variable set every server of the tests keeps its journal on the disk."""
 
 T = codec.twin
 GenerateRequest = T(rollout_service_pb2.GenerateRequest)
@@ -379,16 +385,22 @@ async def serve(
     max_context: int = 512,
     checkpoint: Path | None = None,
     adapters: AdapterLimits | None = None,
+    security: Security | None = None,
 ) -> AsyncGenerator[Harness]:
-    """A server around a fake engine, on a free port; its version 0 is in `checkpoint`."""
+    """A server around a fake engine, on a free port; its version 0 is in `checkpoint`. The harness calls
+    it with `security`."""
     engine = FakeEngine(step_seconds, max_context, checkpoint, adapters)
     stage = folder / "stage"
     stage.mkdir(exist_ok=True)
-    loaded = config.load(None, ["listen=127.0.0.1:0", f"weights.stage_folder={stage}", *settings])
-    server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
-    serving = Serving(server, engine, ByteRenderer(), loaded)
+    given = ["listen=127.0.0.1:0", f"weights.stage_folder={stage}", *settings]
+    if os.environ.get(ON_DISK):
+        given += [f"journal.folder={folder / 'journal'}", "journal.segment_bytes=1048576"]
+    loaded = config.load(None, given)
+    gate = open_gate(loaded)
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
+    serving = Serving(server, engine, ByteRenderer(), loaded, open_journal(loaded.journal), gate)
     await serving.start()
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
+    channel = open_channel(f"127.0.0.1:{port}", security)
     try:
         yield Harness(serving, engine, port, Wire(channel), channel)
     finally:

@@ -63,7 +63,7 @@ def functions(tmp_path, monkeypatch) -> Path:
 def test_help_lists_every_command():
     shown = invoke("--help")
     assert shown.exit_code == 0
-    for command in ("serve", "train", "rollout", "weights", "demo", "version"):
+    for command in ("serve", "train", "rollout", "weights", "token", "demo", "up", "version"):
         assert command in shown.output
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from penstock.client.tasks import Task
-from penstock.demo import model, processes, rewards, settings, tasks
+from penstock.demo import model, rewards, settings, tasks
 from penstock.demo.command import main
-from penstock.demo.processes import Command, Process, ProcessFailed, first_match, wait_for
+from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed
 from penstock.demo.tiny import END_OF_TURN_ID, write_model
 
 
@@ -204,10 +204,10 @@ def test_the_trainers_configuration_is_one_that_the_trainer_reads(tmp_path: Path
 
 
 async def test_a_line_is_waited_for_and_everything_printed_is_logged(tmp_path: Path) -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
+    serves = FirstMatch(re.compile(r"at (\S+)"))
     command = shell(tmp_path, "server", "echo loading; echo serving at 10.0.0.1:77; echo bad >&2")
-    process = Process.start(command, lines.put_nowait)
-    assert await first_match(re.compile(r"at (\S+)"), lines, process) == "10.0.0.1:77"
+    process = Process.start(command, serves)
+    assert await serves.wait(process) == "10.0.0.1:77"
     assert await process.wait() == 0
     logged = command.log.read_text()
     assert "loading" in logged
@@ -215,50 +215,25 @@ async def test_a_line_is_waited_for_and_everything_printed_is_logged(tmp_path: P
 
 
 async def test_a_process_that_ends_before_it_serves_is_explained(tmp_path: Path) -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    command = shell(tmp_path, "server", "echo the port is taken >&2; exit 3")
-    process = Process.start(command, lines.put_nowait)
+    serves = FirstMatch(re.compile("(serving)"))
+    process = Process.start(shell(tmp_path, "server", "echo the port is taken >&2; exit 3"), serves)
     with pytest.raises(ProcessFailed, match=r"(?s)server exited 3.*the port is taken"):
-        await first_match(re.compile("serving"), lines, process)
-
-
-async def test_the_first_process_to_die_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    trainer = Process.start(shell(tmp_path, "trainer", "exec sleep 60"))
-    worker = Process.start(shell(tmp_path, "worker", "echo out of luck; kill -9 $$"))
-    with pytest.raises(ProcessFailed, match=r"(?s)worker was ended by SIGKILL.*out of luck"):
-        await wait_for(trainer, [worker])
-    await processes.break_off([trainer, worker])
-
-
-async def test_the_run_is_over_when_the_trainer_has_ended_well(tmp_path: Path) -> None:
-    trainer = Process.start(shell(tmp_path, "trainer", "exit 0"))
-    worker = Process.start(shell(tmp_path, "worker", "exec sleep 60"))
-    await wait_for(trainer, [worker])
-    await processes.end([trainer, worker])
-
-
-async def test_a_worker_that_ends_early_fails_the_run_even_without_an_error(tmp_path: Path) -> None:
-    trainer = Process.start(shell(tmp_path, "trainer", "exec sleep 60"))
-    worker = Process.start(shell(tmp_path, "worker", "exit 0"))
-    with pytest.raises(ProcessFailed, match="worker exited 0"):
-        await wait_for(trainer, [worker])
-    await processes.break_off([trainer, worker])
+        await serves.wait(process)
 
 
 async def test_stopping_a_process_takes_its_children_along(tmp_path: Path) -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    command = shell(tmp_path, "server", "sleep 60 & echo child $!; wait")
-    process = Process.start(command, lines.put_nowait)
-    child = int(await first_match(re.compile(r"child (\d+)"), lines, process))
+    child = FirstMatch(re.compile(r"child (\d+)"))
+    process = Process.start(shell(tmp_path, "server", "sleep 60 & echo child $!; wait"), child)
+    pid = int(await child.wait(process))
     await process.stop(patience=10)
-    await until_gone(child)
+    await until_gone(pid)
 
 
 async def test_a_process_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    command = shell(tmp_path, "server", "trap '' TERM; echo ready now; while :; do sleep 1; done")
-    process = Process.start(command, lines.put_nowait)
-    await first_match(re.compile("(ready)"), lines, process)
+    ready = FirstMatch(re.compile("(ready)"))
+    script = "trap '' TERM; echo ready now; while :; do sleep 1; done"
+    process = Process.start(shell(tmp_path, "server", script), ready)
+    await ready.wait(process)
     await process.stop(patience=0.2)
     assert await process.wait() == -signal.SIGKILL
 

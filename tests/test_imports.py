@@ -30,6 +30,7 @@ SEAMS = {
             for part in (
                 "engine",
                 "weight_engine",
+                "description",
                 "options",
                 "process",
                 "collective",
@@ -91,7 +92,7 @@ def loaded_by(*command: str) -> set[str]:
         ("-m", "penstock.client", "version"),
         *(
             ("-m", "penstock.client", name, "--help")
-            for name in ("serve", "train", "rollout", "weights", "demo", "version")
+            for name in ("serve", "train", "rollout", "weights", "token", "demo", "version")
         ),
     ],
     ids=" ".join,

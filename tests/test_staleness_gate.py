@@ -479,6 +479,7 @@ class Referee:
 
     fragile: bool
     """Whether the trainer may restart: then groups may become due together that never were before."""
+    most_decisions: int = 100_000
     floor: dict[str, int] = field(default_factory=dict[str, int])
     """Oldest version that may have sampled each group."""
     taken: Counter[int] = field(default_factory=Counter[int])
@@ -501,7 +502,7 @@ class Referee:
 
     def selected(self, simulation: Simulation, selection: Selection) -> None:
         self.decisions += 1
-        assert self.decisions < 100_000, "the run does not end"
+        assert self.decisions < self.most_decisions, "the run does not end"
         contract, books = simulation.contract, simulation
         self.taken = Counter({books.version: self.taken[books.version] + len(selection.taken)})
         assert len(books.running) + len(books.finished) <= contract.max_outstanding + self.restored
@@ -589,7 +590,9 @@ def too_much(rng: random.Random, missing: int) -> int:
     return missing + rng.randint(0, 2 * missing)
 
 
-def random_run(policy: LatePolicy, seed: int) -> tuple[Simulation, Load, Referee, Tally]:
+def random_run(
+    policy: LatePolicy, seed: int, steps: int = 20
+) -> tuple[Simulation, Load, Referee, Tally]:
     rng = random.Random(seed)
     contract = StalenessContract(rng.randint(0, 8), rng.randint(1, 16), policy)
     load = Load(
@@ -602,7 +605,7 @@ def random_run(policy: LatePolicy, seed: int) -> tuple[Simulation, Load, Referee
         checkpoint_steps=rng.randint(1, 6),
         weights_fall_back=rng.random() < 0.5,
     )
-    referee = Referee(fragile=load.restart_rate > 0.0)
+    referee = Referee(fragile=load.restart_rate > 0.0, most_decisions=5_000 * steps)
     simulation = Simulation(
         contract,
         load,
@@ -611,7 +614,7 @@ def random_run(policy: LatePolicy, seed: int) -> tuple[Simulation, Load, Referee
         demand=rng.choice((whole, in_pieces, too_much)),
         observer=referee,
     )
-    return simulation, load, referee, simulation.run(steps=20)
+    return simulation, load, referee, simulation.run(steps=steps)
 
 
 @pytest.mark.parametrize("policy", LatePolicy)

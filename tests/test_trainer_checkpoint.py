@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.trainer.batching import MicroBatch, Sample, TrainingGroup, build_micro_batches
 from penstock.trainer.checkpoint import (
     TrainerState,
-    newest_checkpoint,
     read_state,
     replace_folder,
+    restore,
     save_checkpoint,
 )
 from penstock.trainer.config import ModelConfig, TrainConfig
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from tests.tiny_model import make_tiny_model
 
@@ -109,17 +110,21 @@ def test_only_whole_checkpoints_are_seen_and_old_ones_go(tmp_path: Path) -> None
         write(folder)
         raise OSError("disk full")
 
-    assert newest_checkpoint(tmp_path) is None
+    assert restore(tmp_path) is None
     for step in (1, 2, 9, 10):
         save_checkpoint(tmp_path, state(step), write, keep=2)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageFailed, match=r"step 11 cannot be written .*disk full"):
         save_checkpoint(tmp_path, state(11), broken, keep=2)
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None and read_state(newest).step == 10
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000009", "step-00000010"]
-    # The next one clears away what the broken one left, and the same step may be saved again.
-    save_checkpoint(tmp_path, state(10), write, keep=2)
+    # What it had written already gives its room back.
     assert not list(tmp_path.glob(".unfinished*"))
+    newest = restore(tmp_path)
+    assert newest is not None and newest.state.step == 10
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000009", "step-00000010"]
+    # A killed trainer leaves more; the next save clears it away. A step may be saved again.
+    (tmp_path / ".unfinished-step-00000011").mkdir()
+    (tmp_path / ".removed-step-00000001").mkdir()
+    save_checkpoint(tmp_path, state(10), write, keep=2)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -147,6 +152,19 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -
     other.save(tmp_path)
     with pytest.raises(CheckpointUnusable):
         policy_of(model).load(tmp_path)
+
+
+def test_another_count_of_threads_than_before_is_worth_a_line(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = policy_of(model)
+    policy.save(tmp_path)
+    policy.load(tmp_path)
+    assert "threads" not in caplog.text
+    progress = {"optimizer_steps": 0, "threads": 7}
+    (tmp_path / "optimizer.json").write_text(json.dumps(progress))
+    policy.load(tmp_path)
+    assert "was computed with 7 threads, this run goes on with" in caplog.text
 
 
 def test_without_a_gradient_nothing_moves(model: Path) -> None:

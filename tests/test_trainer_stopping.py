@@ -153,17 +153,20 @@ async def test_with_its_server_there_a_stop_finishes_the_step_and_tells_the_serv
         assert [record["step"] for record in run.records] == [1]
 
 
-async def test_a_group_that_the_checkpoint_contains_is_receipted_and_not_trained_again(
+async def test_a_group_of_a_task_that_the_checkpoint_contains_is_refused_and_not_trained(
     tmp_path: Path,
 ) -> None:
     done = asyncio.Event()
 
     async def session(session: Session) -> None:
         await greet(session, active=1)
+        # The trainer before may not have come to say so.
+        assert (await session.receive("checkpoint")).step == 1
         assert (await session.receive("demand")).group_count == 1
         await session.send(delivery=delivery(0))
         receipt = await session.receive("receipt")
-        assert (list(receipt.delivery_ids), receipt.step) == ([1], 1)
+        assert (list(receipt.delivery_ids), receipt.step) == ([1], 0)
+        assert receipt.rejection.reason == "TASK_SETTLED"
         assert (await session.receive("demand")).group_count == 1
         await session.send(delivery=delivery(2))
         assert (await session.receive("switch_weights")).weight_version == 2

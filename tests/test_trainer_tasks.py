@@ -27,6 +27,7 @@ from penstock.trainer.tasks import (
     ReasoningGymSource,
     TaskFeeder,
     build_task,
+    identify_data,
     open_source,
 )
 from penstock.v1 import conversation_pb2
@@ -186,9 +187,67 @@ async def test_what_is_outstanding_is_submitted_again() -> None:
         tasks.settled("r/4")
         tasks.settled("another/7")
         assert (tasks.outstanding, tasks.next_index) == ((7,), 9)
-        # 9 was never submitted, and of another run's tasks nothing is known.
-        names = ("r/3", "r/4", "r/7", "r/9", "another/3", "r/x")
-        assert [name for name in names if tasks.is_settled(name)] == ["r/3", "r/4"]
+
+
+async def test_a_task_is_taken_once() -> None:
+    async with ScriptedServer() as server, connected(server) as channel:
+        server.pending = lambda _: 3
+        tasks = feeder(channel, 3, next_index=9, outstanding=(7, 4))
+        # Of another run's tasks nothing is known.
+        assert tasks.take("another/3") and tasks.take("another/3") and tasks.take("r/x")
+        # 3 was trained before, and 4 is in hand.
+        assert not tasks.take("r/3")
+        assert tasks.take("r/4") and not tasks.take("r/4")
+        assert tasks.outstanding == (4, 7)
+        # What is in hand a server that has lost its task need not make again.
+        await tasks.submit_again()
+        assert [task.index for task in server.tasks] == [7]
+        tasks.settled("r/4")
+        assert not tasks.take("r/4")
+        assert tasks.outstanding == (7,)
+
+
+async def test_a_trainer_that_went_back_learns_what_was_submitted_after_its_checkpoint() -> None:
+    async with ScriptedServer() as server, connected(server) as channel:
+        server.pending = lambda _: 3
+        tasks = feeder(channel, 3, next_index=5)
+        assert tasks.take("r/7")
+        assert (tasks.next_index, tasks.outstanding) == (8, (5, 6, 7))
+        tasks.settled("r/7")
+        await tasks.fill()
+        assert [task.index for task in server.tasks] == [8, 9, 10]
+        await tasks.submit_again()
+        assert [task.index for task in server.tasks][3:] == [5, 6, 8, 9, 10]
+
+
+async def test_a_task_whose_groups_are_forgotten_gets_an_id_that_the_server_does_not_know() -> None:
+    async with ScriptedServer() as server, connected(server) as channel:
+        server.pending = lambda _: 3
+        tasks = feeder(channel, 3, next_index=9, outstanding=(4, 7))
+        await tasks.submit_anew(["r/4", "r/3", "another/4"], again=12)
+        assert [(task.task_id, task.index) for task in server.tasks] == [("r/4~12", 4)]
+        assert tasks.take("r/4~12") and not tasks.take("r/4")
+        tasks.settled("r/4~12")
+        assert tasks.outstanding == (7,)
+        assert tasks.place("r/7") < tasks.place("r/8~2") < tasks.place("another/1")
+
+
+def test_data_are_known_by_what_they_say_and_how_they_are_ordered(tmp_path: Path) -> None:
+    config = write(tmp_path, {"prompt": "one?"})
+    data = DataConfig(jsonl=config)
+    name = identify_data(data, seed=1)
+    assert identify_data(data, seed=1) == name != identify_data(data, seed=2)
+    unshuffled = DataConfig(jsonl=config.model_copy(update={"shuffle": False}))
+    assert identify_data(unshuffled, seed=1) == identify_data(unshuffled, seed=2) != name
+    write(tmp_path, {"prompt": "two?"})
+    assert identify_data(data, seed=1) != name
+    other = DATA.model_copy(
+        update={"reasoning_gym": ReasoningGymConfig(name="chain_sum", size=5, seed=4)}
+    )
+    assert identify_data(DATA, seed=1) != identify_data(other, seed=1)
+    config.path.unlink()
+    with pytest.raises(ConfigInvalid, match=r"data\.jsonl\.path"):
+        identify_data(data, seed=1)
 
 
 async def test_a_full_queue_is_enough() -> None:

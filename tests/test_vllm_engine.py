@@ -34,6 +34,9 @@ from penstock.server.engine import (
     StagedWeights,
 )
 from penstock.server.errors import DomainError
+from penstock.server.journal import MemoryJournal
+from penstock.server.trajectory_records import TurnRecorder
+from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.turns import TurnRunner
 from penstock.server.vllm_engine import (
     VllmEngine,
@@ -518,6 +521,10 @@ async def test_a_delta_samples_as_the_dense_upload(
     staging.close()
 
 
+def unrecorded() -> TurnRecorder:
+    return TurnRecorder(MemoryJournal(), TrajectoryStore(1))
+
+
 async def refused_switch(
     engine: VllmEngine,
     active: int,
@@ -532,7 +539,7 @@ async def refused_switch(
         yield before
 
     switching = WeightSwitch(engine, active)
-    turns = TurnRunner(engine, switching, lambda ids: "")
+    turns = TurnRunner(engine, switching, lambda ids: "", unrecorded())
     with pytest.raises(DomainError) as caught:
         await switching.switch(weights, InFlight.RECOMPUTE, turns, way_back, probe)
     assert switching.trusted
@@ -572,7 +579,7 @@ async def check_probe(
     wanted = Reference(models[True, 2]).score(tuple(text[:1].tolist()), text[1:].tolist())
     probe = Probe(text, wanted.astype(np.float32), 1e-3)
     switching = WeightSwitch(engine, version - 1)
-    turns = TurnRunner(engine, switching, lambda ids: "")
+    turns = TurnRunner(engine, switching, lambda ids: "", unrecorded())
     for weights, checked in ((new, probe), (before, None)):
         switched = await switching.switch(
             replace(weights, weight_version=version),

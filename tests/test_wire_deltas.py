@@ -270,7 +270,7 @@ async def then_nothing(requests: list[Any]) -> Any:
 
 async def until_idle(harness: Harness) -> None:
     async with asyncio.timeout(5):
-        await harness.serving.weights._slot.wait_free()
+        await harness.serving.uploads._slot.wait_free()
 
 
 async def test_what_cannot_be_held_is_done_without(

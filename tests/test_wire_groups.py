@@ -280,5 +280,5 @@ def test_an_evaluation_group_counts_until_it_is_handed_over() -> None:
     assert settled.completed is not None
     # Complete, and on its way to the buffer.
     assert queue.lease(holder, 0) is None
-    queue.handed_over(lease.group_id)
+    queue.handed_over(lease.group.group_id)
     assert queue.lease(holder, 0) is not None

@@ -217,8 +217,9 @@ async def test_a_detached_turn_goes_on_without_its_caller(slow: Harness) -> None
     )
     await call.read()
     call.cancel()
+    (turn,) = slow.serving.turns.in_flight
     async with asyncio.timeout(5):
-        await slow.serving.turns.wait_idle()
+        await turn.attempt.ended.wait()
     trajectory = await stored(slow, "t")
     assert all_tokens(trajectory)[3:] == expected_tokens([1, 2, 3], [0] * 60)[0]
     assert trajectory.finish_reason == LENGTH

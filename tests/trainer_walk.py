@@ -21,6 +21,7 @@ from penstock.trainer.__main__ import _make_publisher, _Parts, _walk
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.exchange import Contract, Exchange
+from penstock.trainer.ledger import Ledger
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy import StepResult
@@ -133,6 +134,7 @@ async def running(
     compute, stopping = ComputeThread(1), asyncio.Event()
     policy = policy or StillPolicy()
     saved: list[tuple[int, int, int]] = []
+    ledger = Ledger(folder)
     metrics = MetricsWriter(folder, Scalars(), Console(file=io.StringIO()), steps=100)
     options, own = client_options(), client_options(own_connection=True)
     async with (
@@ -174,7 +176,8 @@ async def running(
             tasks=tasks,
             metrics=metrics,
             probe=chosen,
-            checkpoint=lambda step, version: saved.append((step, version, policy.steps)),
+            ledger=ledger,
+            checkpoint=lambda step, version: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
             step=step,
             share_prefixes=False,
@@ -190,6 +193,7 @@ async def running(
             publisher.close()
             metrics.close()
             compute.close()
+            ledger.close()
 
 
 def delivery(number: int) -> Any:

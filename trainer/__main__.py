@@ -17,12 +17,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.trainer.config import TrainerConfig, load_config, render_config
+from penstock.trainer.config import ServerConfig, TrainerConfig, load_config, render_config
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, TrainerError
 
 if TYPE_CHECKING:
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from penstock.trainer.compute import ComputeThread
     from penstock.trainer.exchange import Exchange
     from penstock.trainer.fsdp_policy import FsdpPolicy
+    from penstock.trainer.ledger import Ledger
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter
     from penstock.trainer.probe import Probe
     from penstock.trainer.publisher import Publisher
     from penstock.trainer.tasks import TaskFeeder
     from penstock.v1 import weights_pb2
+    from penstock.wire.security import Security
 
 # Not __name__, which is "__main__" where this module is run.
 log = logging.getLogger("penstock.trainer")
@@ -98,7 +100,10 @@ class _Start:
 
     policy: FsdpPolicy
     state: TrainerState
+    ledger: Ledger
     share_prefixes: bool
+    passed_over: int
+    """Step of a newer checkpoint that is broken; zero where none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +117,36 @@ class _Parts:
 
 
 async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> None:
-    """Owns the channels and the tasks of one run."""
-    import grpc
-
-    from penstock.trainer.checkpoint import replace_folder
-    from penstock.wire.channel import client_options
+    """Owns the run's folder, its channels and its tasks."""
+    from penstock.trainer.ledger import Ledger
 
     console = _log_to_console()
     stopping = _stop_on_signal()
-    start = await compute.run(_load, config, resume)
+    ledger = Ledger(config.run.out)
+    try:
+        await _run_locked(config, compute, resume, ledger, console, stopping)
+    finally:
+        ledger.close()
+
+
+async def _run_locked(
+    config: TrainerConfig,
+    compute: ComputeThread,
+    resume: bool,
+    ledger: Ledger,
+    console: Console,
+    stopping: asyncio.Event,
+) -> None:
+    """No other trainer writes to the run's folder meanwhile."""
+    from penstock.trainer.checkpoint import replace_folder
+    from penstock.wire.security import open_channel
+
+    security = _security(config.server)
+    start = await compute.run(_load, config, resume, ledger)
     address = config.server.address
     async with (
-        grpc.aio.insecure_channel(address, options=client_options()) as channel,
-        grpc.aio.insecure_channel(address, options=client_options(own_connection=True)) as bulk,
+        open_channel(address, security) as channel,
+        open_channel(address, security, own_connection=True) as bulk,
     ):
         parts = _wire(config, start, compute, channel, bulk, console, stopping)
         try:
@@ -157,27 +179,52 @@ async def _walk(parts: _Parts, stopping: asyncio.Event) -> None:
         await parts.exchange.close()
 
 
-def _load(config: TrainerConfig, resume: bool) -> _Start:
-    """The policy, from the newest checkpoint where the run resumes. In the compute thread."""
-    from penstock.trainer.checkpoint import TrainerState, newest_checkpoint, read_state
+def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
+    """The policy, from the newest whole checkpoint where the run resumes. In the compute thread."""
+    from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
     from penstock.trainer.fsdp_policy import FsdpPolicy
+    from penstock.trainer.tasks import identify_data
 
-    run = config.run
+    run, folder = config.run, config.run.out / "checkpoints"
+    if not resume and has_checkpoints(folder):
+        raise ConfigInvalid(
+            f"run.out: {folder} holds checkpoints of an earlier start: "
+            "go on from them with --resume, or choose another folder"
+        )
+    checkpoint = restore(folder) if resume else None
+    data = identify_data(config.data, run.seed)
+    state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
     policy = FsdpPolicy(config.model, config.train, total_steps=run.steps, seed=run.seed)
-    state = TrainerState(run.id, step=0, weight_version=0, next_index=0, outstanding=())
-    checkpoint = newest_checkpoint(run.out / "checkpoints") if resume else None
     if checkpoint is not None:
-        state = read_state(checkpoint)
-        if state.run_id != run.id:
-            raise CheckpointUnusable(f"{checkpoint}: run {state.run_id!r}, not {run.id!r}")
-        policy.load(checkpoint)
-        log.info("resuming after step %d from %s", state.step, checkpoint)
-    elif resume:
-        log.warning("nothing to resume from in %s; beginning at step 1", run.out / "checkpoints")
+        state = checkpoint.state
+        _check_same_run(checkpoint.folder, state, run.id, data)
+        policy.load(checkpoint.folder)
+        ledger.resume(state.step, state.ledger_bytes)
+        log.info("resuming after step %d from %s", state.step, checkpoint.folder)
+    elif resume and config.checkpoint.every_steps:
+        # Nothing is final before the first checkpoint: the server still has what it was trained on.
+        ledger.resume(0)
+        log.warning("nothing to resume from in %s; beginning at step 1", folder)
+    else:
+        ledger.begin()
+        if resume:
+            log.warning("nothing to resume from in %s; beginning at step 1", folder)
     share_prefixes = config.train.share_prefixes and policy.supports_trees()
     if config.train.share_prefixes and not share_prefixes:
         log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
-    return _Start(policy, state, share_prefixes)
+    passed_over = checkpoint.passed_over if checkpoint is not None else 0
+    return _Start(policy, state, ledger, share_prefixes, passed_over)
+
+
+def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -> None:
+    """Raises CheckpointUnusable where the configuration is of another run, or its data are others."""
+    if state.run_id != run_id:
+        raise CheckpointUnusable(f"{folder}: run {state.run_id!r}, not {run_id!r}")
+    if state.data != data:
+        raise CheckpointUnusable(
+            f"{folder}: its place in the data is one in {state.data!r}; the configuration now "
+            f"names {data!r}"
+        )
 
 
 def _wire(
@@ -195,10 +242,11 @@ def _wire(
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter, keep_until
     from penstock.trainer.probe import Probe
+    from penstock.trainer.tasks import ALL_FAILED
 
     run, state = config.run, start.state
     tasks = _make_feeder(config, state, channel)
-    exchange = _make_exchange(config, state, channel, stopping)
+    exchange = _make_exchange(config, start, channel, stopping)
     probe = Probe(
         start.policy.score,
         tokens=config.weights.probe.tokens,
@@ -206,16 +254,26 @@ def _wire(
         token_ids=state.probe,
     )
     publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
+    for refused in start.ledger.refused:
+        if refused.reason == ALL_FAILED:
+            tasks.settled(refused.task_id)
     keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
 
-    def checkpoint(step: int, weight_version: int) -> None:
+    def checkpoint(step: int, weight_version: int) -> Callable[[], object]:
         reached = TrainerState(
-            run.id, step, weight_version, tasks.next_index, tasks.outstanding, probe.token_ids
+            run.id,
+            step,
+            weight_version,
+            tasks.next_index,
+            tasks.outstanding,
+            probe.token_ids,
+            state.data,
+            start.ledger.length_bytes,
         )
-        folder = run.out / "checkpoints"
-        save_checkpoint(folder, reached, start.policy.save, keep=config.checkpoint.keep)
+        folder, keep = run.out / "checkpoints", config.checkpoint.keep
+        return lambda: save_checkpoint(folder, reached, start.policy.save, keep=keep)
 
     loop = TrainingLoop(
         config,
@@ -226,10 +284,12 @@ def _wire(
         tasks=tasks,
         metrics=metrics,
         probe=probe,
+        ledger=start.ledger,
         checkpoint=checkpoint,
         stopping=stopping,
         step=state.step,
         share_prefixes=start.share_prefixes,
+        forgotten_step=start.passed_over,
     )
     return _Parts(exchange, publisher, metrics, loop)
 
@@ -257,7 +317,8 @@ def _make_publisher(
         from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
 
         settings = CollectiveSettings(**weights.collective.model_dump())
-        transports.append(CollectiveTransport(config.server.address, settings))
+        security = _security(config.server)
+        transports.append(CollectiveTransport(config.server.address, settings, security))
     return Publisher(
         bulk,
         compute,
@@ -267,6 +328,25 @@ def _make_publisher(
         probe=probe,
         adapter=adapter,
     )
+
+
+def _security(server: ServerConfig) -> Security:
+    """How the server is called. Raises ConfigInvalid."""
+    from penstock.wire.security import CredentialsUnusable, Security
+
+    security = Security(
+        tls=server.tls,
+        ca=server.ca,
+        certificate=server.certificate,
+        key=server.key,
+        server_name=server.server_name,
+        token_file=server.token_file,
+    ).with_environment()
+    try:
+        security.check(server.address)
+    except CredentialsUnusable as error:
+        raise ConfigInvalid(f"server: {error}") from error
+    return security
 
 
 def _make_feeder(
@@ -288,7 +368,7 @@ def _make_feeder(
 
 def _make_exchange(
     config: TrainerConfig,
-    state: TrainerState,
+    start: _Start,
     channel: grpc.aio.Channel,
     stopping: asyncio.Event,
 ) -> Exchange:
@@ -304,10 +384,11 @@ def _make_exchange(
             groups_per_step=config.train.groups_per_step,
         ),
         in_flight=IN_FLIGHT[config.weights.in_flight],
-        weight_version=state.weight_version,
-        step=state.step,
+        weight_version=start.state.weight_version,
+        step=start.state.step,
         give_up_after_seconds=config.server.give_up_after_seconds,
         stopping=stopping,
+        trained={**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}},
     )
 
 

@@ -1,11 +1,31 @@
-"""Checkpoints: whole or not there. A folder appears under its name only when all of it is on disk.
+"""Checkpoints: whole or not there, and kept N deep.
 
-step-00000010/  a model folder, the optimizer's state, state.json
+    step-00000010/
+        manifest.json    size and XXH3-64 of every other file
+        state.json       what the trainer knows beside the policy (`TrainerState`)
+        ...              what the policy writes: a model folder, the optimizer, the random states
+
+Order of events: what is left of earlier attempts removed -> files written under a name that is none ->
+manifest -> every file and folder synced -> the name -> the parent synced -> durable; only now may it be
+announced -> all but the N newest removed, each losing its name first.
+
+What a failure does:
+
+    killed before the name    the unfinished folder is removed by the next save; the newest is the
+                                one before
+    killed after it           the checkpoint is whole, and perhaps not announced: the server delivers
+                                again what it contains, and the ledger says that it does
+    no room, or the disk      the unfinished folder is removed, which gives its room back; the run
+      fails: StorageFailed      ends, saying so, before anything was announced. The checkpoints
+                                before are as they were
+    a file is missing, cut    the manifest tells. `restore` passes such a checkpoint over, loudly,
+      or changed afterwards     and takes the one before; the broken one becomes `broken-step-...`
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -13,11 +33,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from penstock.trainer.errors import CheckpointUnusable
+import xxhash
+
+from penstock.trainer.errors import CheckpointUnusable, StorageFailed
+from penstock.wire.failpoints import hit
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+MANIFEST_FILE = "manifest.json"
 NAME = "step-{step:08d}"
 UNFINISHED = ".unfinished-"
+REMOVED = ".removed-"
+BROKEN = "broken-"
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +64,97 @@ class TrainerState:
     """Data indices submitted and not trained."""
     probe: tuple[int, ...] = ()
     """Tokens of the run's probe; none where it has none yet."""
+    data: str = ""
+    """What identifies the data that the indices are of; empty where nobody said."""
+    ledger_bytes: int | None = None
+    """Where the line of `step` ends in the ledger; None where nobody said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that is whole."""
+
+    folder: Path
+    state: TrainerState
+    passed_over: int = 0
+    """Step of the newest checkpoint that was broken; zero where none was."""
 
 
 def save_checkpoint(
     folder: Path, state: TrainerState, save_policy: Callable[[Path], None], *, keep: int
 ) -> Path:
-    """Writes a checkpoint, durable on return, and removes all but the `keep` newest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left_over)
-    unfinished = folder / f"{UNFINISHED}{state.step}"
-    unfinished.mkdir()
-    save_policy(unfinished)
-    (unfinished / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
+    """Writes a checkpoint, durable on return, and removes all but the `keep` newest.
+
+    Raises StorageFailed where it cannot be written; those before are as they were.
+    """
     final = folder / NAME.format(step=state.step)
-    _publish(unfinished, final)
-    for old in _checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+
+    def write(unfinished: Path) -> None:
+        save_policy(unfinished)
+        hit("checkpoint.policy_written")
+        (unfinished / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
+        _write_manifest(unfinished)
+
+    _write(final, write, f"the checkpoint of step {state.step}")
+    hit("checkpoint.before_prune")
+    try:
+        for old in _checkpoints(folder)[:-keep]:
+            _remove(old)
+    except OSError as error:
+        raise StorageFailed(f"old checkpoints cannot be removed from {folder}: {error}") from error
     return final
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder as a whole, in place of what has its name."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = final.with_name(f"{UNFINISHED}{final.name}")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir()
-    write(unfinished)
-    _publish(unfinished, final)
+    """Writes a folder as a whole, in place of what has its name. Raises StorageFailed."""
+    _write(final, write, str(final))
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the greatest step, if there is one."""
+def restore(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None where there is none at all.
+
+    Those that are broken are set aside. Raises CheckpointUnusable where all of them are.
+    """
     found = _checkpoints(folder)
-    return found[-1] if found else None
+    passed_over = 0
+    for checkpoint in reversed(found):
+        try:
+            verify(checkpoint)
+            state = read_state(checkpoint)
+        except CheckpointUnusable as error:
+            log.error("BROKEN CHECKPOINT, going back to the one before: %s", error)
+            passed_over = max(passed_over, int(checkpoint.name.rpartition("-")[2]))
+            continue
+        for broken in (other for other in found if other > checkpoint):
+            _set_aside(broken)
+        return Checkpoint(checkpoint, state, passed_over)
+    if found:
+        raise CheckpointUnusable(f"{folder}: none of the {len(found)} checkpoints is whole")
+    return None
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is anything to resume from."""
+    return bool(_checkpoints(folder))
+
+
+def verify(checkpoint: Path) -> None:
+    """That every file is there as it was written. Raises CheckpointUnusable."""
+    path = checkpoint / MANIFEST_FILE
+    try:
+        manifest = cast("dict[str, dict[str, object]]", json.loads(path.read_bytes())["files"])
+        expected = {name: (entry["bytes"], entry["xxh3"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointUnusable(f"{path}: {error!r}") from error
+    for name, (size, xxh3) in expected.items():
+        file = checkpoint / name
+        try:
+            # The size first: it is for nothing to hash what was cut.
+            sound = file.stat().st_size == size and _digest(file) == xxh3
+        except OSError as error:
+            raise CheckpointUnusable(f"{file}: {error.strerror}") from error
+        if not sound:
+            raise CheckpointUnusable(f"{file} is not what was written: {size} bytes, XXH3 {xxh3}")
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -83,26 +168,86 @@ def read_state(checkpoint: Path) -> TrainerState:
             weight_version=cast("int", fields["weight_version"]),
             next_index=cast("int", fields["next_index"]),
             outstanding=tuple(cast("list[int]", fields["outstanding"])),
-            # Checkpoints of before there were probes have no such field.
             probe=tuple(cast("list[int]", fields.get("probe", []))),
+            data=str(fields.get("data", "")),
+            ledger_bytes=cast("int | None", fields.get("ledger_bytes")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointUnusable(f"{path}: {error!r}") from error
 
 
-def _publish(unfinished: Path, final: Path) -> None:
-    """Makes everything durable, then gives it its name."""
-    for path in sorted(unfinished.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(unfinished)
-    if final.exists():
-        shutil.rmtree(final)
-    unfinished.rename(final)
-    _sync(final.parent)
+def _write(final: Path, write: Callable[[Path], None], subject: str) -> None:
+    """Has a folder written beside its place, makes all of it durable, and gives it its name."""
+    parent = final.parent
+    unfinished = parent / f"{UNFINISHED}{final.name}"
+    try:
+        _make_folder(parent)
+        for left_over in (*parent.glob(f"{UNFINISHED}*"), *parent.glob(f"{REMOVED}*")):
+            shutil.rmtree(left_over)
+        unfinished.mkdir()
+        hit("checkpoint.begun")
+        write(unfinished)
+        hit("checkpoint.before_sync")
+        for path in sorted(unfinished.rglob("*"), reverse=True):
+            _sync(path)
+        _sync(unfinished)
+        hit("checkpoint.before_rename")
+        removed = parent / f"{REMOVED}{final.name}"
+        if final.exists():
+            final.rename(removed)
+        unfinished.rename(final)
+        hit("checkpoint.after_rename")
+        _sync(parent)
+        if removed.exists():
+            shutil.rmtree(removed)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise StorageFailed(
+            f"{subject} cannot be written to {parent}: {error.strerror or error}"
+        ) from error
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _remove(checkpoint: Path) -> None:
+    """It loses its name first: what is half removed must not be taken for a checkpoint."""
+    removed = checkpoint.with_name(f"{REMOVED}{checkpoint.name}")
+    checkpoint.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _set_aside(broken: Path) -> None:
+    aside = broken.with_name(f"{BROKEN}{broken.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    broken.rename(aside)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return sorted(path for path in folder.glob("step-*[0-9]") if path.is_dir())
+
+
+def _make_folder(folder: Path) -> None:
+    """With its parents, whose entries are synced too."""
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:

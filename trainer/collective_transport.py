@@ -23,6 +23,7 @@ from penstock.trainer.weight_sync import NextUpdate, PenstockWeightSyncClient, W
 from penstock.v1 import weights_pb2
 from penstock.wire.gloo_group import GroupBroken
 from penstock.wire.reasons import Reason
+from penstock.wire.security import Security
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
@@ -64,7 +65,9 @@ class CollectiveTransport:
     # Each ends with the engine out of the group; the next attempt joins again.
     passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
 
-    def __init__(self, address: str, settings: CollectiveSettings) -> None:
+    def __init__(
+        self, address: str, settings: CollectiveSettings, security: Security | None = None
+    ) -> None:
         """`address` is the server's. Raises ConfigInvalid for a backend this cannot drive."""
         if settings.backend not in BACKENDS:
             raise ConfigInvalid(
@@ -73,7 +76,10 @@ class CollectiveTransport:
             )
         self._settings = settings
         self._client = PenstockWeightSyncClient(
-            address, settings.backend, timeout_seconds=settings.timeout_seconds
+            address,
+            settings.backend,
+            timeout_seconds=settings.timeout_seconds,
+            security=security,
         )
         self._engine: Engine | None = None
         self._source: PayloadSource | None = None

@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from penstock.trainer.errors import ConfigInvalid
+from penstock.wire.token_file import redact
 
 # Transports that know neither differences nor adapters.
 ALWAYS_WHOLE = ("checkpoint", "collective")
@@ -32,6 +33,19 @@ class ServerConfig(Section):
 
     address: str = "127.0.0.1:50051"
     """HOST:PORT it listens on."""
+    tls: bool = False
+    """Whether the connection is encrypted; implied by `ca` and `certificate`."""
+    ca: Path | None = None
+    """PEM file of the authority that signed the server's certificate; unset trusts those that come with
+    gRPC."""
+    certificate: Path | None = None
+    """PEM file of the trainer's own certificate, for mutual TLS."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    server_name: str = ""
+    """Name that the server's certificate is for, where it is not the address's."""
+    token_file: Path | None = None
+    """File with the token to show, read again for each call; unset takes the variable PENSTOCK_TOKEN."""
     give_up_after_seconds: float = Field(default=120.0, gt=0)
     """How long the server may be away, at the start or in mid-run, before the trainer stops."""
 
@@ -374,4 +388,4 @@ def _explain(path: Path, error: ValidationError) -> str:
         field = ".".join(str(part) for part in problem["loc"]) or "the file"
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
         lines.append(f"{field}: {problem['msg']}{got}")
-    return f"{path}: " + "; ".join(lines)
+    return redact(f"{path}: " + "; ".join(lines))

@@ -15,6 +15,14 @@ class CheckpointUnusable(TrainerError):
     """A checkpoint is incomplete, or does not belong to this model."""
 
 
+class StorageFailed(TrainerError):
+    """What the run has to remember cannot be written; what was written before is whole."""
+
+
+class RunFolderInUse(TrainerError):
+    """Another trainer writes to the run's folder."""
+
+
 class ServerGone(TrainerError):
     """The server could not be reached for longer than the bound allows."""
 

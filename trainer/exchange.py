@@ -5,8 +5,9 @@
     GroupReceipt, CheckpointNotice -> nothing
 
 A lost stream loses nothing. The server delivers again what it has no receipt for; a group that
-comes twice is recognized by its id, and its receipt, if it was trained, is sent once more. Demand
-that was not met is granted again to the new stream.
+comes twice is recognized by its id, and its receipt, if it was trained, is sent once more. One that
+a durable checkpoint contains is refused instead: it must never come again, and takes no place in a
+batch. Demand that was not met is granted again to the new stream.
 
 A run that is to stop (`stopping` is set) needs its server for the end of its step, but does not
 wait for one that is away:
@@ -26,7 +27,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -36,6 +37,7 @@ from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, Swit
 from penstock.trainer.stopping import unless
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
+from penstock.wire.failpoints import hit
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 
@@ -93,9 +95,11 @@ class Exchange:
         step: int,
         give_up_after_seconds: float,
         stopping: asyncio.Event,
+        trained: Mapping[str, int] | None = None,
     ) -> None:
-        """`weight_version` is what the trainer holds, `step` the last one its state contains.
-        Once `stopping` is set, a server that is away is left."""
+        """`weight_version` is what the trainer holds, `step` the last one its state contains, and
+        `trained` the steps of the groups it was trained on. Once `stopping` is set, a server that is
+        away is left."""
         self._channel = channel
         self._run_id = run_id
         self._contract = contract
@@ -120,8 +124,10 @@ class Exchange:
         # Bounded by demand: the server sends no more than it was granted.
         self._in_hand: dict[str, int] = {}
         """Delivery id of each group delivered and not yet receipted, the newest."""
-        self._settled: OrderedDict[str, int] = OrderedDict()
+        self._settled: OrderedDict[str, int] = OrderedDict(trained or {})
         """Step that used each group, zero where it was refused."""
+        self.delivery_count = 0
+        """Deliveries that arrived, those of known groups included."""
         self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
         self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
 
@@ -169,6 +175,20 @@ class Exchange:
         """Waits until the stream is up and the server up to date."""
         await self._ready.wait()
 
+    @property
+    def on_their_way(self) -> int:
+        """Groups that were demanded, and that nobody has taken with `next_group`."""
+        return self._owed + self._arrived.qsize()
+
+    @property
+    def arrived_count(self) -> int:
+        """Groups delivered that nobody has taken with `next_group`."""
+        return self._arrived.qsize()
+
+    def take_arrived(self) -> list[trajectory_pb2.TrajectoryGroup]:
+        """All of those at once."""
+        return [self._arrived.get_nowait() for _ in range(self._arrived.qsize())]
+
     def demand(self, group_count: int) -> None:
         """Grants the server credit for further groups."""
         self._owed += group_count
@@ -209,6 +229,10 @@ class Exchange:
         self.repeat_switch()
         return future
 
+    def hold(self, weight_version: int) -> None:
+        """The trainer holds a version that the server is past already: nothing is asked of it."""
+        self._held = weight_version
+
     def repeat_switch(self) -> None:
         """Asks again for the version the trainer holds; for `restore`."""
         switch = SwitchWeights(weight_version=self._held, in_flight=self._in_flight)
@@ -246,8 +270,14 @@ class Exchange:
 
     def _leave(self) -> None:
         # A stream whose server is not up to date may be open: the loop must not write on it.
-        self._outgoing = None
+        self._end_requests()
         self.left.set()
+
+    def _end_requests(self) -> None:
+        """Nothing more is written to the stream, lost or not: grpc's own task waits for the end."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(None)
+            self._outgoing = None
 
     async def _connect(self, reason: str) -> trainer_service_pb2.Welcome:
         deadline = time.monotonic() + self._give_up_after
@@ -271,6 +301,7 @@ class Exchange:
         # Greater than that of any earlier start, on a clock that does not run backwards between
         # them.
         self._epoch = max(self._epoch + 1, time.time_ns())
+        self._end_requests()
         self._outgoing = asyncio.Queue()
         hello = Hello(
             run_id=self._run_id,
@@ -290,7 +321,7 @@ class Exchange:
         self._call = method(_drain(self._outgoing))
         first = await self._receive()
         if first is None or first.WhichOneof("message") != "welcome":
-            self._outgoing = None
+            self._end_requests()
             raise SessionRefused("the server did not answer Hello with Welcome")
         return first.welcome
 
@@ -309,9 +340,9 @@ class Exchange:
         except grpc.aio.AioRpcError as error:
             if self._closing:
                 return ""
-            self._outgoing = None
+            self._end_requests()
             return self._explain(error)
-        self._outgoing = None
+        self._end_requests()
         return "it ended the stream"
 
     def _explain(self, error: grpc.aio.AioRpcError) -> str:
@@ -335,6 +366,7 @@ class Exchange:
 
     def _take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
         group_id = delivery.group.group_id
+        self.delivery_count += 1
         known = group_id in self._in_hand or group_id in self._settled
         if not known:
             self._owed = max(0, self._owed - 1)
@@ -346,12 +378,16 @@ class Exchange:
         if group_id in self._in_hand:
             self._in_hand[group_id] = delivery.delivery_id
             return
-        receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], step=self._settled[group_id])
-        if not receipt.step:
+        receipt = GroupReceipt(delivery_ids=[delivery.delivery_id])
+        step = self._settled[group_id]
+        if not step:
             receipt.rejection.reason = "REFUSED_BEFORE"
+        elif step <= self._final_step:
+            receipt.rejection.reason = "TRAINED_BEFORE"
+            receipt.rejection.message = f"a durable checkpoint contains it, trained in step {step}"
+        else:
+            receipt.step = step
         self._send(Request(receipt=receipt))
-        if 0 < receipt.step <= self._final_step:
-            self._send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
 
     def _switched(self, receipt: weights_pb2.WeightReceipt) -> None:
         version = receipt.weight_version
@@ -402,4 +438,7 @@ async def _drain(
 ) -> AsyncIterator[trainer_service_pb2.ExchangeRequest]:
     """The stream's requests; None half-closes it."""
     while (request := await queue.get()) is not None:
+        hit(f"exchange.before_{request.WhichOneof('message')}")
         yield request
+        # Asked for the next one: this one has been written.
+        hit(f"exchange.after_{request.WhichOneof('message')}")

@@ -33,6 +33,12 @@ from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.loss import policy_loss, token_logprobs, token_mean
 from penstock.trainer.policy import StepResult
+from penstock.trainer.random_states import (
+    compute_reproducibly,
+    load_random_states,
+    save_random_states,
+    seed_all,
+)
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:
@@ -82,7 +88,8 @@ class FsdpPolicy:
     def __init__(
         self, model: ModelConfig, train: TrainConfig, *, total_steps: int, seed: int
     ) -> None:
-        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        seed_all(seed)
+        compute_reproducibly()
         self._model, self._tokenizer = _load(model.path)
         head = self._model.get_output_embeddings()
         head.register_forward_pre_hook(self._select_positions)
@@ -217,18 +224,22 @@ class FsdpPolicy:
 
     def save_model(self, folder: Path) -> None:
         """Writes a model folder; see `policy.Policy`."""
-        self._model.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
+        with _as_os_error():
+            self._model.save_pretrained(folder)
+            self._tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint; see `policy.Policy`."""
         self.save_model(folder)
-        tensors = {"random_state": torch.get_rng_state()}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}/{name}"] = cast("Tensor", value).detach().cpu().contiguous()
-        save_file(tensors, folder / OPTIMIZER_FILE)
-        (folder / PROGRESS_FILE).write_text(json.dumps({"optimizer_steps": self._steps}))
+        with _as_os_error():
+            save_file(tensors, folder / OPTIMIZER_FILE)
+            save_random_states(folder)
+        progress = {"optimizer_steps": self._steps, "threads": torch.get_num_threads()}
+        (folder / PROGRESS_FILE).write_text(json.dumps(progress))
 
     def load(self, folder: Path) -> None:
         """Restores a checkpoint; see `policy.Policy`."""
@@ -239,7 +250,17 @@ class FsdpPolicy:
                 "dict[str, int]", json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
             )
             self._steps = progress["optimizer_steps"]
-            torch.set_rng_state(tensors.pop("random_state"))
+            if progress["threads"] != (threads := torch.get_num_threads()):
+                log.warning(
+                    "%s was computed with %d threads, this run goes on with %d: "
+                    "sums may be rounded otherwise",
+                    folder,
+                    progress["threads"],
+                    threads,
+                )
+            self._load_optimizer(folder, tensors)
+            # Last: what was loaded before may have drawn from them.
+            load_random_states(folder)
         except (
             ConfigInvalid,
             OSError,
@@ -249,6 +270,8 @@ class FsdpPolicy:
             KeyError,
         ) as error:
             raise CheckpointUnusable(f"{folder}: {error}") from error
+
+    def _load_optimizer(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         parameters = dict(self._module.named_parameters())
         self._optimizer.state.clear()
         for key, value in tensors.items():
@@ -348,6 +371,15 @@ def _load(path: str) -> tuple[_CausalModel, _Tokenizer]:
     except (OSError, ValueError) as error:
         raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
     return cast("_CausalModel", model), cast("_Tokenizer", tokenizer)
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Generator[None]:
+    """Safetensors has an error of its own for a disk that is full."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:

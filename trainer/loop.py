@@ -2,6 +2,7 @@
 
     gather   wait for the groups of one step, which the server delivers on demand
     train    advantages, packing, one optimizer step
+    note     what the step was made of, in the ledger
     publish  upload the new weights while generation goes on
     switch   ask for them on the exchange, send receipts, demand the next batch
     conclude when the switch is answered: the step's record
@@ -37,8 +38,10 @@ A run is asked to stop by `stopping`, and ends in one of these ways:
 In all of them the checkpoint holds the last step the policy contains, where checkpoints are kept
 and it is not saved yet. It is written after the step's receipts and before its notice: what is
 receipted and not in a checkpoint, the server delivers again to a trainer that resumes before it.
-What is in a checkpoint and was not receipted it delivers again too; the feeder knows its task, and
-it is receipted then, not trained twice.
+What is in a checkpoint and was not receipted it delivers again too; the ledger knows the group, and
+it is refused then, not trained twice.
+
+A run that resumes does what the trainer before did beyond the checkpoint again: see `agreement`.
 """
 
 from __future__ import annotations
@@ -46,31 +49,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 from opentelemetry.trace import Span
 
-from penstock.trainer.adapter import check_taken
-from penstock.trainer.batching import TrainingGroup, build_micro_batches, read_group
+from penstock.trainer.agreement import Agreement
+from penstock.trainer.batching import TrainingGroup, build_micro_batches
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import EverythingFailed, SessionRefused
 from penstock.trainer.exchange import Exchange, SwitchReceipt
+from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
+from penstock.trainer.ledger import Ledger, StepEntry, TrainedGroup
 from penstock.trainer.metrics import MetricsWriter, StepRecord
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher, Sent
-from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import TaskFeeder
-from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.wire.failpoints import hit
 
 log = logging.getLogger(__name__)
 
-UNAVAILABLE = rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
 LATE_POLICIES = {
     "mask": trainer_service_pb2.LATE_POLICY_MASK,
     "wait": trainer_service_pb2.LATE_POLICY_WAIT,
@@ -83,16 +85,6 @@ IN_FLIGHT = {
     "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
     "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
 }
-
-
-@dataclass(slots=True)
-class Batch:
-    """The groups of one step, as delivered and as read."""
-
-    deliveries: list[trajectory_pb2.TrajectoryGroup] = field(
-        default_factory=list[trajectory_pb2.TrajectoryGroup]
-    )
-    groups: list[TrainingGroup] = field(default_factory=list[TrainingGroup])
 
 
 class TrainingLoop:
@@ -109,13 +101,17 @@ class TrainingLoop:
         tasks: TaskFeeder,
         metrics: MetricsWriter,
         probe: Probe,
-        checkpoint: Callable[[int, int], None],
+        ledger: Ledger,
+        checkpoint: Callable[[int, int], Callable[[], object]],
         stopping: asyncio.Event,
         step: int,
         share_prefixes: bool,
+        forgotten_step: int = 0,
     ) -> None:
-        """`checkpoint(step, weight_version)` runs in the compute thread. `stopping`, which the
-        exchange has too, ends the run after the step under way."""
+        """`checkpoint(step, weight_version)` notes what there is to save; what it returns saves it, and
+        runs in the compute thread. `stopping`, which the exchange has too, ends the run after the step
+        under way. Up to `forgotten_step`, of a checkpoint that is broken, the server may have forgotten
+        what the ledger has ahead."""
         self._config = config
         self._policy = policy
         self._compute = compute
@@ -124,13 +120,31 @@ class TrainingLoop:
         self._tasks = tasks
         self._metrics = metrics
         self._probe = probe
+        self._ledger = ledger
         self._checkpoint = checkpoint
         self._stopping = stopping
         self._share_prefixes = share_prefixes
         self._handover = Handover(exchange, publisher, IN_FLIGHT[config.weights.in_flight])
-        self._failed_in_a_row = 0
-        self._failure_reasons: Counter[str] = Counter()
-        self._weight_dtype = ""
+        self._gatherer = Gatherer(
+            config,
+            exchange=exchange,
+            tasks=tasks,
+            handover=self._handover,
+            ledger=ledger,
+            compute=compute,
+            stopping=stopping,
+        )
+        self._agreement = Agreement(
+            config,
+            policy=policy,
+            exchange=exchange,
+            publisher=publisher,
+            tasks=tasks,
+            handover=self._handover,
+            gatherer=self._gatherer,
+            ledger=ledger,
+            forgotten_step=forgotten_step,
+        )
         self._saved_step = step
         self.step = step
         """Last step the policy contains."""
@@ -151,7 +165,7 @@ class TrainingLoop:
     async def _steps(self, concluding: asyncio.TaskGroup) -> None:
         conclusion = None
         if self.step < self._config.run.steps:
-            self._exchange.demand(self._config.train.groups_per_step)
+            self._gatherer.demand(self.step + 1)
         while self.step < self._config.run.steps:
             record = StepRecord(self.step + 1, time_gather_start=time.time())
             span = self._metrics.begin_step(record.step)
@@ -159,87 +173,33 @@ class TrainingLoop:
             if batch is None:
                 await self._save_if_due()
                 return
+            hit("train.gathered")
             result = await self._train(batch, record)
+            hit("train.computed")
             if conclusion is not None:
                 # The payload is the server's until it has answered the switch before.
                 await conclusion
-            await self._publish(result, record)
+            await self._publish(batch, result, record)
+            hit("train.published")
             switch = self._switch(batch, record)
             record.seconds_checkpoint = await self._save_if_due()
             record.seconds = time.time() - record.time_gather_start
             conclusion = concluding.create_task(self._conclude(switch, record, span))
 
     async def begin(self, welcome: trainer_service_pb2.Welcome) -> None:
-        """Agrees with the server on weights and tasks before the first step.
-
-        The server starts with the base model, as version 0. Where it has seen other versions, this
-        run's weights get a greater number than all of them, for versions only grow. A server that serves
-        nothing, because it could not load a version, needs one whatever its number. Raises ConfigInvalid
-        where it does not take this run's adapter.
-        """
-        info = await self._handover.retry(self._publisher.server_info)
-        if info is None:
-            return
-        self._weight_dtype = info.weight_dtype
-        if (adapter := self._policy.adapter()) is not None:
-            check_taken(adapter, info.lora.max_rank if info.HasField("lora") else None)
-        held = self._exchange.held_version
-        newest = max(info.active_weight_version, *info.staged_weight_versions, 0)
-        serves = all(replica.state != UNAVAILABLE for replica in info.replicas)
-        if newest > held or welcome.active_weight_version != held or not serves:
-            version = held if newest < held else newest + 1
-            log.info("the server samples version %d; publishing %d", newest, version)
-            await self._publisher.fill(self._policy.weights, version, self._weight_dtype)
-            if await self._handover.stage(version) is not None:
-                await self._handover.confirm(version, self._exchange.switch(version))
-        await self._handover.retry(self._tasks.submit_again)
+        """Agrees with the server on weights and tasks before the first step. Raises ConfigInvalid where
+        it does not take this run's adapter."""
+        await self._agreement.begin(welcome, self.step)
 
     async def restore(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Brings a server up to date that came back with less than it had. Raises ServerLost."""
-        held, active = self._exchange.held_version, welcome.active_weight_version
-        if active > held:
-            raise SessionRefused(
-                f"the server samples version {active}, which this trainer never published"
-            )
-        if active < held:
-            # It has lost what differences are made from.
-            self._publisher.forget_base()
-        # A payload that is newer is on its way already, and will be switched to.
-        if active < held and self._publisher.filled_version == held:
-            log.warning("the server came back with version %d; publishing %d again", active, held)
-            if await self._handover.upload(held) is not None:
-                self._exchange.repeat_switch()
-        await self._tasks.submit_again()
+        await self._agreement.restore(welcome)
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """The next batch, without groups that failed altogether; None where the run is to stop."""
-        batch = Batch()
-        while len(batch.groups) < self._config.train.groups_per_step:
-            delivery = await self._next_delivery()
-            if delivery is None:
-                return None
-            self._tasks.arrived()
-            if self._tasks.is_settled(delivery.task_id):
-                # The checkpoint resumed from contains it, and its receipt was never heard.
-                self._exchange.receipt([delivery], self.step)
-                self._exchange.demand(1)
-                await self._handover.retry(self._tasks.fill)
-                continue
-            group = read_group(
-                delivery,
-                trainer_version=self._exchange.held_version,
-                max_lag=self._config.staleness.max_lag,
-                normalize_std=self._config.train.normalize_std,
-            )
-            record.failures += group.failures
-            if group.samples:
-                self._failed_in_a_row = 0
-                batch.deliveries.append(delivery)
-                batch.groups.append(group)
-            else:
-                record.groups_failed += 1
-                self._refuse(delivery)
-                await self._handover.retry(self._tasks.fill)
+        batch = await self._gatherer.gather(record)
+        if batch is None:
+            return None
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
         _describe_batch(batch, record)
@@ -251,31 +211,6 @@ class TrainingLoop:
         if notice.reason == "GROUP_DROPPED":
             self._tasks.arrived()
             group.create_task(self._handover.retry(self._tasks.fill))
-
-    async def _next_delivery(self) -> trajectory_pb2.TrajectoryGroup | None:
-        """The next group, or None as soon as the run is to stop."""
-        if self._stopping.is_set():
-            return None
-        return await unless(self._stopping, self._exchange.next_group())
-
-    def _refuse(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """A group in which everything failed: not to be sent again, and another one instead of
-        it."""
-        reasons = Counter(t.outcome.failure.reason for t in delivery.trajectories)
-        self._failure_reasons.update(reasons)
-        self._failed_in_a_row += 1
-        named = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        log.warning("every trajectory of group %s failed: %s", delivery.group_id, named)
-        self._exchange.refuse(delivery, "ALL_FAILED", f"every trajectory failed: {named}")
-        self._tasks.settled(delivery.task_id)
-        if self._failed_in_a_row >= self._config.failure.max_failed_groups:
-            counted = ", ".join(f"{r} {n}" for r, n in self._failure_reasons.most_common())
-            last = delivery.trajectories[-1].outcome.failure if delivery.trajectories else None
-            raise EverythingFailed(
-                f"every trajectory failed in {self._failed_in_a_row} groups in a row: {counted}"
-                + (f"; the last said: {last.message}" if last else "")
-            )
-        self._exchange.demand(1)
 
     async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
         record.time_train_start = time.time()
@@ -301,28 +236,39 @@ class TrainingLoop:
         )
         return self._policy.step(batches, sum(group.trained_tokens for group in groups))
 
-    async def _publish(self, result: StepResult, record: StepRecord) -> None:
-        """Uploads the step's weights, staged: generation goes on meanwhile."""
+    async def _publish(self, batch: Batch, result: StepResult, record: StepRecord) -> None:
+        """Notes the step and uploads its weights, staged: generation goes on meanwhile."""
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self._exchange.held_version + 1
         if self._exchange.left.is_set():
+            await self._note(_entry(batch, record, ""))
             return
         if result.applied or not self._publisher.filled_version:
-            await self._publisher.fill(
-                self._policy.weights, record.weight_version, self._weight_dtype
-            )
+            await self._agreement.fill(record.weight_version)
         else:
             self._publisher.relabel(record.weight_version)
+        entry = _entry(batch, record, self._publisher.digest)
+        if self._agreement.is_held(entry):
+            await self._note(entry)
+            return
+        record.weight_version = self._agreement.number(entry)
+        await self._note(replace(entry, weight_version=record.weight_version))
         sent = await self._handover.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
             _describe_upload(sent, record)
 
-    def _switch(self, batch: Batch, record: StepRecord) -> asyncio.Future[SwitchReceipt]:
-        """Switch, receipts, and the demand of the next step, in this order on the stream."""
+    async def _note(self, entry: StepEntry) -> None:
+        # Before the server hears of the version, so that the ledger knows of all it may sample.
+        await self._compute.run(self._ledger.write, entry)
+        hit("train.noted")
+
+    def _switch(self, batch: Batch, record: StepRecord) -> asyncio.Future[SwitchReceipt] | None:
+        """Switch, receipts, and the demand of the next step, in this order on the stream. None where the
+        server is past this version."""
         record.time_switch_start = time.time()
-        switch = self._exchange.switch(record.weight_version)
+        switch = self._agreement.switch(record.weight_version)
         self.step = record.step
         self._exchange.receipt(batch.deliveries, self.step)
         for delivery in batch.deliveries:
@@ -330,7 +276,7 @@ class TrainingLoop:
         if not self._config.checkpoint.every_steps:
             self._exchange.checkpoint(self.step)
         if self.step < self._config.run.steps and not self._stopping.is_set():
-            self._exchange.demand(self._config.train.groups_per_step)
+            self._gatherer.demand(self.step + 1)
         return switch
 
     async def _save_if_due(self) -> float:
@@ -340,16 +286,21 @@ class TrainingLoop:
         if not every or self.step == self._saved_step or (self.step % every and not last):
             return 0.0
         begun = time.time()
-        await self._compute.run(self._checkpoint, self.step, self._exchange.held_version)
+        # Noted here, while nothing moves; written there.
+        save = self._checkpoint(self.step, self._exchange.held_version)
+        await self._compute.run(save)
         self._saved_step = self.step
+        hit("checkpoint.before_notice")
         # Only now: what the notice makes final, the server forgets.
         self._exchange.checkpoint(self.step)
         return time.time() - begun
 
     async def _conclude(
-        self, switch: asyncio.Future[SwitchReceipt], record: StepRecord, span: Span
+        self, switch: asyncio.Future[SwitchReceipt] | None, record: StepRecord, span: Span
     ) -> None:
-        switched = await self._handover.confirm(record.weight_version, switch)
+        switched = None
+        if switch is not None:
+            switched = await self._handover.confirm(record.weight_version, switch)
         if switched is None:
             record.time = time.time()
         else:
@@ -364,6 +315,22 @@ class TrainingLoop:
                 record.delta = False
         record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0
         self._metrics.write(record, span)
+
+
+def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:
+    return StepEntry(
+        record.step,
+        record.weight_version,
+        weights,
+        tuple(
+            TrainedGroup(
+                delivery.group_id,
+                delivery.task_id,
+                tuple(trajectory.trajectory_id for trajectory in delivery.trajectories),
+            )
+            for delivery in batch.deliveries
+        ),
+    )
 
 
 def _describe_batch(batch: Batch, record: StepRecord) -> None:

@@ -79,7 +79,10 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes `save_model` and what it takes to go on: optimizer, schedule, random state."""
+        """Writes `save_model` and what it takes to go on: optimizer, schedule, every random state.
+
+        Raises OSError where the disk does not take it.
+        """
         ...
 
     def load(self, folder: Path) -> None:

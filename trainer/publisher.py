@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import xxhash
 from torch import Tensor
 
 from penstock.trainer.compute import ComputeThread
@@ -118,6 +119,14 @@ class Publisher:
     def filled_version(self) -> int:
         """Version whose bytes the payload holds; zero before the first."""
         return self._filled_version
+
+    @property
+    def digest(self) -> str:
+        """Checksum of the payload, equal for equal weights; empty before the first."""
+        digest = xxhash.xxh3_64()
+        for spec in self._filled.specs if self._filled else ():
+            digest.update(f"{spec.name} {spec.dtype} {spec.xxh3:x}\n".encode())
+        return digest.hexdigest() if self._filled else ""
 
     @property
     def length_bytes(self) -> int:

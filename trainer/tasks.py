@@ -1,6 +1,16 @@
 """Data source to `SubmitTasks`: keeps enough tasks waiting at the server, and knows where it is in
 the data.
 
+States of a data index:
+
+    never submitted -> outstanding -> taken (a group of its task is in hand) -> settled (trained or refused)
+                           ^              |
+                           +--------------+   the trainer died: its checkpoint has it outstanding
+
+Only outstanding indices are submitted again to a server that may have lost them. A task of which a second
+group comes, because the server lost the first one and made another, is trained once all the same: `take`
+says so.
+
 Nothing polls. The server says how many tasks wait with each submission; between submissions every
 group that arrives, or that the server reports as dropped, means one less.
 """
@@ -10,11 +20,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import grpc
+import xxhash
 from google.protobuf import json_format
 
 from penstock.trainer.config import DataConfig, JsonlConfig, ReasoningGymConfig, SamplingConfig
@@ -28,6 +40,9 @@ SUBMIT_TASKS = "/penstock.v1.TaskService/SubmitTasks"
 SUBMIT_TIMEOUT_SECONDS = 60.0
 # Messages stay far below the limit of a message, and the server's reply comes soon.
 MOST_TASKS_PER_CALL = 512
+
+# Reason for which a group is refused whose task is settled by that.
+ALL_FAILED = "ALL_FAILED"
 
 ROLES = {
     "system": conversation_pb2.ROLE_SYSTEM,
@@ -129,12 +144,33 @@ def open_source(config: DataConfig, seed: int) -> DataSource:
     raise ConfigInvalid("data: no source")
 
 
+def identify_data(config: DataConfig, seed: int) -> str:
+    """Says which data the indices are of: the same text only where each is the same problem.
+
+    Raises ConfigInvalid.
+    """
+    if config.jsonl is not None:
+        try:
+            content = xxhash.xxh3_128_hexdigest(config.jsonl.path.read_bytes())
+        except OSError as error:
+            raise ConfigInvalid(f"data.jsonl.path: {config.jsonl.path}: {error}") from error
+        order = f"order {seed}" if config.jsonl.shuffle else "as written"
+        return f"jsonl {content}, {order}"
+    if config.reasoning_gym is not None:
+        settings = json.dumps(config.reasoning_gym.model_dump(mode="json"), sort_keys=True)
+        return f"reasoning_gym {settings}"
+    raise ConfigInvalid("data: no source")
+
+
 def build_task(
-    problem: Problem, *, run_id: str, index: int, config: DataConfig
+    problem: Problem, *, run_id: str, index: int, config: DataConfig, again: int = 0
 ) -> task_service_pb2.Task:
-    """The task of one index: the same run and index always give the same task."""
+    """The task of one index: the same run and index always give the same task.
+
+    `again` gives it an id of its own, under which a server takes it that knows the first one.
+    """
     task = Task(
-        task_id=f"{run_id}/{index}",
+        task_id=f"{run_id}/{index}~{again}" if again else f"{run_id}/{index}",
         purpose=trajectory_pb2.PURPOSE_TRAIN,
         group_size=config.group_size,
         data_source=problem.data_source,
@@ -171,7 +207,9 @@ class TaskFeeder:
         self._run_id = run_id
         self._target = pending_target
         self._next_index = next_index
-        self._outstanding = dict.fromkeys(outstanding)
+        # In the order of the data, which a server that has lost everything then begins them in.
+        self._outstanding = dict.fromkeys(sorted(outstanding))
+        self._taken: set[int] = set()
         self._pending = 0
         # Two fillers at once would submit the same indices.
         self._filling = asyncio.Lock()
@@ -183,34 +221,67 @@ class TaskFeeder:
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Indices submitted and neither trained nor refused."""
+        """Indices submitted and neither trained nor refused, those taken included."""
         return tuple(self._outstanding)
 
     def arrived(self) -> None:
         """A group arrived, or was dropped by the server: one task less waits there."""
         self._pending -= 1
 
+    def take(self, task_id: str) -> bool:
+        """A group of this task is in hand; False where another one of it is, or was trained or refused.
+
+        Of tasks that are not of this run nothing is known: true.
+        """
+        index = self._index(task_id)
+        if index is None:
+            return True
+        if index in self._taken or index not in self._outstanding:
+            return False
+        self._taken.add(index)
+        return True
+
     def settled(self, task_id: str) -> None:
         """A group of this task was trained or refused; it need not be asked for again."""
-        run_id, _, index = task_id.rpartition("/")
-        if run_id == self._run_id and index.isdigit():
-            self._outstanding.pop(int(index), None)
+        index = self._index(task_id)
+        if index is not None:
+            self._outstanding.pop(index, None)
+            self._taken.discard(index)
 
-    def is_settled(self, task_id: str) -> bool:
-        """Whether a group of this task was trained or refused before."""
-        run_id, _, index = task_id.rpartition("/")
-        if run_id != self._run_id or not index.isdigit():
-            return False
-        return int(index) < self._next_index and int(index) not in self._outstanding
+    def place(self, task_id: str) -> int:
+        """Where a task is in the data; after all others where it is not of this run."""
+        index = self._index(task_id)
+        return sys.maxsize if index is None else index
+
+    def _index(self, task_id: str) -> int | None:
+        """Its place in the data, which is known to have been submitted from now on."""
+        run_id, _, place = task_id.rpartition("/")
+        number = place.partition("~")[0]
+        if run_id != self._run_id or not number.isdecimal():
+            return None
+        index = int(number)
+        # A trainer of before went on further than the state it left: so the server knows more.
+        self._outstanding.update(dict.fromkeys(range(self._next_index, index + 1)))
+        self._next_index = max(self._next_index, index + 1)
+        return index
 
     async def submit_again(self) -> None:
-        """Submits what is outstanding to a server that may have lost it; what it knows is
-        unharmed."""
+        """Submits what is outstanding and not in hand to a server that may have lost it; what it knows
+        is unharmed."""
         async with self._filling:
-            indices = list(self._outstanding)
-            for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
-                await self._submit(indices[begin : begin + MOST_TASKS_PER_CALL])
+            await self._submit_all([i for i in self._outstanding if i not in self._taken])
         await self.fill()
+
+    async def submit_anew(self, task_ids: Iterable[str], again: int) -> None:
+        """Submits tasks whose groups the server has forgotten, but whose ids it still knows."""
+        async with self._filling:
+            known = (self._index(task_id) for task_id in task_ids)
+            lost = [index for index in known if index is not None and index in self._outstanding]
+            await self._submit_all(lost, again)
+
+    async def _submit_all(self, indices: Sequence[int], again: int = 0) -> None:
+        for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
+            await self._submit(indices[begin : begin + MOST_TASKS_PER_CALL], again)
 
     async def fill(self) -> None:
         """Submits until enough tasks wait, or the server's queue is full."""
@@ -220,14 +291,20 @@ class TaskFeeder:
                 indices = range(self._next_index, self._next_index + count)
                 if not await self._submit(indices):
                     return
-                self._next_index = indices.stop
-                self._outstanding.update(dict.fromkeys(indices))
+                # While it was asked, groups of theirs may have come, and been trained.
+                fresh = range(self._next_index, indices.stop)
+                self._next_index = max(self._next_index, indices.stop)
+                self._outstanding.update(dict.fromkeys(fresh))
 
-    async def _submit(self, indices: Sequence[int]) -> bool:
+    async def _submit(self, indices: Sequence[int], again: int = 0) -> bool:
         """Whether the server took them. Raises ServerLost and SessionRefused."""
         tasks = [
             build_task(
-                self._source.problem(index), run_id=self._run_id, index=index, config=self._config
+                self._source.problem(index),
+                run_id=self._run_id,
+                index=index,
+                config=self._config,
+                again=again,
             )
             for index in indices
         ]

@@ -33,8 +33,8 @@ import grpc
 
 from penstock.trainer.errors import TrainerError
 from penstock.v1 import weights_pb2
-from penstock.wire.channel import client_options
 from penstock.wire.failure import Failure, read_failure
+from penstock.wire.security import Security, TokenSource, open_blocking_channel
 from penstock.wire.upload import UPDATE_WEIGHTS
 
 TIMEOUT_SECONDS = 300.0
@@ -74,12 +74,18 @@ class PenstockWeightSyncClient:
     """Implements vLLM's VLLMWeightSyncClient; not more than one update at a time."""
 
     def __init__(
-        self, address: str, backend: str, *, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        address: str,
+        backend: str,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        security: Security | None = None,
     ) -> None:
-        """`address` is the server's HOST:PORT, `backend` a name in vLLM's registry."""
+        """`address` is the server's HOST:PORT, `backend` a name in vLLM's registry. Raises
+        CredentialsUnusable."""
         self._backend = backend
         self._timeout_seconds = timeout_seconds
-        self._channel = grpc.insecure_channel(address, options=client_options(own_connection=True))
+        self._channel, self._tokens = open_blocking_channel(address, security, own_connection=True)
         self._method: grpc.StreamStreamMultiCallable[
             weights_pb2.UpdateWeightsRequest, weights_pb2.UpdateWeightsResponse
         ] = self._channel.stream_stream(
@@ -120,7 +126,7 @@ class PenstockWeightSyncClient:
             rendezvous_json=_to_json(init_info),
             trainer_epoch=self.trainer_epoch,
         )
-        stream = _Stream(self._method, f"joining the collective {self._backend!r}")
+        stream = _Stream(self._method, f"joining the collective {self._backend!r}", self._tokens)
         stream.send(weights_pb2.UpdateWeightsRequest(join=join))
         stream.end()
         try:
@@ -168,7 +174,7 @@ class PenstockWeightSyncClient:
             probe=update.probe,
         )
         self._header_sha256 = hashlib.sha256(_serialize(header)).digest()
-        self._stream = _Stream(self._method, f"version {update.weight_version}")
+        self._stream = _Stream(self._method, f"version {update.weight_version}", self._tokens)
         self._exchange(weights_pb2.UpdateWeightsRequest(header=header))
 
     def _exchange(
@@ -208,6 +214,7 @@ class _Stream:
             weights_pb2.UpdateWeightsRequest, weights_pb2.UpdateWeightsResponse
         ],
         doing: str,
+        tokens: TokenSource | None,
     ) -> None:
         self._doing = doing
         self._requests: queue.SimpleQueue[weights_pb2.UpdateWeightsRequest | None] = (
@@ -216,7 +223,8 @@ class _Stream:
         self._answers: queue.SimpleQueue[
             weights_pb2.UpdateWeightsResponse | grpc.RpcError | None
         ] = queue.SimpleQueue()
-        self._call = method(iter(self._requests.get, None))
+        metadata = None if tokens is None else tokens.metadata()
+        self._call = method(iter(self._requests.get, None), metadata=metadata)
         # gRPC's own iterator knows no deadline for a single answer.
         threading.Thread(target=self._listen, name=doing, daemon=True).start()
 

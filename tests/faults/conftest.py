@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from tests.faults.report import report_of
 from tests.faults.sites import Site, fake_site, vllm_site
+
+HERE = Path(__file__).parent
+LONG_SECONDS = 7_200
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="package")
@@ -22,3 +27,12 @@ async def vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site]
     """A server around real vLLM."""
     async with vllm_site(tmp_path_factory.mktemp("vllm")) as site:
         yield site
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Who asks for many faults asks for the time that they take."""
+    if report_of(config).count is None:
+        return
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))

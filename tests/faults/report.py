@@ -1,27 +1,84 @@
-"""What the fault tests share: how often, from which seed, under how many updates, and one line for each.
+"""What the fault tests share: how often, from which seed, for how long, and a verdict for each.
 
-A test asks for the fixture `report` and adds lines; they come out together when the run ends. Case number i
-of a run runs from `seed + i`, so any case runs again alone with `--fault-seed` and `--fault-count 1`.
+A test asks for the fixture `report` and adds verdicts; they come out together when the run ends, and as
+JSON where `--fault-results` names a file. Case number i of a run runs from `seed + i`, so any case runs
+again alone with `--fault-seed` and `--fault-count 1`.
+
+How often, by what was asked for:
+
+    nothing             a few times (`COUNT`), for `make test`
+    --fault-table       as often as `TABLE` says for the fault in the test's name (test_f7_...)
+    --fault-count N     N times
 """
 
 from __future__ import annotations
 
+import json
+import platform
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 COUNT = 2
 """Times each fault is made to happen where nobody says how often."""
 UPDATES = 20
 SEEDS = 1_000_000_000
+TABLE = {
+    "F1": 200,
+    "F3": 200,
+    "F4": 200,
+    "F5": 100,
+    "F6": 50,
+    "F8": 64,
+    "F9": 10,
+    "F12": 10_000,
+    "F14": 500,
+    "F19": 200,
+}
+"""How often each fault happens in a whole run."""
+TABLE_COUNT = 20
+"""The same for the others."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one fault, however often it was made to happen."""
+
+    fault: str
+    """Such as F7."""
+    where: str
+    """What it happened to."""
+    name: str
+    count: int
+    """Times it happened."""
+    unit: str
+    """Of what."""
+    violations: int
+    seed: int
+    seconds: float
+    figures: str = ""
+    """What was measured meanwhile."""
+    skipped: str = ""
+    """Why it did not happen at all."""
+    again: str = ""
+    """The command that makes it happen again, where it was not survived."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a later run of the same replaces."""
+        return self.fault, self.where, self.name
 
 
 @dataclass
 class Report:
-    """The options, and the lines so far."""
+    """The options, and what was found so far."""
 
     seed: int
     count: int | None
@@ -30,60 +87,175 @@ class Report:
     lines: list[str] = field(default_factory=list[str])
     tally: dict[str, int] = field(default_factory=dict[str, int])
     """Faults survived, by where they happened."""
+    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    fault: str = ""
+    """Of the test that has this."""
+    said: bool = False
+    """Whether `count` is one for all faults, and not the table's."""
+    since: float = field(default_factory=time.monotonic)
+    """When the test that has this, or the verdict before in it, began."""
 
-    def survived(self, where: str, name: str, count: int) -> None:
+    def of_test(self, fault: str) -> Report:
+        """As the test of a fault sees it: how often is said in the table, where nobody else does."""
+        count = self.count
+        if count is not None and not self.said:
+            count = TABLE.get(fault, TABLE_COUNT)
+        return replace(self, fault=fault, count=count, since=time.monotonic())
+
+    def survived(
+        self, where: str, name: str, count: int, unit: str = "times", figures: str = ""
+    ) -> None:
         """A fault that was survived each time; its own line only where somebody asked for a count."""
         self.tally[where] = self.tally.get(where, 0) + count
+        self._add(where, name, count, unit=unit, figures=figures)
         if self.count is not None:
             self.lines.append(
                 f"{where:<16}{name:<40} seed {self.seed}  {count:>3} of {count} survived"
+                f"{'; ' if figures else ''}{figures}"
             )
 
     def failed(self, where: str, name: str, seed: int, test: str, done: int, count: int) -> str:
         """A fault that was not survived; returns the command that makes it happen again."""
         file, _, test_name = test.partition("::")
         again = f"pytest {file} -k '{test_name}' --fault-seed {seed} --fault-count 1"
+        self._add(where, name, done + 1, violations=1, again=again)
         self.lines.append(
             f"{where:<16}{name:<40} seed {seed}  FAILED after {done} of {count}; again: {again}"
         )
         return again
 
+    def skipped(self, where: str, name: str, reason: str) -> None:
+        """A fault that cannot be made to happen here."""
+        self._add(where, name, 0, skipped=reason)
+        self.lines.append(f"{where:<16}{name:<40} skipped: {reason}")
+
+    async def repeat(
+        self,
+        where: str,
+        name: str,
+        test: str,
+        count: int,
+        happen: Callable[[random.Random], Awaitable[None]],
+        unit: str = "times",
+    ) -> None:
+        """Makes a fault happen that often, each time from a seed of its own. Adds no verdict if it is
+        survived: that is the caller's, who knows what was measured."""
+        for case in range(count):
+            seed = self.seed + case
+            try:
+                await happen(random.Random(f"{seed} {name}"))
+            except BaseException as error:
+                error.add_note(f"again: {self.failed(where, name, seed, test, case, count)}")
+                raise
+
+    def _add(self, where: str, name: str, count: int, **fields: Any) -> None:
+        fault, _, place = where.partition(" ")
+        if not re.fullmatch(r"F\d+", fault):
+            fault, place = self.fault, where
+        now = time.monotonic()
+        seconds, self.since = now - self.since, now
+        self.verdicts.append(
+            Verdict(
+                **{
+                    "fault": fault,
+                    "where": place,
+                    "name": name,
+                    "count": count,
+                    "unit": "times",
+                    "violations": 0,
+                    "seed": self.seed,
+                    "seconds": round(seconds, 1),
+                    **fields,
+                }
+            )
+        )
+
 
 REPORT = pytest.StashKey[Report]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+class Distributed:
+    """Brings what the processes of a distributed run found to the one that prints it."""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            found = report_of(session.config)
+            verdicts = [asdict(verdict) for verdict in found.verdicts]
+            output["faults"] = (found.seed, found.lines, found.tally, verdicts)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        brought = getattr(node, "workeroutput", {}).get("faults")
+        if brought is None:
+            return  # It died.
+        found = report_of(node.config)
+        seed, lines, tally, verdicts = brought
+        found.seed = seed
+        found.lines += lines
+        for where, count in tally.items():
+            found.tally[where] = found.tally.get(where, 0) + count
+        found.verdicts += [Verdict(**fields) for fields in verdicts]
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.register(Distributed(), "verdicts of distributed runs")
     group = parser.getgroup("faults")
     group.addoption("--fault-count", type=int, help=f"times each fault happens (default {COUNT})")
+    group.addoption(
+        "--fault-table", action="store_true", help="each fault as often as a whole run has it"
+    )
     group.addoption("--fault-seed", type=int, help="where randomness begins (default: at random)")
+    group.addoption("--fault-results", type=Path, help="JSON file that verdicts are added to")
     group.addoption(
         "--updates",
         type=int,
         default=UPDATES,
         help=f"weight updates of a soak under load (default {UPDATES})",
     )
+    for name, default, what in (
+        ("machine-examples", 500, "runs of the stateful model of a whole run"),
+        ("fault-seconds", 60, "seconds that slow faults last in a whole run"),
+        ("gate-steps", 500, "steps of the gate for each seed of a whole run"),
+    ):
+        group.addoption(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
 
 
 def report_of(config: pytest.Config) -> Report:
     """The run's report."""
     if REPORT not in config.stash:
-        seed = config.getoption("fault_seed")
+        seed, said = config.getoption("fault_seed"), config.getoption("fault_count")
+        if seed is None:
+            # One that the processes of a distributed run have in common: they must collect the same tests.
+            run = getattr(config, "workerinput", {}).get("testrunuid")
+            seed = random.SystemRandom().randrange(SEEDS) if run is None else int(run, 16) % SEEDS
+        table = TABLE_COUNT if config.getoption("fault_table") else None
         config.stash[REPORT] = Report(
-            random.SystemRandom().randrange(SEEDS) if seed is None else seed,
-            config.getoption("fault_count"),
+            seed,
+            table if said is None else said,
             config.getoption("updates"),
+            said=said is not None,
         )
     return config.stash[REPORT]
 
 
+def fault_of(path: Path) -> str:
+    """The fault that a test's file is named for; empty where it is none."""
+    match = re.match(r"test_f(\d+)", path.name)
+    return f"F{match[1]}" if match else ""
+
+
 @pytest.fixture
-def report(pytestconfig: pytest.Config) -> Report:
-    """Options of the fault tests, and where their lines go."""
-    return report_of(pytestconfig)
+def report(request: pytest.FixtureRequest) -> Report:
+    """Options of the fault tests, and where their verdicts go."""
+    return report_of(request.config).of_test(fault_of(request.path))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     found = report_of(config)
+    path = config.getoption("fault_results")
+    if path is not None and found.verdicts:
+        write_results(path, found.verdicts)
     if not found.lines and not found.tally:
         return
     terminalreporter.section("faults")
@@ -91,6 +263,21 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(line)
     for where, count in found.tally.items():
         terminalreporter.write_line(f"{where}: {count} faults survived, seed {found.seed}")
+
+
+def write_results(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """Adds verdicts to a file; each takes the place of an earlier one of the same."""
+    kept = {verdict.key: verdict for verdict in read_results(path)} if path.exists() else {}
+    kept |= {verdict.key: verdict for verdict in verdicts}
+    machine = f"{psutil.cpu_count()} {platform.machine()} cores, Python {platform.python_version()}"
+    table = {"machine": machine, "verdicts": [asdict(verdict) for verdict in kept.values()]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def read_results(path: Path) -> list[Verdict]:
+    """The verdicts in a file."""
+    return [Verdict(**fields) for fields in json.loads(path.read_text())["verdicts"]]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

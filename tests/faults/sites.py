@@ -126,8 +126,8 @@ class Site:
     async def idle(self) -> None:
         """No upload is under way, nor a switch."""
         async with asyncio.timeout(10):
-            await self.serving.weights._slot.wait_free()
-            await asyncio.gather(*self.serving.weights._switches, return_exceptions=True)
+            await self.serving.uploads._slot.wait_free()
+            await self.serving.weights._switches.wait()
 
     async def state(self) -> State:
         """As it is now; nothing else is in flight."""

@@ -37,6 +37,7 @@ from penstock.client.tasks import Purpose, Submission, Task
 from penstock.client.trajectory import Trajectory
 from penstock.client.turns import FinishReason, SegmentView, TrajectoryRecord, Turn
 from penstock.client.worker import Worker, WorkerSettings
+from penstock.wire.security import CredentialsUnusable, Security
 
 __all__ = [
     "AccessDenied",
@@ -44,6 +45,7 @@ __all__ = [
     "BlockingTrajectory",
     "Client",
     "Closed",
+    "CredentialsUnusable",
     "DeadlineExceeded",
     "Failed",
     "FinishReason",
@@ -58,6 +60,7 @@ __all__ = [
     "PenstockError",
     "Purpose",
     "SamplingParams",
+    "Security",
     "SegmentView",
     "ServerInfo",
     "ServerLoad",

@@ -1,4 +1,4 @@
-"""The command line: `penstock serve | train | rollout | weights | demo | version`.
+"""The command line: `penstock serve | train | rollout | weights | journal | token | demo | up`.
 
 Kept light: each command imports what it runs when it runs. The engine's child process imports the main
 module anew, so nothing here may have an effect at import.
@@ -11,9 +11,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
+
+from penstock.client.security_options import security_options
+
+if TYPE_CHECKING:
+    from penstock.wire.security import Security
 
 # Passed through whole, --help included, to the command's own parser.
 _PASS_THROUGH: dict[str, Any] = {
@@ -33,7 +38,7 @@ def main() -> None:
 
     Three processes: `serve` samples from the model, `rollout` takes the turns of tasks and scores
     them, `train` submits the tasks, learns from what was scored and sends the new weights back.
-    `demo` runs all three on this machine.
+    `up` runs all three on this machine, and `demo` does with nothing to configure.
     """
 
 
@@ -118,7 +123,18 @@ def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...])
     metavar="SECONDS",
     help="After SIGTERM or Ctrl-C, give attempts in flight this long to end.",
 )
+@click.option(
+    "--reconnect-timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Wait this long for a lost server before an attempt in flight is given up. New attempts "
+    "are waited for without a bound.",
+)
+@security_options
 def rollout(
+    security: Security,
     server: str,
     generate: str | None,
     reward: str | None,
@@ -129,6 +145,7 @@ def rollout(
     attempts: int | None,
     attempt_timeout: float | None,
     drain_timeout: float,
+    reconnect_timeout: float,
 ) -> None:
     """Lease attempts at tasks, take their turns and score them.
 
@@ -144,6 +161,7 @@ def rollout(
     \b
     $ penstock rollout --server 127.0.0.1:50051 --reward score:reward
     """
+    from penstock.client.calls import Patience
     from penstock.client.leases import default_agent_id
     from penstock.client.rollout import RolloutOptions
     from penstock.client.rollout import rollout as run
@@ -159,7 +177,8 @@ def rollout(
         attempt_seconds=attempt_timeout,
         drain_seconds=drain_timeout,
     )
-    sys.exit(run(RolloutOptions(server, generate, reward, settings)))
+    patience = Patience(reconnect_seconds=reconnect_timeout)
+    sys.exit(run(RolloutOptions(server, generate, reward, settings, patience, security)))
 
 
 @main.group()
@@ -170,11 +189,12 @@ def weights() -> None:
 @weights.command("show")
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def show_weights(address: str, as_json: bool) -> None:
+@security_options
+def show_weights(security: Security, address: str, as_json: bool) -> None:
     """Show what the server at HOST:PORT samples, holds and takes."""
     from penstock.client.weights import show
 
-    sys.exit(show(address, as_json))
+    sys.exit(show(address, as_json, security))
 
 
 @weights.command("push")
@@ -201,7 +221,9 @@ def show_weights(address: str, as_json: bool) -> None:
     help="What happens to turns in flight. Default: as the server is configured.",
 )
 @click.option("--stage-only", is_flag=True, help="Upload and verify, and do not switch.")
+@security_options
 def push_weights(
+    security: Security,
     address: str,
     folder: Path,
     weight_version: int | None,
@@ -217,7 +239,9 @@ def push_weights(
     """
     from penstock.client.weights import PushOptions, push
 
-    options = PushOptions(address, folder.resolve(), weight_version, source, in_flight, stage_only)
+    options = PushOptions(
+        address, folder.resolve(), weight_version, source, in_flight, stage_only, security
+    )
     _exit(push, _UPLOAD_EXTRAS, options)
 
 
@@ -227,6 +251,135 @@ def demo(options: tuple[str, ...]) -> None:
     """Run all three on this machine: a reward climbs."""
     extras = "server,trainer,cpu"
     _exit(_load("penstock.demo.__main__", "main", extras), extras, list(options))
+
+
+@main.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--resume", is_flag=True, help="Go on with the run in the file's folder.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG; may be repeated.",
+)
+def up(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...]) -> None:
+    """Run server, workers and trainer as CONFIG, a TOML file, says, and keep them running.
+
+    One that dies is started again; a server then waits for the weights of the run before it serves.
+    Ends when the trainer is done.
+    """
+    extras = "server,trainer,cpu"
+    run = _load("penstock.demo.up", "up", extras)
+    _exit(run, extras, config, list(overrides), resume, dry_run)
+
+
+_JOURNAL = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+
+@main.group()
+def journal() -> None:
+    """Show, check and export what a server stored; docs/journal.md.
+
+    Nothing is locked or changed, and the server may go on meanwhile.
+    """
+
+
+@journal.command("list")
+@_JOURNAL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_journal(folder: Path, as_json: bool) -> None:
+    """List what the journal in FOLDER holds: tasks, groups, open trajectories."""
+    run = _load("penstock.server.journal_command", "list_stored", "server")
+    _exit(run, "server", folder, as_json)
+
+
+@journal.command("verify")
+@_JOURNAL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify_journal(folder: Path, as_json: bool) -> None:
+    """Check every record of the journal in FOLDER.
+
+    The status is 0 where all is whole, 1 where a record is corrupt, 2 where there is no journal. A
+    torn end is not corrupt: it was never acknowledged.
+    """
+    run = _load("penstock.server.journal_command", "verify", "server")
+    _exit(run, "server", folder, as_json)
+
+
+@journal.command("export")
+@_JOURNAL
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--state",
+    type=click.Choice(["waiting", "used", "all"]),
+    default="all",
+    show_default=True,
+    help="waiting: no step has used them; used: one has, and no durable checkpoint contains it yet.",
+)
+def export_journal(folder: Path, out: Path, state: str) -> None:
+    """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.
+
+    One row per trajectory; docs/journal.md names the columns.
+    """
+    run = _load("penstock.server.journal_command", "export", "server")
+    _exit(run, "server", folder, out, state)
+
+
+_TOKEN_FILE = click.option(
+    "--file",
+    "path",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The server's file of tokens, as its security.tokens names it.",
+)
+
+
+@main.group()
+def token() -> None:
+    """Make, list and revoke the tokens that a server lets in; docs/security.md."""
+
+
+@token.command("create")
+@_TOKEN_FILE
+@click.option(
+    "--name",
+    required=True,
+    help="What the caller is called in logs and refusals. Several tokens of one: NAME@WHICH.",
+)
+@click.option(
+    "--role",
+    required=True,
+    type=click.Choice(["agent", "trainer", "admin"]),
+    help="What it may do: take turns, train, or everything.",
+)
+@click.option(
+    "--expires",
+    default="30d",
+    show_default=True,
+    metavar="TIME",
+    help="How long it is good for: a number and m, h, d or w.",
+)
+def create_token(path: Path, name: str, role: str, expires: str) -> None:
+    """Make a token. It is printed once, and the file keeps its hash."""
+    run = _load("penstock.client.tokens", "create", "server")
+    run(path, name, role, expires)
+
+
+@token.command("list")
+@_TOKEN_FILE
+def list_tokens(path: Path) -> None:
+    """List names, roles and how long they are good for."""
+    _load("penstock.client.tokens", "show", "server")(path)
+
+
+@token.command("revoke")
+@_TOKEN_FILE
+@click.option("--name", required=True, help="As it was created.")
+def revoke_token(path: Path, name: str) -> None:
+    """Revoke a token: a server that runs refuses it at its next call."""
+    _load("penstock.client.tokens", "revoke", "server")(path, name)
 
 
 @main.command("version")

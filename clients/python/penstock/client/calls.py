@@ -2,7 +2,9 @@
 
 Who retries what:
 
-- UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config of `wire.channel`.
+- UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config of `wire.channel`; a few
+  seconds long. Where the call is `patient`, here beyond that, until the server is back or
+  `Patience.reconnect_seconds` are over.
 - RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound.
 - A lost stream: its owner (`trajectory`, `leases`), which alone knows where it stood.
 """
@@ -24,7 +26,7 @@ from penstock.client.errors import Overloaded, PenstockError, ServerUnavailable,
 from penstock.v1 import rollout_service_pb2 as rollout
 from penstock.v1 import task_service_pb2 as tasks
 from penstock.wire import codec, telemetry
-from penstock.wire.channel import client_options
+from penstock.wire.security import Security, open_channel
 
 M = TypeVar("M", bound=Message)
 
@@ -75,13 +77,17 @@ class Backoff:
 class Calls:
     """One channel to one server, made by the first call, on the loop that makes it."""
 
-    def __init__(self, address: str, patience: Patience) -> None:
+    def __init__(self, address: str, patience: Patience, security: Security | None = None) -> None:
+        """Raises CredentialsUnusable."""
         self.address = address
         self.patience = patience
+        self._security = security or Security()
+        # Now, so that whoever sets it up hears of it, and not an agent in its first turn.
+        self._security.check(address)
 
     @cached_property
     def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.address, options=client_options())
+        return open_channel(self.address, self._security)
 
     async def close(self) -> None:
         """Closes the channel; calls in flight are cancelled."""
@@ -115,9 +121,12 @@ class Calls:
         """Adds tasks."""
         return await self._unary(_TASKS, "SubmitTasks", request, tasks.SubmitTasksResponse)
 
-    async def renew_lease(self, request: tasks.RenewLeaseRequest) -> tasks.RenewLeaseResponse:
+    async def renew_lease(
+        self, request: tasks.RenewLeaseRequest, *, patient: bool = False
+    ) -> tasks.RenewLeaseResponse:
         """Extends leases."""
-        return await self._unary(_TASKS, "RenewLease", request, tasks.RenewLeaseResponse)
+        response = tasks.RenewLeaseResponse
+        return await self._unary(_TASKS, "RenewLease", request, response, patient=patient)
 
     async def complete_trajectory(
         self, request: tasks.CompleteTrajectoryRequest
@@ -167,11 +176,14 @@ class Calls:
             request_serializer=codec.encode,
             response_deserializer=codec.decoder(response),
         )
-        timeout = self.patience.call_seconds
-        if patient is not False:
-            timeout = self.patience.reconnect_seconds if patient else None
+        clock = asyncio.get_running_loop().time
+        timeout = None if patient is None else self.patience.call_seconds
+        give_up_at = clock() + self.patience.reconnect_seconds
+        lost = Backoff(self.patience.reconnect_seconds)
         overload = Backoff(self.patience.overload_seconds)
         while True:
+            if patient:
+                timeout = max(0.0, give_up_at - clock())
             try:
                 return await call(
                     request,
@@ -181,11 +193,17 @@ class Calls:
                 )
             except grpc.aio.AioRpcError as error:
                 if patient and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    message = f"no answer from {self.address} for {timeout:g} s"
+                    seconds = self.patience.reconnect_seconds
+                    message = f"no answer from {self.address} for {seconds:g} s"
                     raise ServerUnavailable(message, code=grpc.StatusCode.UNAVAILABLE) from error
                 failed = from_rpc(error)
+                if patient and isinstance(failed, ServerUnavailable) and await lost.wait():
+                    continue
                 if not await outlasts(overload, failed):
                     raise failed from error
+                # It answers: what is waited for from here on is another loss.
+                give_up_at = clock() + self.patience.reconnect_seconds
+                lost.reset()
 
     async def _stream(
         self,

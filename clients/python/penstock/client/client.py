@@ -18,6 +18,7 @@ from penstock.client.turns import TrajectoryRecord
 from penstock.client.worker import Worker, WorkerSettings
 from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire import codec
+from penstock.wire.security import Security
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,20 +52,23 @@ class ServerInfo:
     load: ServerLoad
 
 
-def connect(address: str, *, patience: Patience | None = None) -> Client:
+def connect(
+    address: str, *, patience: Patience | None = None, security: Security | None = None
+) -> Client:
     """A client of the server at `address` ("host:port"); nothing is sent before the first call.
 
-    Use it as an async context manager, or close it yourself.
+    `security` says how the connection is encrypted and who calls; without it neither is the case. Use the
+    client as an async context manager, or close it yourself. Raises CredentialsUnusable.
     """
-    return Client(address, patience or Patience())
+    return Client(address, patience or Patience(), security)
 
 
 class Client:
     """Everything an agent's process asks of one server. Made by `connect`."""
 
-    def __init__(self, address: str, patience: Patience) -> None:
+    def __init__(self, address: str, patience: Patience, security: Security | None = None) -> None:
         self.address = address
-        self._calls = Calls(address, patience)
+        self._calls = Calls(address, patience, security)
 
     async def __aenter__(self) -> Self:
         return self

@@ -76,6 +76,9 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
     grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
     # From the other side only: a call cancelled here raises asyncio.CancelledError.
     grpc.StatusCode.CANCELLED: ServerUnavailable,
+    # No server answers it: gRPC itself does where a connection breaks in a way that it has no code for,
+    # such as at a record that TLS cannot verify.
+    grpc.StatusCode.UNKNOWN: ServerUnavailable,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: NotFound,

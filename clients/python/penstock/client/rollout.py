@@ -14,6 +14,7 @@ from penstock.client.functions import BadFunction, load_function
 from penstock.client.scoring import Agent, single_turn
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.wire import telemetry
+from penstock.wire.security import CredentialsUnusable, Security
 
 logger = logging.getLogger("penstock.rollout")
 
@@ -28,6 +29,9 @@ class RolloutOptions:
     reward: str | None
     """`pkg.module:function`; None where `generate` returns the reward."""
     settings: WorkerSettings
+    patience: Patience
+    security: Security | None = None
+    """None: plaintext, and no token."""
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -36,9 +40,10 @@ def rollout(options: RolloutOptions) -> int:
         level=logging.INFO, format="penstock rollout: %(message)s", stream=sys.stderr
     )
     try:
+        (options.security or Security()).check(options.server)
         generate, reward = _load(options)
         telemetry.configure("penstock-rollout")
-    except BadFunction as error:
+    except (BadFunction, CredentialsUnusable) as error:
         logger.error("%s", error)
         return 2
     except ImportError as error:
@@ -65,7 +70,7 @@ def _load(options: RolloutOptions) -> tuple[Agent, Agent | None]:
 
 
 async def _work(options: RolloutOptions, generate: Agent, reward: Agent | None) -> int:
-    calls = Calls(options.server, Patience())
+    calls = Calls(options.server, options.patience, options.security)
     worker = Worker(calls, generate, reward, options.settings)
     loop = asyncio.get_running_loop()
     working = loop.create_task(worker.run())

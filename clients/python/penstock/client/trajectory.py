@@ -111,8 +111,10 @@ class Trajectory:
     ) -> AsyncGenerator[SegmentView]:
         """Takes one turn and yields its tokens as they come; `last_turn` is the turn afterwards.
 
-        `flush_seconds` bounds how long tokens wait on the server. Leaving the loop early aborts the
-        turn once the iterator is closed.
+        Until then they are provisional: where the server was lost and came back with less than it had
+        streamed, a segment whose `position` is before the end of the last one takes the place of what
+        followed there. `flush_seconds` bounds how long tokens wait on the server. Leaving the loop early
+        aborts the turn once the iterator is closed.
         """
         if self._progress is not None:
             raise RuntimeError(
@@ -215,6 +217,8 @@ class Trajectory:
             resume,
             kind=self._kind,
             resume_aborted=self.resume_aborted,
+            leased=self.task is not None,
+            policy_count_before=sum(len(turn.token_ids) for turn in self.turns),
         )
         try:
             async with contextlib.aclosing(stream.segments(known, timeout)) as segments:

@@ -1,7 +1,27 @@
-"""One turn over as many streams as it takes.
+"""One turn over as many streams, and servers, as it takes.
 
-A stream that is lost in mid-turn is taken up again: the server is asked what it holds, what did not
-arrive is given out, and the turn goes on at the exact token.
+    asked for ──► streaming ──► finished
+        ▲             │ stream lost, server away or gone
+        │             ▼
+        └── where does it stand? ──► finished, while nobody heard it
+
+A stream that is lost is taken up again. The order: wait for the server, longer each time and within a
+bound -> abort, because it may still be sampling for the lost caller -> GetTrajectory -> by what it holds:
+
+| the server has | then |
+|---|---|
+| the turn, ended otherwise than ABORTED | it is finished |
+| the turn, ABORTED | `Continue` without an observation: on at the exact token |
+| the trajectory without the turn | it never arrived: the same request again |
+| no trajectory, and nothing of it had come | the same, unless its lease is gone: LEASE_EXPIRED |
+| no trajectory, and something of it had come | TRAJECTORY_UNKNOWN |
+| fewer tokens of earlier turns than it had finished | DATA_LOSS |
+| the trajectory, closed | TRAJECTORY_CLOSED |
+
+What the server holds is the turn. A server that was killed and started again over its journal may hold
+fewer tokens than it had streamed, for only a turn that is `finished` is durable as a whole: what was
+streamed beyond that is discarded here, and sampled again. A request that is sent again may meet its own
+first copy, which had arrived after all; then the server is asked anew.
 """
 
 from __future__ import annotations
@@ -18,6 +38,7 @@ from penstock.client.calls import Backoff, Calls, TurnEvent, TurnRequest, outlas
 from penstock.client.conversation import PromptKind
 from penstock.client.errors import (
     DeadlineExceeded,
+    NotAllowedNow,
     NotFound,
     Overloaded,
     PenstockError,
@@ -32,11 +53,14 @@ from penstock.client.turns import (
     read_segment,
     read_trajectory,
 )
-from penstock.v1 import rollout_service_pb2
+from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire import codec, telemetry
+from penstock.wire.reasons import Reason
 
 # Resumes in a row that brought no token, after which an aborted turn is given to the caller.
 _FRUITLESS_RESUMES = 8
+# What a request is refused with whose first copy, though its stream was lost, did arrive.
+_ARRIVED_AFTER_ALL = (Reason.TRAJECTORY_EXISTS, Reason.TURN_IN_FLIGHT, Reason.NOTHING_TO_RESUME)
 
 tracer = trace.get_tracer("penstock.client")
 
@@ -53,13 +77,19 @@ class TurnStream:
         *,
         kind: PromptKind | None,
         resume_aborted: bool,
+        leased: bool,
+        policy_count_before: int,
     ) -> None:
+        """`leased` is whether the trajectory is a lease's own; `policy_count_before` counts the tokens
+        of the turns before this one."""
         self._calls = calls
         self._trajectory_id = trajectory_id
         self._progress = progress
         self._resume = resume
         self._kind = kind
         self._resume_aborted = resume_aborted
+        self._leased = leased
+        self._policy_count_before = policy_count_before
 
     async def segments(self, known: bool, timeout: float | None) -> AsyncGenerator[SegmentView]:
         """Runs the turn to its end, over lost streams, full servers and, where asked to, aborts.
@@ -73,7 +103,7 @@ class TurnStream:
         lost = Backoff(self._calls.patience.reconnect_seconds)
         overload = Backoff(self._calls.patience.overload_seconds)
         request = progress.request if known else None
-        fruitless = 0
+        fruitless, asked = 0, False
         with self._span() as metadata:
             while True:
                 before = progress.token_count
@@ -81,9 +111,8 @@ class TurnStream:
                 try:
                     if request is None:
                         stand = await self._stand(remaining)
-                        request = stand.request
+                        request, asked = stand.request, True
                         for segment in stand.missing:
-                            progress.add(segment)
                             yield segment
                         if stand.ended is not None:
                             progress.finish(stand.ended)
@@ -95,6 +124,12 @@ class TurnStream:
                                 yield segment
                 except ServerUnavailable:
                     if not await lost.wait():
+                        raise
+                    request = None
+                    continue
+                except NotAllowedNow as refused:
+                    again = asked and refused.reason in _ARRIVED_AFTER_ALL
+                    if not again or not await lost.wait():
                         raise
                     request = None
                     continue
@@ -115,10 +150,7 @@ class TurnStream:
         return aborted and self._resume_aborted and fruitless < _FRUITLESS_RESUMES
 
     async def _stand(self, timeout: float | None) -> _Stand:
-        """Where a turn stands whose stream was lost.
-
-        The abort comes first, because the server may still be sampling for the lost caller.
-        """
+        """Where a turn stands whose stream was lost; the module says what follows."""
         progress = self._progress
         try:
             async with asyncio.timeout(timeout):
@@ -127,8 +159,8 @@ class TurnStream:
         except NotFound:
             if progress.index or progress.token_count:
                 raise
-            # It never arrived, or failed before its first token and was forgotten.
-            progress.started = False
+            await self._check_lease()
+            progress.forget()
             return _Stand([], progress.request)
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -136,7 +168,9 @@ class TurnStream:
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
             ) from error
         record = read_trajectory(held.trajectory, is_open=held.open)
+        self._check_extensible(record)
         if record.turn_count <= progress.index:
+            progress.forget()
             return _Stand([], progress.request)
         if not held.HasField("last_turn"):
             # The request was still on its way when the abort overtook it.
@@ -148,6 +182,41 @@ class TurnStream:
         if read_finish_reason(held.last_turn.finish_reason) is FinishReason.ABORTED:
             return _Stand(missing, self._resume)
         return _Stand(missing, None, held.last_turn)
+
+    async def _check_lease(self) -> None:
+        """Raises NotAllowedNow where the server that is there now never leased this attempt, or no longer
+        does: it would take the request for a trajectory of its own."""
+        if not self._leased:
+            return
+        request = codec.twin(task_service_pb2.RenewLeaseRequest)(
+            trajectory_ids=[self._trajectory_id]
+        )
+        response = await self._calls.renew_lease(request, patient=True)
+        if self._trajectory_id in response.expired_trajectory_ids:
+            raise NotAllowedNow(
+                f"the lease of {self._trajectory_id} is gone",
+                code=grpc.StatusCode.FAILED_PRECONDITION,
+                reason=Reason.LEASE_EXPIRED,
+                metadata={"trajectory_id": self._trajectory_id},
+            )
+
+    def _check_extensible(self, record: TrajectoryRecord) -> None:
+        """Raises where the record cannot be gone on with."""
+        if not record.open:
+            raise NotAllowedNow(
+                f"trajectory {self._trajectory_id} is closed",
+                code=grpc.StatusCode.FAILED_PRECONDITION,
+                reason=Reason.TRAJECTORY_CLOSED,
+                metadata={"trajectory_id": self._trajectory_id},
+            )
+        held = record.policy_count_before(self._progress.index)
+        if held < self._policy_count_before:
+            raise PenstockError(
+                f"the server came back with {held} of {self._policy_count_before} tokens of the turns of "
+                f"{self._trajectory_id} that were finished: it keeps no journal, or lost part of it",
+                code=grpc.StatusCode.DATA_LOSS,
+                metadata={"trajectory_id": self._trajectory_id},
+            )
 
     @contextlib.contextmanager
     def _span(self) -> Generator[telemetry.Metadata]:
@@ -203,9 +272,7 @@ async def _tokens(
                 case "started":
                     progress.start(event.started)
                 case "segment":
-                    segment = read_segment(event.segment)
-                    progress.add(segment)
-                    yield segment
+                    yield progress.add(read_segment(event.segment))
                 case "finished":
                     progress.finish(event.finished)
                 case None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -61,16 +61,16 @@ class SegmentView:
     """Temperature the tokens were sampled at; zero for context."""
     from_policy: bool = True
     """Whether the policy wrote them, or the environment did."""
+    position: int = 0
+    """Of one that `stream` yields: tokens of the turn before it."""
 
     def after(self, count: int) -> SegmentView:
         """The segment without its first `count` tokens."""
-        return SegmentView(
-            self.token_ids[count:],
-            self.logprobs[count:],
-            self.weight_version,
-            self.turn_index,
-            self.temperature,
-            self.from_policy,
+        return replace(
+            self,
+            token_ids=self.token_ids[count:],
+            logprobs=self.logprobs[count:] if self.from_policy else self.logprobs,
+            position=self.position + count,
         )
 
 
@@ -131,6 +131,11 @@ class TrajectoryRecord:
         """What the policy wrote in one turn."""
         return [s for s in self.segments if s.from_policy and s.turn_index == turn_index]
 
+    def policy_count_before(self, turn_index: int) -> int:
+        """Tokens the policy wrote in the turns before one."""
+        before = (s for s in self.segments if s.from_policy and s.turn_index < turn_index)
+        return sum(len(segment.token_ids) for segment in before)
+
 
 @dataclass
 class TurnProgress:
@@ -159,30 +164,37 @@ class TurnProgress:
         # A resumed attempt counts what was written before as context; the turn's own is the first.
         self.context_token_count = self.context_token_count or event.context_token_count
 
-    def add(self, segment: SegmentView) -> None:
-        """Appends tokens that arrived."""
+    def add(self, segment: SegmentView) -> SegmentView:
+        """Appends tokens that arrived; returns them with their position."""
+        segment = replace(segment, position=self.token_count)
         self.segments.append(segment)
         self.token_count += len(segment.token_ids)
+        return segment
+
+    def forget(self) -> None:
+        """The server never began it, or does not know that it did: it begins anew."""
+        self.started = False
+        self.segments, self.token_count, self.context_token_count = [], 0, 0
 
     def catch_up(self, record: TrajectoryRecord) -> list[SegmentView]:
-        """The server has begun it: what the record holds of it beyond what has arrived.
+        """The server has begun it, and what the record holds is the turn so far.
 
-        Raises PenstockError where it holds less: what was sent must have been recorded first.
+        Returns what the caller was not given yet. What it was given and the record does not have never
+        became durable; then the first segment, or the next that arrives, has a position before that.
         """
         self.started = True
         written = record.policy_segments(self.index)
         if not self.context_token_count:
             held, own = (sum(len(s.token_ids) for s in part) for part in (record.segments, written))
             self.context_token_count = held - own
-        skip = self.token_count
+        known = _common_count(self.segments, written)
+        self.segments, self.token_count = [], 0
         missing: list[SegmentView] = []
         for segment in written:
-            taken = min(skip, len(segment.token_ids))
-            skip -= taken
-            if taken < len(segment.token_ids):
-                missing.append(segment.after(taken))
-        if skip:
-            raise PenstockError(f"the server lost {skip} tokens of {record.trajectory_id}")
+            placed = self.add(segment)
+            taken = min(max(0, known - placed.position), len(placed.token_ids))
+            if taken < len(placed.token_ids):
+                missing.append(placed.after(taken))
         return missing
 
     def finish(self, event: rollout_service_pb2.TurnFinished) -> Turn:
@@ -243,6 +255,14 @@ def read_trajectory(trajectory: trajectory_pb2.Trajectory, *, is_open: bool) -> 
         read_outcome(trajectory.outcome),
         is_open,
     )
+
+
+def _common_count(first: Sequence[SegmentView], second: Sequence[SegmentView]) -> int:
+    """How many tokens two runs begin with in common."""
+    a, b = (_concatenate([s.token_ids for s in x], np.dtype(np.int32)) for x in (first, second))
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if len(differing) else length
 
 
 def _merge_runs(segments: Iterable[SegmentView]) -> list[SegmentView]:

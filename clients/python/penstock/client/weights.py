@@ -17,9 +17,9 @@ from penstock.client.checkpoint import CheckpointUnreadable, StoredTensor, read_
 from penstock.client.errors import from_rpc
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
-from penstock.wire.channel import client_options
 from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
+from penstock.wire.security import CredentialsUnusable, Security, open_channel
 
 CALL_SECONDS = 10.0
 GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
@@ -57,13 +57,15 @@ class PushOptions:
     in_flight: str | None
     """None leaves it to the server."""
     stage_only: bool
+    security: Security | None = None
+    """None: plaintext, and no token."""
 
 
-def show(address: str, as_json: bool) -> int:
+def show(address: str, as_json: bool, security: Security | None = None) -> int:
     """Prints what the server samples and holds; returns the exit status."""
 
     async def work() -> None:
-        async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+        async with open_channel(address, security) as channel:
             info = await _server_info(channel)
         click.echo(json.dumps(_figures(info), indent=2) if as_json else _table(address, info))
 
@@ -78,8 +80,7 @@ def push(options: PushOptions) -> int:
     from penstock.wire.upload import NotStaged
 
     async def work() -> None:
-        own = client_options(own_connection=True)
-        async with grpc.aio.insecure_channel(options.address, options=own) as channel:
+        async with open_channel(options.address, options.security, own_connection=True) as channel:
             try:
                 await _push(channel, options)
             except NotStaged as error:
@@ -94,7 +95,7 @@ def _run(work: Coroutine[None, None, None]) -> int:
         asyncio.run(work)
     except grpc.aio.AioRpcError as error:
         problem: Exception = from_rpc(error)
-    except (PushRefused, CheckpointUnreadable) as error:
+    except (PushRefused, CheckpointUnreadable, CredentialsUnusable) as error:
         problem = error
     else:
         return 0

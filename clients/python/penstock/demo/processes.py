@@ -1,24 +1,35 @@
-"""The demo's processes: started in sessions of their own, watched together, and all ended together.
+"""Processes of one machine: started in sessions of their own, watched, and ended with all they started.
 
-Whatever happens to the demo, nothing stays behind: an ordinary end and Ctrl-C stop each process and
-then its whole process group; a demo that is killed takes them along, because the kernel was asked to.
+Whatever happens to the process that starts them, nothing stays behind: an ordinary end and Ctrl-C stop
+each of them and then its whole process group; one that is killed takes them along, because the kernel was
+asked to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+# What a process does first: it has the kernel end it when its parent ends, and becomes its program. As a
+# program of its own, because Python code between fork and exec can meet locks that threads held, gRPC's
+# for one, and then waits for them for ever.
+BECOME = """
+import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 SECONDS_TO_END = 20.0
 """From SIGTERM to SIGKILL at the end of a run: a server drains."""
 
@@ -30,8 +41,6 @@ SECONDS_FOR_LAST_WORDS = 5.0
 
 LOG_LINES_SHOWN = 25
 LONGEST_LINE_BYTES = 1 << 20
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessFailed(Exception):
@@ -73,16 +82,14 @@ class Process:
 
         To be called with a running event loop.
         """
-        log = command.log.open("wb")
-        parent = os.getpid()
+        log = command.log.open("ab")
         process = subprocess.Popen(
-            command.arguments,
+            (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command.arguments),
             stdin=subprocess.DEVNULL,
             stdout=None if command.inherits_terminal else subprocess.PIPE,
             stderr=log,
             env={**os.environ, **command.environment},
             start_new_session=True,
-            preexec_fn=lambda: _die_with(parent),
         )
         return cls(command, process, log, on_line)
 
@@ -98,10 +105,14 @@ class Process:
         await asyncio.wait((self._copying,), timeout=SECONDS_FOR_LAST_WORDS)
         return status
 
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, unless it has ended."""
+        if not self._ended.done():
+            self._process.send_signal(number)
+
     async def stop(self, patience: float) -> None:
         """Asks it to end, and makes it after `patience` seconds; nothing of its group is left then."""
-        if not self._ended.done():
-            self._process.terminate()
+        self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self._ended,), timeout=patience)
         finally:
@@ -114,12 +125,15 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def last_lines(self, most: int) -> list[str]:
+        """The end of its log, and of those of its earlier starts."""
+        return self.command.log.read_text(errors="replace").splitlines()[-most:]
+
     def explain(self, status: int) -> str:
         """What happened to it, with the end of its log."""
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
-        lines = self.command.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        lines = self.last_lines(LOG_LINES_SHOWN)
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (it printed nothing)"
-        return f"the {self.command.name} {how}; the end of {self.command.log}:\n{tail}"
+        return f"the {self.command.name} {ending(status)}; the end of {self.command.log}:\n{tail}"
 
     def _watch_end(self) -> None:
         """Has the kernel say when it ends; asyncio's own wait would also wait for its children."""
@@ -151,41 +165,33 @@ class Process:
                     on_line(line.decode(errors="replace").rstrip("\n"))
 
 
-async def first_match(pattern: re.Pattern[str], lines: asyncio.Queue[str], process: Process) -> str:
-    """The first group of the first line that matches.
+class FirstMatch:
+    """Waits for the first line of a process that matches; given to `Process.start` as `on_line`."""
 
-    Raises ProcessFailed where the process ends before it prints such a line.
-    """
-    ended = asyncio.create_task(process.wait())
-    try:
-        while True:
-            line = asyncio.create_task(lines.get())
-            await asyncio.wait((line, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not line.done():
-                line.cancel()
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self._found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, line: str) -> None:
+        """Takes a line."""
+        if not self._found.done() and (match := self._pattern.search(line)) is not None:
+            self._found.set_result(match.group(1))
+
+    async def wait(self, process: Process) -> str:
+        """The match's first group. Raises ProcessFailed where the process ends without such a line."""
+        ended = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait((self._found, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not self._found.done():
                 raise ProcessFailed(process.explain(ended.result()))
-            if (match := pattern.search(line.result())) is not None:
-                return match.group(1)
-    finally:
-        ended.cancel()
+            return self._found.result()
+        finally:
+            ended.cancel()
 
 
-async def wait_for(wanted: Process, others: Sequence[Process]) -> None:
-    """Returns once `wanted` has ended well while the others ran on.
-
-    Raises ProcessFailed for the first of them that ends otherwise.
-    """
-    waits = {asyncio.create_task(process.wait()): process for process in (wanted, *others)}
-    try:
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        # Where several ended at once, the one that failed is the one to hear of.
-        ended = sorted(done, key=lambda task: (task.result() == 0, waits[task] is wanted))
-        for task in ended:
-            if waits[task] is not wanted or task.result() != 0:
-                raise ProcessFailed(waits[task].explain(task.result()))
-    finally:
-        for task in waits:
-            task.cancel()
+def ending(status: int) -> str:
+    """What an exit status says, such as "was ended by SIGKILL"."""
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
 
 
 async def end(processes: Sequence[Process]) -> None:
@@ -198,6 +204,17 @@ async def end(processes: Sequence[Process]) -> None:
             process.kill()
 
 
+async def end_in_turn(stages: Sequence[Sequence[Process]], patience: float) -> None:
+    """Stops one stage after another, all of a stage at once; an interruption kills what is left."""
+    try:
+        for stage in stages:
+            await asyncio.gather(*(process.stop(patience) for process in stage))
+    finally:
+        for stage in stages:
+            for process in stage:
+                process.kill()
+
+
 async def break_off(processes: Sequence[Process]) -> None:
     """Stops them all at once, soon; an interruption kills what is left."""
     try:
@@ -205,10 +222,3 @@ async def break_off(processes: Sequence[Process]) -> None:
     finally:
         for process in processes:
             process.kill()
-
-
-def _die_with(parent: int) -> None:
-    """Runs in the new process, before its program: has the kernel end it when the demo ends."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -1,9 +1,8 @@
-"""One run: starts server, worker and trainer in their order, and ends all three."""
+"""One run of the demo: server, worker and trainer, kept running until the trainer is done."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import sys
 import time
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from penstock.demo import settings
 from penstock.demo.activity import record_activity
-from penstock.demo.processes import Command, Process, break_off, end, first_match, wait_for
+from penstock.demo.processes import Command, break_off, end
+from penstock.demo.supervisor import Cast, Restarts, Supervisor, log_events
 from penstock.demo.tasks import write_printable, write_sums
 
 if TYPE_CHECKING:
@@ -22,41 +22,54 @@ if TYPE_CHECKING:
 
     from penstock.demo.settings import Plan
 
-SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
-"""The line a server prints once it serves, with its address; the engine prints addresses too."""
-
 
 async def run_plan(plan: Plan, console: Console) -> float:
     """Runs it to its end; returns the seconds from the server's start to the trainer's end.
 
-    Order: the trainer and the worker need the server's address, which is known once it serves;
-    the last two start together, since each waits for the other's part by itself. They stop
-    before the server, so that nobody speaks to one that is gone.
+    A server or a worker that dies is started again (`supervisor`). At the end the trainer and the worker
+    stop before the server, so that nobody speaks to one that is gone.
 
-    Raises ProcessFailed where a process ends that should not, and KeyboardInterrupt where the run is
-    interrupted; no process is left in either case.
+    Raises ProcessFailed where a process ends that should not and is not started again, and
+    KeyboardInterrupt where the run is interrupted; no process is left in either case.
     """
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    running: list[Process] = []
     started = time.monotonic()
+    _announce(plan, console)
+    activity: list[asyncio.Task[None]] = []
+
+    def serving(address: str) -> None:
+        plan.trainer_config_file.write_text(settings.trainer_config(plan, address))
+        sampling = record_activity(address, plan.out / "activity.jsonl")
+        activity.append(asyncio.create_task(sampling))
+
+    supervisor = Supervisor(
+        _cast(plan),
+        Restarts(),
+        log_events(plan.out / "events.log", lambda who, what: say(console, who, what)),
+        on_serving=serving,
+        on_trainer_line=_printer(console),
+    )
     stop = break_off
     try:
-        await _run(plan, console, running)
+        await supervisor.run()
         stop = end
     except asyncio.CancelledError:
         say(console, "demo", "interrupted; stopping the processes")
         raise KeyboardInterrupt from None
     finally:
         seconds = time.monotonic() - started
-        await stop(running)
+        for task in activity:
+            task.cancel()
+        trainer, workers, server = supervisor.started
+        await stop([*server, *workers, *trainer])
     return seconds
 
 
-async def _run(plan: Plan, console: Console, running: list[Process]) -> None:
+def _announce(plan: Plan, console: Console) -> None:
     if plan.task == settings.SUMS:
         write_sums(plan.tasks_file)
     elif plan.task == settings.PRINTABLE:
@@ -66,29 +79,23 @@ async def _run(plan: Plan, console: Console, running: list[Process]) -> None:
     say(console, "model", str(model))
     what = "an adapter" if plan.lora else "all weights"
     say(console, "task", f"{plan.task}, {plan.steps} steps of {what}, into {plan.out}")
-    say(console, "server", "starting vLLM")
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    server = Process.start(
-        _command(plan, "server", settings.serve_command(plan), settings.SERVER_THREADS),
-        lines.put_nowait,
-    )
-    running.append(server)
-    address = await first_match(SERVING, lines, server)
-    say(console, "server", f"serves at {address}")
-    plan.trainer_config_file.write_text(settings.trainer_config(plan, address))
-    worker = Process.start(_command(plan, "worker", settings.rollout_command(plan, address), 1))
-    running.append(worker)
-    trainer = Process.start(
-        _command(plan, "trainer", settings.train_command(plan), settings.TRAINER_THREADS),
-        _printer(console),
-    )
-    running.append(trainer)
-    say(console, "trainer", "starting; the worker keeps the server busy meanwhile")
-    activity = asyncio.create_task(record_activity(address, plan.out / "activity.jsonl"))
-    try:
-        await wait_for(trainer, [server, worker])
-    finally:
-        activity.cancel()
+
+
+def _cast(plan: Plan) -> Cast:
+    """The demo keeps no checkpoints, so that a trainer that dies ends it."""
+
+    def server(address: str | None) -> Command:
+        arguments = settings.serve_command(plan, address)
+        return _command(plan, "server", arguments, settings.SERVER_THREADS)
+
+    def worker(address: str) -> Command:
+        return _command(plan, "worker", settings.rollout_command(plan, address), 1)
+
+    def trainer(address: str, resume: bool) -> Command:
+        arguments = settings.train_command(plan)
+        return _command(plan, "trainer", arguments, settings.TRAINER_THREADS)
+
+    return Cast(server, {"worker": worker}, trainer)
 
 
 def _command(plan: Plan, name: str, arguments: tuple[str, ...], threads: int) -> Command:

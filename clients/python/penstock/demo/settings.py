@@ -24,6 +24,13 @@ PRINTABLE = "printable"
 SERVER_THREADS = 1
 TRAINER_THREADS = len(os.sched_getaffinity(0))
 
+AWAIT_TRAINER = ("--set", "weights.await_trainer=true")
+"""For a server that is started again in the middle of a run: it serves nothing before the trainer has
+given it the run's weights."""
+
+PATIENCE_SECONDS = 600
+"""How long trainer and worker wait for a server that is started again: a model takes a while to load."""
+
 PROBE_TOLERANCE = 1e-3
 """In nats, where both sides compute in float32."""
 
@@ -155,12 +162,14 @@ def choose_scale(task: str, *, tiny: bool) -> Scale:
     return SMALL_MODEL if task in {SUMS, PRINTABLE} else SMALL_MODEL_LONG_TASK
 
 
-def serve_command(plan: Plan) -> tuple[str, ...]:
-    """`penstock serve`."""
+def serve_command(plan: Plan, address: str | None) -> tuple[str, ...]:
+    """`penstock serve`; with the address it had, where it is started again."""
     return penstock(
         "serve",
         *("--model", str(plan.model)),
-        *("--listen", plan.listen),
+        *("--listen", address or plan.listen),
+        *("--set", f"journal.folder={plan.out / 'journal'}"),
+        *(AWAIT_TRAINER if address else ()),
         *("--dtype", plan.scale.dtype),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
@@ -182,6 +191,7 @@ def rollout_command(plan: Plan, address: str) -> tuple[str, ...]:
         *("--server", address),
         *("--reward", plan.reward),
         *("--concurrency", str(plan.scale.attempts_in_flight)),
+        *("--reconnect-timeout", str(PATIENCE_SECONDS)),
         # Once the trainer has ended nobody wants what is still in flight.
         *("--drain-timeout", "0"),
     )
@@ -222,7 +232,7 @@ def trainer_config(plan: Plan, address: str) -> str:
     adapter = {"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}} if plan.lora else {}
     return tomli_w.dumps(
         {
-            "server": {"address": address},
+            "server": {"address": address, "give_up_after_seconds": PATIENCE_SECONDS},
             "run": {
                 "id": plan.out.name,
                 "out": str(plan.out),

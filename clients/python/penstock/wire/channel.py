@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 16 * 1024
+# Where gRPC itself cuts a caller off, without a reason: past what the server refuses with one.
+MOST_METADATA_BYTES = 2 * MAX_METADATA_BYTES
 KEEPALIVE_INTERVAL_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_MS = 5_000
 # What a server lets its peer send at a time. Bulk flows only towards a server: uploads gain up to 5 % over
 # gRPC's own 16 KiB in a frame and 64 KiB ahead at first, and tokens go the other way.
 BULK_FRAME_BYTES = 1024 * 1024
@@ -30,13 +34,25 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT can only be of this host. A name that is not "localhost" may be any host's."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _both_ends() -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # Where data waits to be acknowledged, this is the one that counts; gRPC's own is a minute.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -46,6 +62,9 @@ def server_options() -> Options:
     """Channel arguments of a server."""
     return [
         *_both_ends(),
+        # Between the two gRPC would refuse at random.
+        ("grpc.max_metadata_size", MOST_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
         # The server is where bulk arrives.
         ("grpc.http2.max_frame_size", BULK_FRAME_BYTES),
         ("grpc.http2.lookahead_bytes", BULK_WINDOW_BYTES),
@@ -75,6 +94,7 @@ def client_options(*, own_connection: bool = False) -> Options:
         for method in methods
     ]
     options = _both_ends()
+    options.append(("grpc.max_metadata_size", MAX_METADATA_BYTES))
     options.append(
         (
             "grpc.service_config",
@@ -84,7 +104,8 @@ def client_options(*, own_connection: bool = False) -> Options:
     # A server that comes back should be found again in seconds, not after gRPC's two minutes.
     options += [
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        # No wait, but how long an attempt may take: by TLS three times there and back.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
     if own_connection:

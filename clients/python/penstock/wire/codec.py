@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError, Message
 
 from penstock.v1 import (
     conversation_pb2,
+    journal_pb2,
     rejection_pb2,
     rollout_service_pb2,
     task_service_pb2,
@@ -57,6 +58,7 @@ _MODULES = (
     rollout_service_pb2,
     task_service_pb2,
     trainer_service_pb2,
+    journal_pb2,
 )
 
 

@@ -44,7 +44,7 @@ async def upload(
     `payload` is what goes into chunks, in order; it is read once the server is ready, and
     `on_sent` is told the length of each chunk. Raises AioRpcError and NotStaged.
     """
-    ready = asyncio.Event()
+    ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     method: grpc.aio.StreamStreamMultiCallable[bytes, weights_pb2.UpdateWeightsResponse] = (
         channel.stream_stream(
             UPDATE_WEIGHTS,
@@ -53,11 +53,16 @@ async def upload(
         )
     )
     last: weights_pb2.UpdateWeightsResponse | None = None
-    async for response in method(_requests(header, payload, ready, on_sent)):
-        if response.state == weights_pb2.WEIGHT_STATE_READY:
-            ready.set()
-        else:
-            last = response
+    try:
+        async for response in method(_requests(header, payload, ready, on_sent)):
+            if response.state != weights_pb2.WEIGHT_STATE_READY:
+                last = response
+            elif not ready.done():
+                ready.set_result(True)
+    finally:
+        # grpc's own task waits for the requests to end, also of a call that is over.
+        if not ready.done():
+            ready.set_result(False)
     if last is None:
         raise NotStaged(
             f"version {header.weight_version}: the server ended the upload without staging it"
@@ -68,12 +73,13 @@ async def upload(
 async def _requests(
     header: weights_pb2.WeightHeader,
     payload: Iterable[Piece],
-    ready: asyncio.Event,
+    ready: asyncio.Future[bool],
     on_sent: Callable[[int], None] | None,
 ) -> AsyncIterator[bytes]:
     data = header.SerializeToString(deterministic=True)
     yield b"".join((_HEADER, _varint(len(data)), data))
-    await ready.wait()
+    if not await ready:
+        return
     offset = 0
     for pieces in _chunks(payload):
         length = sum(map(len, pieces))

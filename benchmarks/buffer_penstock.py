@@ -1,0 +1,244 @@
+"""Penstock's side of `benchmarks/buffer.py`: an agent's calls, and a trainer in a process of its own.
+
+python -m benchmarks.buffer_penstock ADDRESS    # the trainer; a line of JSON in, a line of JSON out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from benchmarks.buffer_groups import SIBLINGS, TOKENS, sample_number, sample_of
+
+from penstock.v1 import (
+    rollout_service_pb2,
+    task_service_pb2,
+    trainer_service_pb2,
+    trajectory_pb2,
+)
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+
+ROOT = Path(__file__).resolve().parent.parent
+T = codec.twin
+GenerateRequest = T(rollout_service_pb2.GenerateRequest)
+SamplingParams = T(rollout_service_pb2.SamplingParams)
+StreamOptions = T(rollout_service_pb2.StreamOptions)
+TokenSequence = T(trajectory_pb2.TokenSequence)
+Outcome = T(trajectory_pb2.Outcome)
+CompleteTrajectoryRequest = T(task_service_pb2.CompleteTrajectoryRequest)
+ExchangeRequest = T(trainer_service_pb2.ExchangeRequest)
+STEP_GROUPS = 8
+"""Groups that the trainer takes for a step; then it says so, and that they are in a checkpoint."""
+PREPARING = 32
+"""Turns at a time, before the clock runs."""
+
+
+class Agent:
+    """Takes turns and closes trajectories."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=client_options())
+        self._generate = self._channel.unary_stream(
+            "/penstock.v1.RolloutService/Generate",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
+        )
+        self._complete = self._channel.unary_unary(
+            "/penstock.v1.TaskService/CompleteTrajectory",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(task_service_pb2.CompleteTrajectoryResponse),
+        )
+
+    async def open(self, group: int, sibling: int) -> None:
+        """One turn of TOKENS tokens."""
+        prompt = np.asarray([sample_number(group, sibling)], np.int32)
+        request = GenerateRequest(
+            trajectory_id=f"{group}-{sibling}",
+            group_id=str(group),
+            group_size=SIBLINGS,
+            sample_index=sibling,
+            tokens=TokenSequence(token_ids=codec.array_bytes(prompt)),
+            sampling_params=SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+            stream_options=StreamOptions(final_only=True),
+        )
+        async for _ in self._generate(request):
+            pass
+
+    async def close_trajectory(self, group: int, sibling: int) -> bool:
+        """Returns whether its group is complete."""
+        answer = await self._complete(
+            CompleteTrajectoryRequest(
+                trajectory_id=f"{group}-{sibling}", outcome=Outcome(reward=0.5)
+            )
+        )
+        return bool(answer.group_completed)
+
+    async def prepare(self, groups: Sequence[int], closed: int) -> None:
+        """Opens all siblings of groups, and closes the first `closed` of each."""
+        await self._channel.channel_ready()
+        places = [(group, sibling) for group in groups for sibling in range(SIBLINGS)]
+        await at_a_time(PREPARING, [self.open(*place) for place in places])
+        await at_a_time(
+            PREPARING, [self.close_trajectory(*place) for place in places if place[1] < closed]
+        )
+
+    async def hand_over(
+        self, groups: Sequence[int], closed: int, window: int
+    ) -> tuple[float, dict[int, float]]:
+        """Closes the others, a `window` of groups at a time; when it began, in all and by group."""
+        began: dict[int, float] = {}
+
+        async def one(group: int) -> None:
+            began[group] = time.monotonic()
+            answers = await asyncio.gather(
+                *(self.close_trajectory(group, sibling) for sibling in range(closed, SIBLINGS))
+            )
+            assert any(answers), f"group {group} is not complete"
+
+        start = time.monotonic()
+        await at_a_time(window, [one(group) for group in groups])
+        return start, began
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def at_a_time(count: int, work: Sequence[Coroutine[Any, Any, object]]) -> None:
+    """Runs all, so many at a time, in order."""
+    waiting = iter(work)
+
+    async def worker() -> None:
+        for item in waiting:
+            await item
+
+    await asyncio.gather(*(worker() for _ in range(count)))
+
+
+# The trainer
+
+
+async def trainer(address: str) -> None:
+    """Takes as many groups as each line says; answers with when each was there as numpy arrays."""
+    channel = grpc.aio.insecure_channel(address, options=client_options())
+    await channel.channel_ready()
+    outgoing: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[Any]:
+        while True:
+            yield await outgoing.get()
+
+    call = channel.stream_stream(
+        "/penstock.v1.TrainerService/Exchange",
+        request_serializer=codec.encode,
+        response_deserializer=codec.decoder(trainer_service_pb2.ExchangeResponse),
+    )(requests())
+    hello = ExchangeRequest()
+    hello.hello.run_id, hello.hello.trainer_epoch = "bench", 1
+    hello.hello.staleness.max_lag, hello.hello.staleness.groups_per_step = 8, 1_000
+    outgoing.put_nowait(hello)
+    await call.read()
+    print("ready", flush=True)
+    loop, step = asyncio.get_running_loop(), 0
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        count = json.loads(line)
+        request = ExchangeRequest()
+        request.demand.group_count = count
+        outgoing.put_nowait(request)
+        arrived: dict[str, float] = {}
+        kept: list[tuple[int, Any]] = []
+        used: list[int] = []
+        while len(arrived) < count:
+            delivery = (await call.read()).delivery
+            arrays = [
+                [(codec.token_ids(s), codec.logprobs(s)) for s in trajectory.segments]
+                for trajectory in delivery.group.trajectories
+            ]
+            arrived[delivery.group.group_id] = time.monotonic()
+            kept.append((int(delivery.group.group_id), arrays))
+            used.append(delivery.delivery_id)
+            if len(used) == STEP_GROUPS or len(arrived) == count:
+                step += 1
+                for message in receipts(used, step):
+                    outgoing.put_nowait(message)
+                used = []
+        check(kept)
+        print(json.dumps(arrived), flush=True)
+
+
+def receipts(delivery_ids: list[int], step: int) -> list[Any]:
+    """That a step used groups, and that a durable checkpoint contains it."""
+    receipt, checkpoint = ExchangeRequest(), ExchangeRequest()
+    receipt.receipt.delivery_ids.extend(delivery_ids)
+    receipt.receipt.step = checkpoint.checkpoint.step = step
+    return [receipt, checkpoint]
+
+
+def check(groups: list[tuple[int, Any]]) -> None:
+    """After the clock: every token and log-probability is what was sampled."""
+    for group, trajectories in groups:
+        assert len(trajectories) == SIBLINGS
+        for sibling, ((prompt, _), (ids, logprobs)) in enumerate(trajectories):
+            number = sample_number(group, sibling)
+            assert prompt.tolist() == [number]
+            assert sample_of(number).equals(ids, logprobs), f"group {group} is not what it was"
+
+
+class Trainer:
+    """The process of `trainer`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def take(self, count: int) -> dict[int, float]:
+        """When each of the next groups was there."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{count}\n".encode())
+        line = await self._process.stdout.readline()
+        assert line, "the trainer ended"
+        return {int(group): when for group, when in json.loads(line).items()}
+
+
+@contextlib.asynccontextmanager
+async def penstock(folder: Path, *settings: str) -> AsyncIterator[tuple[Agent, Trainer]]:
+    """A server whose journal is in `folder`, an agent in this process, and a trainer in another."""
+    options = [argument for setting in settings for argument in ("--set", setting)]
+    server = await _start("benchmarks.buffer_server", str(folder), *options)
+    assert server.stdout is not None and server.stdin is not None
+    line = (await server.stdout.readline()).split()
+    assert line[:1] == [b"serving"], "the server did not start"
+    address = f"127.0.0.1:{line[1].decode()}"
+    process = await _start("benchmarks.buffer_penstock", address)
+    assert process.stdout is not None and process.stdin is not None
+    assert await process.stdout.readline() == b"ready\n", "the trainer did not start"
+    agent = Agent(address)
+    try:
+        yield agent, Trainer(process)
+    finally:
+        await agent.close()
+        for child in (process, server):
+            assert child.stdin is not None
+            child.stdin.close()
+            await child.wait()
+
+
+async def _start(module: str, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+        cwd=ROOT,
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(trainer(sys.argv[1]))

@@ -1,0 +1,59 @@
+"""The server of `benchmarks/buffer.py`: `penstock serve`, but its engine writes a whole turn at once.
+
+    python -m benchmarks.buffer_server FOLDER [--set KEY=VALUE]...
+
+Run in the root of a checkout. Prints one line, `serving PORT`, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import click
+from benchmarks.buffer_groups import TOKENS, Sample, sample_of
+from tests.fakes import ByteRenderer, FakeEngine
+
+from penstock.server import allocator, config
+from penstock.server.engine import Delta, EngineRequest, Finish
+from penstock.server.log_journal import open_journal
+from penstock.server.serving import Serving, bind
+
+
+class InstantEngine(FakeEngine):
+    """Samples what `sample_of` says, in no time: sampling is not what is measured."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
+        """The prompt says which sample."""
+        return self._at_once(sample_of(int(request.token_ids[0])))
+
+    async def _at_once(self, sample: Sample) -> AsyncGenerator[Delta]:
+        yield Delta(sample.token_ids, sample.logprobs, self.version, Finish.LENGTH, 0)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--set", "settings", multiple=True)
+def main(folder: Path, settings: tuple[str, ...]) -> None:
+    """Serves until standard input ends."""
+    allocator.keep_freed_memory()
+    asyncio.run(serve(folder, list(settings)))
+
+
+async def serve(folder: Path, settings: list[str]) -> None:
+    loaded = config.load(
+        None, ["listen=127.0.0.1:0", f"journal.folder={folder}", "freshness=false", *settings]
+    )
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
+    engine = InstantEngine(max_context=2 * TOKENS, vocab_size=1 << 20, keeps_history=False)
+    serving = Serving(server, engine, ByteRenderer(), loaded, open_journal(loaded.journal))
+    await serving.start()
+    print(f"serving {port}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await serving.stop(0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Configuration of `penstock up`: one TOML file for server, workers and trainer together.
+
+    [up]
+    out = "runs/first"
+
+    [serve]                      # as `penstock serve` takes it
+    listen = "127.0.0.1:50051"
+    [serve.engine]
+    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+    [rollout]                    # options of `penstock rollout`, by their names
+    reward = "score:reward"
+    concurrency = 64
+    count = 1
+
+    [train]                      # as `penstock train` takes it, or a file of it, or both
+    path = "examples/arithmetic.toml"
+
+Order of what counts: the file that `path` names in [serve] or [train] -> the tables beside it -> `--set`.
+Then what the three have to agree on is filled in: the server's address, one folder, in which the server's
+journal is too, and the model, where only the server or only the trainer is told it. What the sections hold
+beyond that is the commands' own to check, and is handed to them as files in `out`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Table = dict[str, object]
+
+WORKER_PATIENCE = "reconnect-timeout"
+
+
+class UpConfigInvalid(Exception):
+    """The configuration cannot be used; the message names what is wrong."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class UpSection(_Section):
+    """The three as a whole."""
+
+    out: Path
+    """Folder for logs, events, the configuration of each, and the trainer's own results."""
+    restarts: int = Field(default=5, ge=0)
+    """Times one process is started again within `restart_window_seconds` before everything stops."""
+    restart_window_seconds: float = Field(default=600.0, gt=0)
+    """After it a restart is forgotten."""
+    patience_seconds: float = Field(default=900.0, gt=0)
+    """How long workers and trainer wait for a server that is started again, where their own sections do
+    not say."""
+    stop_seconds: float = Field(default=60.0, gt=0)
+    """How long each has to end by itself after SIGTERM or Ctrl-C: a trainer finishes its step and saves."""
+
+
+class _Workers(BaseModel):
+    """What is ours of [rollout]; the rest are options of `penstock rollout`."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    count: int = Field(default=1, ge=0)
+    """Worker processes."""
+
+
+class UpFile(_Section):
+    """The file as it is written."""
+
+    up: UpSection
+    serve: Table
+    rollout: Table = {}
+    train: Table | None = None
+
+
+@dataclass(frozen=True)
+class UpConfig:
+    """Everything `penstock up` is told, resolved but for the server's address."""
+
+    up: UpSection
+    serve: Table
+    """As `penstock serve` reads it."""
+    worker_count: int
+    worker_options: Table
+    """Options of `penstock rollout` by their names, the server's address not among them."""
+    train: Table | None
+    """As `penstock train` reads it, the server's address not in it; None where it runs elsewhere."""
+
+    @property
+    def trainer_keeps_checkpoints(self) -> bool:
+        """Whether a trainer that died can resume."""
+        return bool(_table(self.train or {}, "checkpoint").get("every_steps"))
+
+    def train_at(self, address: str) -> Table:
+        """The trainer's configuration for a server at this address."""
+        assert self.train is not None
+        return _merge({"server": {"address": address}}, self.train)
+
+
+def load(path: Path, overrides: Sequence[str]) -> UpConfig:
+    """Reads a file and applies overrides such as `train.run.steps=5`, the last one winning.
+
+    Raises UpConfigInvalid.
+    """
+    document = _read(path)
+    for override in overrides:
+        _apply(document, override)
+    try:
+        file = UpFile.model_validate(document)
+        workers = _Workers.model_validate(file.rollout)
+    except ValidationError as error:
+        raise UpConfigInvalid(f"{path}: {_explain(error)}") from error
+    # What a server was told survives it, unless the file says otherwise.
+    journal: Table = {"journal": {"folder": str(file.up.out / "journal")}}
+    serve = _merge(journal, _with_file(file.serve))
+    train = None if file.train is None else _with_file(file.train)
+    if train is not None:
+        train = _merge(_trainer_defaults(file.up), train)
+        _share_model(serve, train)
+    options: Table = {WORKER_PATIENCE: file.up.patience_seconds}
+    options |= {k.replace("_", "-"): v for k, v in file.rollout.items() if k != "count"}
+    return UpConfig(file.up, serve, workers.count, options, train)
+
+
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """Options by name as a command takes them."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not False:
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+def _trainer_defaults(up: UpSection) -> Table:
+    return {
+        "run": {"id": up.out.name or "run", "out": str(up.out)},
+        "server": {"give_up_after_seconds": up.patience_seconds},
+    }
+
+
+def _share_model(serve: Table, train: Table) -> None:
+    """One of the two may leave the model to the other."""
+    engine, model = _table(serve, "engine"), _table(train, "model")
+    if "model" not in engine and "path" in model:
+        serve["engine"] = {"model": model["path"], **engine}
+    if "path" not in model and "model" in engine:
+        train["model"] = {"path": engine["model"], **model}
+
+
+def _with_file(section: Table) -> Table:
+    """A section over the file that its `path` names."""
+    rest = {key: value for key, value in section.items() if key != "path"}
+    return _merge(_read(Path(str(section["path"]))), rest) if "path" in section else rest
+
+
+def _read(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UpConfigInvalid(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UpConfigInvalid(f"{path}: {error}") from error
+
+
+def _merge(below: Table, above: Table) -> Table:
+    """Tables merged key by key; what is `above` counts."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, dict) and isinstance(value, dict):
+            value = _merge(cast("Table", under), cast("Table", value))
+        merged[key] = value
+    return merged
+
+
+def _table(table: Table, key: str) -> Table:
+    found = table.get(key)
+    return cast("Table", found) if isinstance(found, dict) else {}
+
+
+def _apply(document: Table, override: str) -> None:
+    key, separator, text = override.partition("=")
+    names = key.strip().split(".")
+    if not separator or not all(names) or len(names) < 2:
+        raise UpConfigInvalid(f"an override is section.key=value, got {override!r}")
+    try:
+        value: object = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        # A bare word is a text: `up.out=runs/second` needs no quotes.
+        value = text.strip()
+    section = document
+    for name in names[:-1]:
+        inner = section.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UpConfigInvalid(f"{override!r}: {name} is a value, not a section")
+        section = cast("Table", inner)
+    section[names[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    lines: list[str] = []
+    for problem in error.errors(include_url=False, include_context=False):
+        field = ".".join(str(part) for part in problem["loc"])
+        got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
+        lines.append(f"{field}: {problem['msg']}{got}")
+    return "; ".join(lines)

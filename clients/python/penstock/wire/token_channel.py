@@ -1,0 +1,219 @@
+"""A channel whose every call carries a token.
+
+gRPC has two ways of its own. Call credentials are not to be had in plaintext, which loopback is, and start
+a thread for each call; asyncio's interceptors put a call of their own in the place of each stream's, which
+reads and is cancelled differently. This hands over the real call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import grpc
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+Pairs = Sequence[tuple[str, str | bytes]]
+Metadata = grpc.aio.Metadata | Pairs
+Requests = AsyncIterator[Q] | Iterator[Q]
+Serialize = Callable[[Q], bytes]
+Deserialize = Callable[[bytes], R]
+
+
+class MetadataSource(Protocol):
+    """What is asked for each call's metadata."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What the call carries beside its own."""
+        ...
+
+
+class TokenChannel(grpc.aio.Channel):
+    """The channel within, and metadata with each call."""
+
+    def __init__(self, channel: grpc.aio.Channel, source: MetadataSource) -> None:
+        self._channel = channel
+        self._source = source
+
+    async def __aenter__(self) -> Self:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> bool | None:
+        return await self._channel.__aexit__(exc_type, exc_val, exc_tb)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes the channel within."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """That of the channel within."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Waits for the channel within."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Waits for the channel within."""
+        await self._channel.channel_ready()
+
+    # `_registered_method` is what generated stubs say.
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Serialize[Q] | None = None,
+        response_deserializer: Deserialize[R] | None = None,
+        _registered_method: bool | None = False,
+    ) -> grpc.aio.UnaryUnaryMultiCallable[Q, R]:
+        """A method of one request and one answer."""
+        inner = self._channel.unary_unary(method, request_serializer, response_deserializer)
+        return _UnaryUnary(inner, self._source)
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Serialize[Q] | None = None,
+        response_deserializer: Deserialize[R] | None = None,
+        _registered_method: bool | None = False,
+    ) -> grpc.aio.UnaryStreamMultiCallable[Q, R]:
+        """A method of one request and many answers."""
+        inner = self._channel.unary_stream(method, request_serializer, response_deserializer)
+        return _UnaryStream(inner, self._source)
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Serialize[Q] | None = None,
+        response_deserializer: Deserialize[R] | None = None,
+        _registered_method: bool | None = False,
+    ) -> grpc.aio.StreamUnaryMultiCallable[Q, R]:
+        """A method of many requests and one answer."""
+        inner = self._channel.stream_unary(method, request_serializer, response_deserializer)
+        return _StreamUnary(inner, self._source)
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Serialize[Q] | None = None,
+        response_deserializer: Deserialize[R] | None = None,
+        _registered_method: bool | None = False,
+    ) -> grpc.aio.StreamStreamMultiCallable[Q, R]:
+        """A method of many requests and many answers."""
+        inner = self._channel.stream_stream(method, request_serializer, response_deserializer)
+        return _StreamStream(inner, self._source)
+
+
+class _UnaryUnary(grpc.aio.UnaryUnaryMultiCallable[Q, R]):
+    def __init__(
+        self, inner: grpc.aio.UnaryUnaryMultiCallable[Q, R], source: MetadataSource
+    ) -> None:
+        self._inner, self._source = inner, source
+
+    def __call__(
+        self,
+        request: Q,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> grpc.aio.UnaryUnaryCall[Q, R]:
+        return self._inner(
+            request,
+            timeout=timeout,
+            metadata=_with(metadata, self._source),
+            credentials=credentials,
+            wait_for_ready=wait_for_ready,
+            compression=compression,
+        )
+
+
+class _UnaryStream(grpc.aio.UnaryStreamMultiCallable[Q, R]):
+    def __init__(
+        self, inner: grpc.aio.UnaryStreamMultiCallable[Q, R], source: MetadataSource
+    ) -> None:
+        self._inner, self._source = inner, source
+
+    def __call__(
+        self,
+        request: Q,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> grpc.aio.UnaryStreamCall[Q, R]:
+        return self._inner(
+            request,
+            timeout=timeout,
+            metadata=_with(metadata, self._source),
+            credentials=credentials,
+            wait_for_ready=wait_for_ready,
+            compression=compression,
+        )
+
+
+class _StreamUnary(grpc.aio.StreamUnaryMultiCallable[Q, R]):
+    def __init__(
+        self, inner: grpc.aio.StreamUnaryMultiCallable[Q, R], source: MetadataSource
+    ) -> None:
+        self._inner, self._source = inner, source
+
+    def __call__(
+        self,
+        request_iterator: Requests[Q] | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> grpc.aio.StreamUnaryCall[Q, R]:
+        return self._inner(
+            request_iterator,
+            timeout,
+            _with(metadata, self._source),
+            credentials,
+            wait_for_ready,
+            compression,
+        )
+
+
+class _StreamStream(grpc.aio.StreamStreamMultiCallable[Q, R]):
+    def __init__(
+        self, inner: grpc.aio.StreamStreamMultiCallable[Q, R], source: MetadataSource
+    ) -> None:
+        self._inner, self._source = inner, source
+
+    def __call__(
+        self,
+        request_iterator: Requests[Q] | None = None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> grpc.aio.StreamStreamCall[Q, R]:
+        return self._inner(
+            request_iterator,
+            timeout,
+            _with(metadata, self._source),
+            credentials,
+            wait_for_ready,
+            compression,
+        )
+
+
+def _with(metadata: Metadata | None, source: MetadataSource) -> Pairs:
+    return (*(metadata or ()), *source.metadata())

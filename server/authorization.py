@@ -1,0 +1,255 @@
+"""Who may call what, decided at the one place that every rpc passes, health and reflection too.
+
+Order for each call: the caller's metadata is within bounds -> who calls -> its role is one of the rpc's ->
+its account has room -> the message is read, and within bounds -> the handler. Up to there no message was
+asked for, so that who is refused costs little: every rpc stands here as one of a stream of requests, which
+on the wire it is.
+
+    TOKEN_MISSING, TOKEN_INVALID     nobody we know
+    ROLE_NOT_ALLOWED                 somebody who may not
+    CALLER_LIMIT, MESSAGE_TOO_LARGE  somebody who asks for too much
+    CREDENTIAL_ENDED                 a stream whose token expired or was revoked while it was open
+
+The last is UNAVAILABLE: a client that reconnects presents what it has by then, and is judged anew.
+
+`ANYBODY` and `ALLOWED` name every rpc of every service; a method in neither is refused to everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from penstock.server.caller_limits import VISIT, Callers
+from penstock.server.config import ServeConfig
+from penstock.server.credentials import Caller, Credentials, host_of
+from penstock.server.errors import DomainError, to_status
+from penstock.server.service import ServicerContext, linger
+from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
+from penstock.wire.reasons import Reason
+from penstock.wire.token_file import Role
+
+logger = logging.getLogger(__name__)
+
+ANYBODY = frozenset({"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"})
+"""For probes: not even a token is asked for."""
+_EVERY = frozenset(Role)
+_AGENT = frozenset({Role.AGENT, Role.ADMIN})
+_TRAINER = frozenset({Role.TRAINER, Role.ADMIN})
+
+ALLOWED: Mapping[str, frozenset[Role]] = {
+    "penstock.v1.RolloutService/Generate": _AGENT,
+    "penstock.v1.RolloutService/Continue": _AGENT,
+    "penstock.v1.RolloutService/Abort": _EVERY,
+    "penstock.v1.RolloutService/UpdateWeights": _TRAINER,
+    "penstock.v1.RolloutService/GetServerInfo": _EVERY,
+    "penstock.v1.RolloutService/GetTrajectory": _EVERY,
+    "penstock.v1.TaskService/SubmitTasks": _TRAINER,
+    "penstock.v1.TaskService/LeaseTasks": _AGENT,
+    "penstock.v1.TaskService/RenewLease": _AGENT,
+    "penstock.v1.TaskService/CompleteTrajectory": _AGENT,
+    "penstock.v1.TrainerService/Exchange": _TRAINER,
+    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _EVERY,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _EVERY,
+}
+"""The roles that may call, for every other rpc. An agent may extend, read, abort and close only what is its
+own: `caller_limits`."""
+
+# Of a header beside its name and value, as HTTP/2 counts (RFC 9113, section 6.5.2).
+HEADER_BYTES = 32
+REFUSAL_SECONDS = 1.0
+"""How long who is refused may go on sending before the answer."""
+
+if TYPE_CHECKING:
+    RpcHandler = grpc.RpcMethodHandler[Any, Any]
+Serve = Callable[[Any, ServicerContext], Any]
+Decode = Callable[[bytes], object]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Lets calls in, by name, role and account."""
+
+    def __init__(self, credentials: Credentials, callers: Callers) -> None:
+        self.credentials = credentials
+        self.callers = callers
+        self._guarded: dict[str, RpcHandler] = {}
+        self._open: dict[asyncio.Timeout, Caller] = {}
+        """Streams, which outlive what they were let in by."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> RpcHandler | None:
+        """The handler behind the gate; None, which gRPC answers with UNIMPLEMENTED, where there is none."""
+        method = handler_call_details.method
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            guarded = self._guarded[method] = self._guard(method.removeprefix("/"), handler)
+        return guarded
+
+    def _guard(self, method: str, handler: RpcHandler) -> RpcHandler:
+        """The same handler, behind the gate; it reads what it is given only once it is let in."""
+        rpc = cast("Any", handler)
+        decode = cast("Decode", rpc.request_deserializer)
+        serve = cast(
+            "Serve", rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
+        )
+
+        async def handle(stream: AsyncIterator[bytes], context: ServicerContext) -> object:
+            try:
+                with self._visit(method, context) as caller:
+                    messages = _Messages(stream, decode, self.callers.message_bytes)
+                    request = messages if rpc.request_streaming else await messages.only()
+                    if not rpc.response_streaming:
+                        return await serve(request, context)
+                    async with self._while_in_force(caller):
+                        return await _answer(serve(request, context), context)
+            except DomainError as error:
+                self.callers.refused(error)
+                if rpc.request_streaming:
+                    await linger(stream, REFUSAL_SECONDS)
+                await context.abort_with_status(to_status(error))
+                raise
+
+        make = grpc.stream_unary_rpc_method_handler
+        if rpc.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        return make(cast("Any", handle), None, rpc.response_serializer)
+
+    @contextmanager
+    def _visit(self, method: str, context: ServicerContext) -> Generator[Caller]:
+        """From where a caller is let in to where its call ends. Raises DomainError."""
+        caller = self._admit(method, context)
+        visit = self.callers.enter(caller)
+        token = VISIT.set(visit)
+        try:
+            yield caller
+        finally:
+            VISIT.reset(token)
+            visit.leave()
+
+    def _admit(self, method: str, context: ServicerContext) -> Caller:
+        metadata = cast("tuple[tuple[str, str | bytes], ...]", context.invocation_metadata() or ())
+        size = sum(len(key) + len(value) + HEADER_BYTES for key, value in metadata)
+        if size > MAX_METADATA_BYTES:
+            raise DomainError(
+                Reason.MESSAGE_TOO_LARGE,
+                f"the call's metadata has {size} bytes, {MAX_METADATA_BYTES} are taken",
+                {"metadata_bytes": size, "limit": MAX_METADATA_BYTES},
+            )
+        if method in ANYBODY:
+            return Caller("host", host_of(context.peer()))
+        if self.credentials.refresh():
+            self._end_revoked()
+        caller = self.credentials.identify(metadata, context.peer(), context.auth_context)
+        allowed = ALLOWED.get(method, frozenset())
+        if caller.role in allowed or (caller.role is None and allowed):
+            return caller
+        names, role = ", ".join(sorted(allowed)) or "nobody", caller.role or "none"
+        raise DomainError(
+            Reason.ROLE_NOT_ALLOWED,
+            f"{caller} has the role {role}; {method} is for: {names}",
+            {"caller": caller.name, "role": role, "method": method, "allowed": names},
+        )
+
+    def _while_in_force(self, caller: Caller) -> _InForce:
+        return _InForce(self._open, caller, self.credentials.seconds_left(caller))
+
+    def _end_revoked(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for limit, caller in self._open.items():
+            if not limit.expired() and not self.credentials.holds(caller):
+                limit.reschedule(now)
+
+
+def open_gate(config: ServeConfig) -> Gate:
+    """The gate that a configuration asks for. Raises ConfigError."""
+    security = config.security
+    gate = Gate(Credentials(security), Callers(config.limits.caller))
+    if security.insecure and not is_loopback(config.listen):
+        asked = "presents a token" if gate.credentials.asked_for else "reaches it"
+        how = "in plaintext" if security.certificate is None else "by TLS"
+        logger.warning(
+            "security.insecure is set: %s takes calls %s from anybody who %s",
+            config.listen,
+            how,
+            asked,
+        )
+    return gate
+
+
+class _InForce:
+    """Ends what runs within with CREDENTIAL_ENDED when what its caller was let in by ends."""
+
+    def __init__(
+        self, register: dict[asyncio.Timeout, Caller], caller: Caller, seconds: float | None
+    ) -> None:
+        self._register, self._caller = register, caller
+        self._limit = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._register[self._limit] = self._caller
+
+    async def __aexit__(self, *raised: Any) -> None:
+        del self._register[self._limit]
+        try:
+            await self._limit.__aexit__(*raised)
+        except TimeoutError as error:
+            raise DomainError(
+                Reason.CREDENTIAL_ENDED,
+                f"what {self._caller} was let in by is no longer in force; call again",
+                {"caller": self._caller.name},
+            ) from error
+
+
+class _Messages:
+    """A stream's requests, decoded. No generator: whoever reads may be cancelled and another read on."""
+
+    def __init__(self, stream: AsyncIterator[bytes], decode: Decode, most_bytes: int) -> None:
+        self._stream, self._decode, self._most_bytes = stream, decode, most_bytes
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        data = await anext(self._stream)
+        if len(data) > self._most_bytes:
+            raise DomainError(
+                Reason.MESSAGE_TOO_LARGE,
+                f"the message has {len(data)} bytes, {self._most_bytes} are taken",
+                {"message_bytes": len(data), "limit": self._most_bytes},
+            )
+        try:
+            return self._decode(data)
+        except DecodeError as error:
+            # Of health and reflection; what reads our own messages never raises.
+            raise DomainError(Reason.MALFORMED_MESSAGE, "the message cannot be decoded") from error
+
+    async def only(self) -> object:
+        """The one request of an rpc that has one."""
+        try:
+            return await anext(self)
+        except StopAsyncIteration:
+            raise DomainError(Reason.MALFORMED_MESSAGE, "the call has no message") from None
+
+
+async def _answer(served: object, context: ServicerContext) -> object:
+    """Sends what a generator yields; a coroutine sends itself."""
+    if not inspect.isasyncgen(served):
+        return await cast("Awaitable[object]", served)
+    async with aclosing(served) as answers:
+        async for answer in answers:
+            await context.write(answer)
+    return None

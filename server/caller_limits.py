@@ -1,0 +1,286 @@
+"""What each caller has open, how much of it there may be, and what is its own.
+
+A caller is a token's name up to an @, a certificate's common name, or, where nobody is asked, the host it
+calls from. All processes with one token are one caller.
+
+    calls                charged when a call is let in     freed when it ends
+    turns in flight      when a turn begins                when it ends, whether anybody listens or not
+    tokens in flight     when a turn begins: its context   when it ends
+                         and what it may still sample
+    open trajectories    when its first turn begins        when it is closed, or forgotten
+
+A turn is checked against these before its prompt is rendered and holds a place from then on. What is over a
+bound is refused with CALLER_LIMIT and when to come back; nothing waits here.
+
+**What is an agent's own**: an attempt it leased, and a trajectory it opened. It can neither extend, read,
+abort nor close another agent's. One without a known owner, since the server was started again, keeps nobody
+out and is whose agent takes the next turn of it. Trainers and admins are not asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.server.errors import DomainError
+from penstock.server.service import Call, Handler
+from penstock.wire.reasons import Reason
+from penstock.wire.token_file import Role
+
+if TYPE_CHECKING:
+    from penstock.server.config import CallerLimits
+    from penstock.server.credentials import Caller
+    from penstock.server.turns import Turn
+
+RETRY_SECONDS = 1.0
+MOST_OWNERS = 200_000
+"""Trajectories whose owner is known, the one that was called longest ago leaving first."""
+MOST_ACCOUNTS = 1024
+"""Accounts after which those that hold nothing are closed."""
+
+# The trajectories that a call speaks of, by rpc.
+OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
+    "RolloutService/Generate": lambda request: (
+        request.trajectory_id,
+        request.parent_trajectory_id,
+    ),
+    "RolloutService/Continue": lambda request: (request.trajectory_id,),
+    "RolloutService/GetTrajectory": lambda request: (request.trajectory_id,),
+    "TaskService/CompleteTrajectory": lambda request: (request.trajectory_id,),
+    "TaskService/RenewLease": lambda request: request.trajectory_ids,
+}
+
+
+@dataclass(slots=True)
+class _Account:
+    """What one caller has open."""
+
+    calls: int = 0
+    turns: int = 0
+    tokens: int = 0
+    trajectories: set[str] = field(default_factory=set[str])
+    """Open when they were counted last."""
+
+    @property
+    def idle(self) -> bool:
+        return not (self.calls or self.turns or self.trajectories)
+
+
+class Visit:
+    """One call of a caller, from where it is let in to its end."""
+
+    def __init__(self, caller: Caller, account: _Account) -> None:
+        self.caller = caller
+        self.account = account
+        self._places = 0
+        account.calls += 1
+
+    def reserve_turn(self) -> None:
+        """Holds the place of a turn that is about to begin."""
+        self._places += 1
+        self.account.turns += 1
+
+    def turn_began(self) -> None:
+        """The turn holds its place itself."""
+        self.account.turns -= self._places
+        self._places = 0
+
+    def leave(self) -> None:
+        """The call has ended."""
+        self.turn_began()
+        self.account.calls -= 1
+
+
+VISIT: ContextVar[Visit | None] = ContextVar("penstock_visit", default=None)
+"""The call that is being served; None where no gate stands before the server."""
+
+
+class Callers:
+    """The accounts, and who owns what."""
+
+    def __init__(self, limits: CallerLimits) -> None:
+        self._limits = limits
+        self._accounts: dict[tuple[str, str], _Account] = {}
+        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self.is_open: Callable[[str], bool] = _always
+        """Whether a trajectory is open: the server's store says so."""
+        self.turns_in_flight: Callable[[], Iterable[Turn]] = tuple
+        self.refusals: dict[str, float] = {}
+        """Calls that were not let in, by reason: for metrics."""
+
+    def refused(self, error: DomainError) -> None:
+        """Counts a call that was not let in, or not on."""
+        self.refusals[error.reason] = self.refusals.get(error.reason, 0) + 1
+
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a message."""
+        return self._limits.message_bytes
+
+    def enter(self, caller: Caller) -> Visit:
+        """Lets a call in. Raises CALLER_LIMIT."""
+        account = self._account(caller)
+        self._check(caller, "calls", account.calls, self._limits.calls)
+        return Visit(caller, account)
+
+    def turn_started(self, turn: Turn) -> None:
+        """A turn began, in the call that is being served: it is charged until it ends."""
+        visit = VISIT.get()
+        if visit is None or turn.task is None:
+            return
+        account, trajectory_id = visit.account, turn.record.trajectory_id
+        tokens = turn.context_token_count + turn.budget
+        visit.turn_began()
+        account.turns += 1
+        account.tokens += tokens
+        account.trajectories.add(trajectory_id)
+        if trajectory_id not in self._owners:
+            self._own(trajectory_id, _key(visit.caller))
+
+        def ended(_: object) -> None:
+            account.turns -= 1
+            account.tokens -= tokens
+
+        turn.task.add_done_callback(ended)
+
+    def guard(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
+        """The handlers, each after what is checked here."""
+        guarded = {name: self._guard(name, handler) for name, handler in handlers.items()}
+        guarded["TaskService/LeaseTasks"] = self._claim(guarded["TaskService/LeaseTasks"])
+        return guarded
+
+    def _guard(self, name: str, handler: Handler) -> Handler:
+        trajectories = OWNED.get(name)
+        opens = name == "RolloutService/Generate"
+        begins_turn = opens or name == "RolloutService/Continue"
+        aborts = name == "RolloutService/Abort"
+        if trajectories is None and not aborts:
+            return handler
+
+        def guarded(request: Any, call: Call) -> Any:
+            visit = VISIT.get()
+            if visit is not None:
+                if trajectories is not None:
+                    self._check_own(visit.caller, trajectories(request))
+                if aborts:
+                    self._check_abort(visit.caller, request)
+                if begins_turn:
+                    self._check_turn(visit, opens=opens)
+                    visit.reserve_turn()
+            return handler(request, call)
+
+        return guarded
+
+    def _claim(self, lease_tasks: Handler) -> Handler:
+        """An attempt is its agent's from when it is leased."""
+
+        async def claimed(request: Any, call: Call) -> AsyncIterator[Any]:
+            visit = VISIT.get()
+            async with aclosing(lease_tasks(request, call)) as leases:
+                async for lease in leases:
+                    if visit is not None:
+                        self._own(lease.trajectory_id, _key(visit.caller))
+                    yield lease
+
+        return claimed
+
+    # Limits.
+
+    def _account(self, caller: Caller) -> _Account:
+        key = _key(caller)
+        account = self._accounts.get(key)
+        if account is None:
+            if len(self._accounts) >= MOST_ACCOUNTS:
+                self._close_idle()
+            account = self._accounts[key] = _Account()
+        return account
+
+    def _close_idle(self) -> None:
+        for key, account in list(self._accounts.items()):
+            self._count_open(account)
+            if account.idle:
+                del self._accounts[key]
+
+    def _count_open(self, account: _Account) -> int:
+        account.trajectories = set(filter(self.is_open, account.trajectories))
+        return len(account.trajectories)
+
+    def _check_turn(self, visit: Visit, *, opens: bool) -> None:
+        caller, account, limits = visit.caller, visit.account, self._limits
+        self._check(caller, "turns_in_flight", account.turns, limits.turns_in_flight)
+        self._check(caller, "tokens_in_flight", account.tokens, limits.tokens_in_flight)
+        # Counted anew only where the count says that there is no room: it only ever says too much.
+        most = limits.open_trajectories
+        if opens and len(account.trajectories) >= most:
+            self._check(caller, "open_trajectories", self._count_open(account), most)
+
+    def _check(self, caller: Caller, limit: str, count: int, most: int) -> None:
+        if count >= most:
+            raise DomainError(
+                Reason.CALLER_LIMIT,
+                f"{caller} has {count} {limit.replace('_', ' ')}, {most} are allowed",
+                {"caller": caller.name, "limit": limit, "count": count, "most": most},
+                retry_after_seconds=RETRY_SECONDS,
+            )
+
+    # What is whose.
+
+    def _own(self, trajectory_id: str, key: tuple[str, str]) -> None:
+        self._owners[trajectory_id] = key
+        self._owners.move_to_end(trajectory_id)
+        while len(self._owners) > MOST_OWNERS:
+            self._owners.popitem(last=False)
+
+    def _is_anothers(self, caller: Caller, trajectory_id: str) -> bool:
+        owner = self._owners.get(trajectory_id)
+        return owner is not None and owner != _key(caller)
+
+    def _check_own(self, caller: Caller, trajectory_ids: Iterable[str]) -> None:
+        if caller.role is not Role.AGENT:
+            return
+        for trajectory_id in trajectory_ids:
+            if self._is_anothers(caller, trajectory_id):
+                raise _not_own(caller, f"trajectory {trajectory_id}", trajectory_id)
+            if trajectory_id in self._owners:
+                self._owners.move_to_end(trajectory_id)
+
+    def _check_abort(self, caller: Caller, request: Any) -> None:
+        """An agent stops its own turns only, and a group where all of them are."""
+        if caller.role is not Role.AGENT:
+            return
+        selector = request.WhichOneof("selector")
+        if selector == "all":
+            raise DomainError(
+                Reason.ROLE_NOT_ALLOWED,
+                f"{caller} may abort trajectories and groups of its own, not all",
+                {"caller": caller.name, "role": Role.AGENT, "selector": "all"},
+            )
+        if selector == "trajectories":
+            self._check_own(caller, request.trajectories.trajectory_ids)
+        elif selector == "groups":
+            wanted = set(request.groups.group_ids)
+            for turn in self.turns_in_flight():
+                record = turn.record
+                if record.group_id in wanted and self._is_anothers(caller, record.trajectory_id):
+                    what = f"a turn of group {record.group_id}"
+                    raise _not_own(caller, what, record.trajectory_id)
+
+
+def _not_own(caller: Caller, what: str, trajectory_id: str) -> DomainError:
+    return DomainError(
+        Reason.ROLE_NOT_ALLOWED,
+        f"{what} is another agent's, not {caller}'s",
+        {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
+    )
+
+
+def _key(caller: Caller) -> tuple[str, str]:
+    return caller.kind, caller.name
+
+
+def _always(_: str) -> bool:
+    return True

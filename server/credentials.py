@@ -1,0 +1,286 @@
+"""Who calls: the server's own certificate, and the tokens and certificates of its callers.
+
+What a server asks for, by `[security]`:
+
+    nothing                     nobody is asked; on loopback only, unless `insecure` says otherwise
+    tokens                      a bearer token; on loopback only, unless `insecure` says otherwise
+    certificate, key, tokens    TLS, and a bearer token
+    ... and client_ca           mutual TLS: who sends no token is its certificate's common name
+
+A call that presents a token is judged by it alone; one that presents none, by its certificate. The files
+may change while the server runs:
+
+- the file of tokens is looked at when a call comes. A new one that cannot be read leaves the old set in
+  force, and the log says so once. Removing the file revokes nothing; removing an entry does.
+- certificate, key and client authority are looked at when a connection is made; those open stay open.
+
+Nothing here puts a token, or what was sent in the place of one, into an error or a log.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC
+from pathlib import Path
+from typing import Literal, cast
+
+import grpc
+
+from penstock.server.config import ConfigError, Security
+from penstock.server.errors import DomainError
+from penstock.wire.reasons import Reason
+from penstock.wire.token_file import (
+    Role,
+    TokenEntry,
+    TokenFile,
+    TokenFileInvalid,
+    hash_token,
+    parse_token_file,
+)
+
+logger = logging.getLogger(__name__)
+
+AUTHORIZATION = "authorization"
+Signature = tuple[int, int, int]
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Iterable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who made a call."""
+
+    kind: Literal["token", "certificate", "host"]
+    """What it is known by."""
+    name: str
+    """Whose token it is, the certificate's common name, or the host it called from."""
+    role: Role | None = None
+    """None where nobody is asked who it is: it may do everything."""
+    token: TokenEntry | None = None
+    """What it was let in by, where that is a token."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class TokenStore:
+    """The file of tokens, as it is now."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError where it cannot be read."""
+        self._path = path
+        self._complaint = ""
+        self._by_start: dict[bytes, list[TokenEntry]] = {}
+        try:
+            self._signature, self.file = self._read()
+        except (OSError, UnicodeDecodeError, TokenFileInvalid) as error:
+            raise ConfigError(f"security.tokens: {path}: {_why(error)}") from None
+        self._index()
+
+    def refresh(self) -> bool:
+        """Looks at the file; whether another set is in force now."""
+        try:
+            if _signature(self._path) == self._signature:
+                return False
+            self._signature, self.file = self._read()
+        except (OSError, UnicodeDecodeError, TokenFileInvalid) as error:
+            complaint = _why(error)
+            if complaint != self._complaint:
+                logger.error("%s: %s; the tokens before stay in force", self._path, complaint)
+            self._complaint = complaint
+            return False
+        self._complaint = ""
+        self._index()
+        logger.info("%s: %d tokens are in force", self._path, len(self.file.tokens))
+        return True
+
+    def find(self, token: str) -> TokenEntry | None:
+        """The entry of a token; its expiry is the caller's to judge."""
+        digest = hash_token(token)
+        found = None
+        # By the start of the hash, which tells nothing of the token; the rest in constant time.
+        for entry in self._by_start.get(digest[:4], ()):
+            if hmac.compare_digest(entry.sha256, digest):
+                found = entry
+        return found
+
+    def _read(self) -> tuple[Signature, TokenFile]:
+        # First the signature: what is written after it is read again.
+        signature = _signature(self._path)
+        return signature, parse_token_file(self._path.read_text(encoding="utf-8"))
+
+    def _index(self) -> None:
+        self._by_start = {}
+        for entry in self.file.tokens:
+            self._by_start.setdefault(entry.sha256[:4], []).append(entry)
+
+
+class Credentials:
+    """What the server shows, and what it asks for."""
+
+    def __init__(self, security: Security, now: Callable[[], float] = time.time) -> None:
+        """Raises ConfigError where a file cannot be read."""
+        self._now = now
+        self._tls = _TlsFiles.of(security)
+        self.tokens = None if security.tokens is None else TokenStore(security.tokens)
+        self._asks_for_certificates = security.client_ca is not None
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether callers have to say who they are."""
+        return self.tokens is not None
+
+    @property
+    def asks_for_certificates(self) -> bool:
+        """Whether connections are made with a certificate of the client's only."""
+        return self._asks_for_certificates
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """What a port is opened with; None for plaintext."""
+        if self._tls is None:
+            return None
+        # None says that nothing has changed, which the stubs do not know.
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._tls.changed)
+        return grpc.dynamic_ssl_server_credentials(
+            self._tls.read(), fetch, self._asks_for_certificates
+        )
+
+    def refresh(self) -> bool:
+        """Looks at the file of tokens; whether another set is in force now."""
+        return self.tokens is not None and self.tokens.refresh()
+
+    def identify(
+        self, metadata: Metadata, peer: str, auth_context: Callable[[], AuthContext]
+    ) -> Caller:
+        """Who makes a call. Raises TOKEN_MISSING, TOKEN_INVALID and ROLE_NOT_ALLOWED."""
+        if self.tokens is None:
+            return Caller("host", host_of(peer))
+        sent = [value for key, value in metadata if key == AUTHORIZATION]
+        if sent:
+            return self._by_token(self.tokens, sent)
+        if self._asks_for_certificates:
+            return self._by_certificate(self.tokens, auth_context())
+        raise DomainError(
+            Reason.TOKEN_MISSING, 'send a token, as metadata "authorization: Bearer TOKEN"'
+        )
+
+    def holds(self, caller: Caller) -> bool:
+        """Whether a caller that was let in would be let in now."""
+        if self.tokens is None or caller.role is None:
+            return True
+        if caller.kind == "certificate":
+            return self.tokens.file.certificates.get(caller.name) == caller.role
+        return caller.token in self.tokens.file.tokens
+
+    def seconds_left(self, caller: Caller) -> float | None:
+        """How long its token still is in force; None where it does not end."""
+        return None if caller.token is None else caller.token.expires.timestamp() - self._now()
+
+    def _by_token(self, tokens: TokenStore, sent: list[str | bytes]) -> Caller:
+        value = sent[0]
+        scheme, _, token = value.partition(" ") if isinstance(value, str) else ("", "", "")
+        if len(sent) > 1 or scheme.lower() != "bearer" or not token:
+            raise DomainError(
+                Reason.TOKEN_INVALID, 'the metadata "authorization" is not one "Bearer TOKEN"'
+            )
+        entry = tokens.find(token.strip())
+        if entry is None:
+            raise DomainError(Reason.TOKEN_INVALID, "the server knows no such token")
+        if entry.expires.timestamp() <= self._now():
+            ended = entry.expires.astimezone(UTC).isoformat()
+            raise DomainError(
+                Reason.TOKEN_INVALID,
+                f"the token {entry.name} expired at {ended}",
+                {"token": entry.name, "expired": ended},
+            )
+        return Caller("token", entry.caller, entry.role, entry)
+
+    def _by_certificate(self, tokens: TokenStore, auth_context: AuthContext) -> Caller:
+        names = [
+            name.decode("utf-8", "replace") for name in auth_context.get("x509_common_name", ())
+        ]
+        name = names[0] if len(names) == 1 else ""
+        role = tokens.file.certificates.get(name)
+        if role is None:
+            raise DomainError(
+                Reason.ROLE_NOT_ALLOWED,
+                f"the certificate {name!r} has no role on this server",
+                {"certificate": name},
+            )
+        return Caller("certificate", name, role)
+
+
+@dataclass(slots=True)
+class _TlsFiles:
+    """The PEM files of a port, and how they were when they were read last."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None
+    signatures: tuple[Signature, ...] = ()
+
+    @classmethod
+    def of(cls, security: Security) -> _TlsFiles | None:
+        if security.certificate is None or security.key is None:
+            return None
+        return cls(security.certificate, security.key, security.client_ca)
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        """What is in them. Raises ConfigError."""
+        self.signatures = self._look()
+        files = {"certificate": self.certificate, "key": self.key, "client_ca": self.client_ca}
+        found: dict[str, bytes] = {}
+        for name, path in files.items():
+            if path is None:
+                continue
+            try:
+                found[name] = path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"security.{name}: {path}: {error.strerror}") from None
+            if b"-----BEGIN" not in found[name]:
+                raise ConfigError(f"security.{name}: {path}: it is not a PEM file")
+        return grpc.ssl_server_certificate_configuration(
+            [(found["key"], found["certificate"])], found.get("client_ca")
+        )
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What is in them now, where that is something else. Called by gRPC for each connection."""
+        try:
+            if self._look() == self.signatures:
+                return None
+            return self.read()
+        except (OSError, ConfigError) as error:
+            logger.error("%s; the certificate before stays in use", _why(error))
+            return None
+
+    def _look(self) -> tuple[Signature, ...]:
+        paths = (self.certificate, self.key, self.client_ca)
+        try:
+            return tuple(_signature(path) for path in paths if path is not None)
+        except OSError as error:
+            raise ConfigError(f"security: {error.filename}: {error.strerror}") from None
+
+
+def host_of(peer: str) -> str:
+    """The host in gRPC's name of a peer, such as "ipv4:127.0.0.1:4711"."""
+    kind, _, rest = peer.partition(":")
+    return rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else kind
+
+
+def _signature(path: Path) -> Signature:
+    found = os.stat(path)  # noqa: PTH116 - for each call: without the cost of a Path's.
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _why(error: Exception) -> str:
+    """What is wrong, without a word of what a file holds."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return str(error)

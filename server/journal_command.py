@@ -1,0 +1,356 @@
+"""`penstock journal`: lists, verifies and exports what a server stored.
+
+It reads, and nothing else: the folder is neither locked nor changed, and a server may write to it
+meanwhile. What is shown then is the state of the moment in which it was read.
+
+Exit status: 0; 1 where a record is corrupt; 2 where there is no journal, or nothing can be written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+
+from penstock.server.journal import Stored
+from penstock.server.journal_contents import (
+    Contents,
+    FinishedLine,
+    read_contents,
+    recover_stored,
+)
+from penstock.server.journal_export import group_rows, open_writer, state_of
+from penstock.server.journal_reading import NoJournal, Segment, StoredJournal, open_stored
+from penstock.server.journal_segment import SegmentCorrupt
+from penstock.server.recovery import FinishedGroup, Recovered
+from penstock.v1 import journal_pb2
+
+EXPORTS = (".jsonl", ".parquet")
+OK, CORRUPT, UNREADABLE = 0, 1, 2
+
+
+class NotExported(Exception):
+    """The file cannot be written; the message is for the person who asked."""
+
+
+# list
+
+
+def list_stored(folder: Path, as_json: bool) -> int:
+    """Prints what a journal holds; returns the exit status."""
+
+    def work() -> int:
+        with open_stored(folder) as journal:
+            contents = read_contents(journal)
+        if as_json:
+            click.echo(json.dumps(asdict(contents), indent=2))
+        elif sys.stdout.isatty():
+            _show_tables(contents)
+        else:
+            for line in _lines(contents):
+                click.echo(line)
+        return OK
+
+    return _guarded(work)
+
+
+def _head(contents: Contents) -> list[str]:
+    lines = [_writing(contents.folder, contents.writer)] if contents.writer is not None else []
+    run = f"run {contents.run_id}, " if contents.run_id else ""
+    lines.append(
+        f"{contents.folder}: {run}weight version {contents.weight_version}, trainer epoch "
+        f"{contents.trainer_epoch}, {contents.starts} starts, {contents.stored_bytes} bytes"
+    )
+    if contents.torn_bytes:
+        lines.append(_tail(contents.torn_bytes, contents.writer))
+    return lines
+
+
+def _writing(folder: str, writer: int) -> str:
+    return f"a server (process {writer}) writes to {folder}: this is a moment of it"
+
+
+def _tail(torn_bytes: int, writer: int | None) -> str:
+    if writer is not None:
+        return f"{torn_bytes} bytes at the end are being written"
+    return f"{torn_bytes} bytes at the end are torn: they were never acknowledged"
+
+
+def _lines(contents: Contents) -> Iterator[str]:
+    """One line each: what it is, its id, and name=value."""
+    yield from _head(contents)
+    kinds = ("waiting", "under-way", "open", "finished")
+    for kind, (title, rows) in zip(kinds, _sections(contents), strict=True):
+        yield f"{len(rows)} {title}"
+        for row in rows:
+            (_, name), *values = row.items()
+            pairs = " ".join(f"{key.replace(' ', '-')}={value}" for key, value in values if value)
+            yield f"{kind} {name} {pairs}".rstrip()
+
+
+def _sections(contents: Contents) -> list[tuple[str, list[dict[str, str]]]]:
+    """Title and rows of each kind of thing; the first value of a row is its id."""
+    waiting = [
+        {"task": t.task_id, "purpose": t.purpose, "attempts": str(t.group_size)}
+        for t in contents.tasks_waiting
+    ]
+    under_way = [
+        {
+            "group": g.group_id,
+            "task": g.task_id,
+            "purpose": g.purpose,
+            "closed": f"{sum(a.closed for a in g.attempts)}/{g.group_size}",
+            "leased": str(sum(a.leased for a in g.attempts)),
+            "admitted": str(g.admitted_weight_version),
+        }
+        for g in contents.groups_under_way
+    ]
+    trajectories = [
+        {
+            "trajectory": t.trajectory_id,
+            "group": t.group_id,
+            "turns": str(t.turn_count),
+            "tokens": str(t.token_count),
+        }
+        for t in contents.open_trajectories
+    ]
+    finished = [
+        {
+            "group": g.group_id,
+            "task": g.task_id,
+            "purpose": g.purpose,
+            "trajectories": str(g.trajectory_count),
+            "tokens": str(g.token_count),
+            "bytes": str(g.byte_count),
+            "versions": _versions(g),
+            "state": g.state,
+            "step": "" if g.step is None else str(g.step),
+        }
+        for g in contents.finished_groups
+    ]
+    return [
+        ("tasks waiting", waiting),
+        ("groups under way", under_way),
+        ("open trajectories", trajectories),
+        ("finished groups", finished),
+    ]
+
+
+def _versions(group: FinishedLine) -> str:
+    oldest, newest = group.oldest_weight_version, group.newest_weight_version
+    if oldest is None:
+        return ""
+    return str(oldest) if oldest == newest else f"{oldest}-{newest}"
+
+
+def _show_tables(contents: Contents) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for line in _head(contents):
+        console.print(line, markup=False)
+    for title, rows in _sections(contents):
+        if not rows:
+            console.print(f"no {title}")
+            continue
+        table = Table(title=f"{len(rows)} {title}", title_justify="left")
+        for name in rows[0]:
+            numeric = all(row[name].isdigit() or not row[name] for row in rows)
+            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(_escaped(value) for value in row.values()))
+        console.print(table)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+# verify
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The first place of a segment that is not what was written."""
+
+    offset: int
+    problem: str
+
+
+@dataclass(eq=False)
+class SegmentReport:
+    """What was found in one file."""
+
+    name: str
+    file_bytes: int
+    stored_bytes: int = 0
+    """Up to the end of its last whole record."""
+    torn_bytes: int = 0
+    records: dict[str, int] = field(default_factory=dict[str, int])
+    """How many, by kind."""
+    corrupt: Problem | None = None
+
+
+def verify(folder: Path, as_json: bool) -> int:
+    """Checks every record of every segment and prints what was found; returns the exit status."""
+
+    def work() -> int:
+        with open_stored(folder) as journal:
+            state = Recovered()
+            reports: list[SegmentReport] = []
+            for segment in journal.segments:
+                reports.append(_check(segment, None if _any_corrupt(reports) else state))
+        missing = find_missing(journal.segments)
+        corrupt = _any_corrupt(reports) or bool(missing)
+        if as_json:
+            click.echo(
+                json.dumps(
+                    {
+                        "folder": str(folder),
+                        "whole": not corrupt,
+                        "writer": journal.writer,
+                        "missing": missing,
+                        "obsolete_files": [path.name for path in journal.obsolete],
+                        "segments": [asdict(report) for report in reports],
+                    },
+                    indent=2,
+                )
+            )
+        else:
+            for line in _report_lines(journal, reports):
+                click.echo(line)
+            for problem in missing:
+                click.echo(problem)
+            click.echo("corrupt" if corrupt else "whole")
+        return CORRUPT if corrupt else OK
+
+    return _guarded(work)
+
+
+def find_missing(segments: Sequence[Segment]) -> list[str]:
+    """Where files were lost, which a copy of a folder may be without.
+
+    Segments are numbered from 1, and from a snapshot's number on. One number may be skipped: that of a
+    snapshot that was never finished.
+    """
+    problems: list[str] = []
+    last, most = 0, 1
+    for segment in segments:
+        if segment.number > last + most and not segment.snapshot:
+            problems.append(f"what came before {segment.path.name} is missing")
+        last, most = segment.number, 1 if segment.snapshot else 2
+    return problems
+
+
+def _any_corrupt(reports: list[SegmentReport]) -> bool:
+    return any(report.corrupt is not None for report in reports)
+
+
+def _check(segment: Segment, state: Recovered | None) -> SegmentReport:
+    """Reads one file whole; with `state`, also whether its records fit those before."""
+    report = SegmentReport(segment.path.name, segment.byte_count)
+    try:
+        for frame in segment.frames():
+            record = segment.record(frame)
+            kind = record.WhichOneof("record") or "unknown"
+            if state is not None:
+                try:
+                    state.apply(record, Stored(segment.number, frame.offset, frame.length))
+                except (ValueError, KeyError) as error:
+                    problem = f"it does not fit what came before: {error}"
+                    if kind == "unknown":
+                        problem = str(error)
+                    raise SegmentCorrupt(segment.path, frame.offset, problem) from error
+            report.records[kind] = report.records.get(kind, 0) + 1
+    except SegmentCorrupt as error:
+        report.corrupt = Problem(error.offset, error.problem)
+    report.stored_bytes, report.torn_bytes = segment.end, segment.torn_bytes
+    return report
+
+
+def _report_lines(journal: StoredJournal, reports: list[SegmentReport]) -> Iterator[str]:
+    if journal.writer is not None:
+        yield _writing(str(journal.folder), journal.writer)
+    counts: dict[str, int] = {}
+    for report in reports:
+        records = sum(report.records.values())
+        line = (
+            f"{report.name}: {records} records, {report.stored_bytes} of {report.file_bytes} bytes"
+        )
+        if report.torn_bytes:
+            ended = (
+                "are being written" if journal.writer else "are torn, and were never acknowledged"
+            )
+            line += f"; {report.torn_bytes} bytes after them {ended}"
+        yield line
+        if report.corrupt is not None:
+            yield f"{report.name} is corrupt at {report.corrupt.offset}: {report.corrupt.problem}"
+        for kind, count in report.records.items():
+            counts[kind] = counts.get(kind, 0) + count
+    for kind, count in sorted(counts.items()):
+        yield f"{kind} {count}"
+    for path in journal.obsolete:
+        yield f"{path.name}: replaced by a snapshot, not read"
+
+
+# export
+
+
+def export(folder: Path, out: Path, state: str) -> int:
+    """Writes finished groups to a file; returns the exit status.
+
+    Raises ModuleNotFoundError where Parquet is asked for and pyarrow is missing.
+    """
+    if out.suffix not in EXPORTS:
+        raise click.UsageError(f"OUT ends in {' or '.join(EXPORTS)}, got {str(out)!r}")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise click.UsageError(f"{out} would be in the journal itself; name another place")
+    if out.exists():
+        raise click.UsageError(f"{out} exists; remove it, or name another place")
+
+    def work() -> int:
+        with open_stored(folder) as journal:
+            found = recover_stored(journal, journal.records())
+            chosen = [g for g in found.finished.values() if state in ("all", state_of(g))]
+            try:
+                rows = _export(journal, chosen, out)
+            except OSError as error:
+                raise NotExported(f"{out}: {error.strerror or error}") from error
+        click.echo(f"{out}: {len(chosen)} groups, {rows} trajectories")
+        return OK
+
+    return _guarded(work)
+
+
+def _export(journal: StoredJournal, groups: list[FinishedGroup], out: Path) -> int:
+    count = 0
+    with open_writer(out) as write:
+        for group in groups:
+            rows = group_rows(_read_finished(journal, group), group)
+            if rows:
+                write(rows)
+            count += len(rows)
+    return count
+
+
+def _read_finished(journal: StoredJournal, group: FinishedGroup) -> journal_pb2.GroupFinished:
+    return journal.read(group.stored).group_finished
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """The exit status; stderr explains one that is not zero."""
+    try:
+        return work()
+    except SegmentCorrupt as error:
+        status, problem = CORRUPT, f"corrupt: {error}; `penstock journal verify` says more"
+    except (NoJournal, NotExported) as error:
+        status, problem = UNREADABLE, str(error)
+    sys.stderr.write(f"penstock journal: {problem}\n")
+    return status

@@ -1,0 +1,188 @@
+"""What a journal holds, for a person or a program to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.server.journal import JournalUnreadable, Record, Stored
+from penstock.server.journal_export import State, purpose_name, state_of
+from penstock.server.journal_reading import NoJournal, StoredJournal
+from penstock.server.recovery import FinishedGroup, Recovered, recover
+from penstock.wire import codec
+
+
+@dataclass(frozen=True)
+class WaitingTask:
+    """A task that waits for an agent."""
+
+    task_id: str
+    purpose: str
+    group_size: int
+    data_source: str
+    data_index: int
+
+
+@dataclass(frozen=True)
+class AttemptLine:
+    """One place of a group under way."""
+
+    trajectory_id: str
+    retry_count: int
+    leased: bool
+    closed: bool
+
+
+@dataclass(frozen=True)
+class GroupUnderWay:
+    """A group that is not complete."""
+
+    group_id: str
+    task_id: str
+    purpose: str
+    group_size: int
+    admitted_weight_version: int
+    attempts: tuple[AttemptLine, ...]
+
+
+@dataclass(frozen=True)
+class OpenTrajectory:
+    """A trajectory that can be continued."""
+
+    trajectory_id: str
+    group_id: str
+    sample_index: int
+    turn_count: int
+    token_count: int
+
+
+@dataclass(frozen=True)
+class FinishedLine:
+    """A group that is complete."""
+
+    group_id: str
+    task_id: str
+    purpose: str
+    state: State
+    step: int | None
+    """Step that used it, and that no durable checkpoint contains yet."""
+    trajectory_count: int
+    token_count: int
+    byte_count: int
+    admitted_weight_version: int
+    oldest_weight_version: int | None
+    """None where the policy wrote nothing."""
+    newest_weight_version: int | None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a journal holds; `penstock journal list --json` is exactly this."""
+
+    folder: str
+    writer: int | None
+    """Process that writes to it, where it can be seen."""
+    starts: int
+    run_id: str
+    trainer_epoch: int
+    weight_version: int
+    stored_bytes: int
+    torn_bytes: int
+    tasks_waiting: tuple[WaitingTask, ...]
+    groups_under_way: tuple[GroupUnderWay, ...]
+    open_trajectories: tuple[OpenTrajectory, ...]
+    finished_groups: tuple[FinishedLine, ...]
+
+
+def read_contents(journal: StoredJournal) -> Contents:
+    """The state that a server would start from. Raises SegmentCorrupt and NoJournal."""
+    counts: dict[str, tuple[int, int]] = {}
+    found = recover_stored(journal, _counted(journal.records(), counts))
+    return Contents(
+        folder=str(journal.folder),
+        writer=journal.writer,
+        starts=found.starts,
+        run_id=found.run_id,
+        trainer_epoch=found.trainer_epoch,
+        weight_version=found.weight_version,
+        stored_bytes=sum(segment.end for segment in journal.segments),
+        torn_bytes=sum(segment.torn_bytes for segment in journal.segments),
+        tasks_waiting=tuple(
+            WaitingTask(
+                task.task_id,
+                purpose_name(task.purpose),
+                task.group_size,
+                task.data_source,
+                task.index,
+            )
+            for task in (found.tasks[task_id] for task_id in found.pending)
+        ),
+        groups_under_way=tuple(
+            GroupUnderWay(
+                group.group_id,
+                group.task.task_id if group.task is not None else "",
+                purpose_name(group.purpose),
+                group.size,
+                group.admitted_version,
+                tuple(
+                    AttemptLine(a.trajectory_id, a.retry_count, a.leased, a.final)
+                    for a in group.attempts
+                ),
+            )
+            for group in found.groups.values()
+        ),
+        open_trajectories=tuple(
+            OpenTrajectory(
+                record.trajectory_id,
+                record.group_id,
+                record.sample_index,
+                record.turn_count,
+                record.token_count,
+            )
+            for record in found.trajectories.values()
+            if not record.closed
+        ),
+        finished_groups=tuple(
+            _finished_line(group, *counts[group.group_id]) for group in found.finished.values()
+        ),
+    )
+
+
+def _counted(
+    records: Iterator[tuple[Record, Stored]], counts: dict[str, tuple[int, int]]
+) -> Iterator[tuple[Record, Stored]]:
+    """Notes tokens and newest weight version of each group as it passes."""
+    for record, stored in records:
+        if record.WhichOneof("record") == "group_finished":
+            group = record.group_finished.group
+            tokens = sum(
+                len(codec.token_ids(segment))
+                for trajectory in group.trajectories
+                for segment in trajectory.segments
+            )
+            counts[group.group_id] = tokens, group.newest_weight_version
+        yield record, stored
+
+
+def _finished_line(group: FinishedGroup, token_count: int, newest: int) -> FinishedLine:
+    return FinishedLine(
+        group.group_id,
+        group.task_id,
+        purpose_name(group.purpose),
+        state_of(group),
+        group.step or None,
+        len(group.trajectory_ids),
+        token_count,
+        group.byte_count,
+        group.admitted_version,
+        group.oldest_version,
+        newest if group.oldest_version is not None else None,
+    )
+
+
+def recover_stored(journal: StoredJournal, records: Iterator[tuple[Record, Stored]]) -> Recovered:
+    """What the records come to. Raises SegmentCorrupt, and NoJournal where they contradict each other."""
+    try:
+        return recover(records)
+    except JournalUnreadable as error:
+        raise NoJournal(f"{journal.folder}: {error}") from error

@@ -1,0 +1,60 @@
+"""How much memory trajectories, groups and tasks may take.
+
+    open trajectories    their tokens and log-probabilities, and, while a turn is in flight, those it may
+                         still write; outcomes, until the group is complete
+    finished groups      where there is no journal on the disk, until nobody can ask for them again
+    tasks                until their group is complete
+
+Order: a call says what it is about to add -> refused with MEMORY_BUDGET, changing nothing, or added. A
+little before the bound no new group begins, so that those under way can be finished.
+
+Beside this the server takes what does not grow with its callers: the model, staged weights (`max_staged`
+and the one that is held), what is remembered of closed trajectories (some hundred bytes each, a bounded
+number); and for each open call its request, and what one message to it takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from penstock.server.errors import DomainError
+from penstock.wire.reasons import Reason
+
+# No group begins beyond this part of the budget.
+BEGIN_BELOW = 0.8
+OF_PHYSICAL_MEMORY = 4
+
+
+def default_bytes() -> int:
+    """A quarter of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // OF_PHYSICAL_MEMORY
+
+
+class MemoryBudget:
+    """A bound on what several parts take together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.parts: Sequence[Callable[[], int]] = ()
+        """Each says how many bytes it takes."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What all parts take."""
+        return sum(part() for part in self.parts)
+
+    def check(self, byte_count: int) -> None:
+        """Raises MEMORY_BUDGET where so many bytes do not fit."""
+        used = self.used_bytes
+        if used + byte_count > self.limit_bytes:
+            raise DomainError(
+                Reason.MEMORY_BUDGET,
+                f"{used} of {self.limit_bytes} bytes are in use, {byte_count} more do not fit",
+                {"used_bytes": used, "byte_count": byte_count, "limit": self.limit_bytes},
+                retry_after_seconds=1.0,
+            )
+
+    def may_begin(self) -> bool:
+        """Whether another group may begin."""
+        return self.used_bytes < BEGIN_BELOW * self.limit_bytes

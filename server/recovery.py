@@ -1,0 +1,339 @@
+"""What a journal says, as the state of a server; and the state of a server, as records.
+
+Every record says what something is from now on, so the state after reading them is the state that the last
+server answered from: what it had acknowledged, and at most a little more. What a record is about may be
+gone already where the journal was compacted meanwhile; then it says nothing.
+
+At a start: records -> `Recovered` -> queue, store, buffer, admission. What becomes of
+
+    a task that waited              waits
+    a group under way               goes on; whoever holds its leases has to call within the grace
+    a trajectory that was open      is open as far as its last record; a turn that was cut off is ABORTED
+    a finished group                waits, is delivered again, or is kept until its step is final
+    an outcome                      is answered the same way when it is repeated
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from penstock.server import journal as records
+from penstock.server.attempts import Attempt, Group
+from penstock.server.journal import (
+    Deferred,
+    JournalUnreadable,
+    Record,
+    SnapshotItem,
+    Stored,
+)
+from penstock.server.trajectory_records import (
+    apply_turn,
+    open_record,
+    trajectory_opened,
+    turn_changed,
+)
+from penstock.server.trajectory_store import ClosedMark, TrajectoryRecord, outcome_digest
+from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
+
+
+@dataclass(slots=True, eq=False)
+class FinishedGroup:
+    """A group in the journal, complete and not gone."""
+
+    group_id: str
+    task_id: str
+    purpose: trajectory_pb2.Purpose.ValueType
+    admitted_version: int
+    oldest_version: int | None
+    byte_count: int
+    trajectory_ids: tuple[str, ...]
+    stored: Stored
+    task: task_service_pb2.Task | None
+    step: int = 0
+
+
+@dataclass(eq=False)
+class Recovered:
+    """What a journal says."""
+
+    starts: int = 0
+    """Servers that wrote to it."""
+    run_id: str = ""
+    trainer_epoch: int = 0
+    weight_version: int = 0
+    """The last that was active."""
+    tasks: dict[str, task_service_pb2.Task] = field(
+        default_factory=dict[str, task_service_pb2.Task]
+    )
+    """Tasks that wait, and those of the groups under way."""
+    pending: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
+    """Ids of those that wait, in order."""
+    known: set[str] = field(default_factory=set[str])
+    """Ids of tasks that must not be accepted again."""
+    groups: dict[str, Group] = field(default_factory=dict[str, Group])
+    """Groups under way."""
+    finished: dict[str, FinishedGroup] = field(default_factory=dict[str, FinishedGroup])
+    trajectories: dict[str, TrajectoryRecord] = field(default_factory=dict[str, TrajectoryRecord])
+    """Open ones, and closed ones whose group is not complete."""
+    closed: OrderedDict[str, ClosedMark] = field(default_factory=OrderedDict[str, ClosedMark])
+    expired: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Whether the attempt of a lease that ran out is made again."""
+    ended: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
+    """Ids of groups that are complete."""
+
+    def apply(self, record: Record, stored: Stored) -> None:
+        """Reads one record. Raises ValueError where it does not fit what came before."""
+        kind = record.WhichOneof("record")
+        if kind == "server_started":
+            self.starts = record.server_started.start
+        elif kind == "session_began":
+            self.run_id = record.session_began.run_id
+            self.trainer_epoch = record.session_began.trainer_epoch
+        elif kind == "weights_activated":
+            self.weight_version = record.weights_activated.weight_version
+        elif kind == "task_accepted":
+            self._task(record.task_accepted)
+        elif kind == "tasks_known":
+            self.known.update(record.tasks_known.task_ids)
+        elif kind == "groups_ended":
+            self.ended.update(dict.fromkeys(record.groups_ended.group_ids))
+        elif kind == "group_changed":
+            self._group(record.group_changed)
+        elif kind == "trajectory_opened":
+            opened = record.trajectory_opened
+            if opened.trajectory_id not in self.trajectories:
+                self.trajectories[opened.trajectory_id] = open_record(opened)
+        elif kind == "turn_changed":
+            if (found := self.trajectories.get(record.turn_changed.trajectory_id)) is not None:
+                apply_turn(found, record.turn_changed)
+        elif kind == "trajectory_closed":
+            self._closed(record.trajectory_closed)
+        elif kind == "trajectories_forgotten":
+            for trajectory_id in record.trajectories_forgotten.trajectory_ids:
+                self.trajectories.pop(trajectory_id, None)
+        elif kind == "leases_expired":
+            self._expired(record.leases_expired)
+        elif kind == "group_finished":
+            self._finished(record.group_finished, stored)
+        elif kind == "group_dropped":
+            self._gone(record.group_dropped.group_id)
+        elif kind == "groups_receipted":
+            self._receipted(record.groups_receipted)
+        elif kind == "step_final":
+            step = record.step_final.step
+            for group in [g for g in self.finished.values() if 0 < g.step <= step]:
+                self._gone(group.group_id)
+        elif kind == "run_replaced":
+            self._run_replaced()
+        else:
+            raise ValueError(f"a record of a kind that this server does not know: {kind}")
+
+    def _task(self, accepted: journal_pb2.TaskAccepted) -> None:
+        task = accepted.task
+        self.known.add(task.task_id)
+        if task.task_id not in self.tasks:
+            self.tasks[task.task_id] = task
+        self.pending[task.task_id] = None
+        if accepted.first:
+            self.pending.move_to_end(task.task_id, last=False)
+
+    def _group(self, changed: journal_pb2.GroupChanged) -> None:
+        group_id = changed.group_id
+        if group_id in self.ended or (changed.task_id and changed.task_id not in self.tasks):
+            # It was complete when the journal was compacted, and a later record says so too.
+            return
+        self.pending.pop(changed.task_id, None)
+        group = Group(
+            group_id,
+            changed.group_size,
+            self.tasks[changed.task_id] if changed.task_id else None,
+            changed.purpose,
+            changed.admitted_weight_version,
+            whole=changed.whole,
+        )
+        group.attempts = [
+            Attempt(
+                group,
+                index,
+                attempt.retry_count,
+                attempt.trajectory_id,
+                leased=attempt.leased,
+                final=attempt.final,
+            )
+            for index, attempt in enumerate(changed.attempts)
+        ]
+        self.groups[group_id] = group
+
+    def _closed(self, closed: journal_pb2.TrajectoryClosed) -> None:
+        trajectory_id = closed.trajectory_id
+        digest = closed.outcome_sha256 or outcome_digest(closed.outcome)
+        self.closed[trajectory_id] = ClosedMark(
+            digest, closed.group_id, closed.group_completed, closed.retried
+        )
+        found = self.trajectories.get(trajectory_id)
+        if found is not None and closed.HasField("outcome"):
+            found.outcome = closed.outcome
+
+    def _expired(self, expired: journal_pb2.LeasesExpired) -> None:
+        for trajectory_id in expired.trajectory_ids:
+            self.expired[trajectory_id] = expired.retried
+            if expired.retried:
+                self.trajectories.pop(trajectory_id, None)
+
+    def _finished(self, finished: journal_pb2.GroupFinished, stored: Stored) -> None:
+        group = finished.group
+        group_id = group.group_id
+        self._leave(group_id, group.task_id)
+        # A copy: the record, with all its tokens, is not kept.
+        task = type(finished.task).FromString(finished.task.SerializeToString())
+        ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+        for trajectory_id in ids:
+            self.trajectories.pop(trajectory_id, None)
+        self.finished[group_id] = FinishedGroup(
+            group_id,
+            group.task_id,
+            group.purpose,
+            finished.admitted_weight_version,
+            group.oldest_weight_version if finished.has_policy_tokens else None,
+            group.ByteSize(),
+            ids,
+            stored,
+            task if finished.HasField("task") else None,
+        )
+
+    def _leave(self, group_id: str, task_id: str) -> None:
+        """A group is no longer under way."""
+        self.pending.pop(task_id, None)
+        self.tasks.pop(task_id, None)
+        self.groups.pop(group_id, None)
+        self.ended[group_id] = None
+
+    def _gone(self, group_id: str) -> None:
+        group = self.groups.get(group_id)
+        finished = self.finished.pop(group_id, None)
+        task_id = (
+            finished.task_id
+            if finished is not None
+            else group.task.task_id
+            if group is not None and group.task is not None
+            else ""
+        )
+        if group is not None:
+            for record in [r for r in self.trajectories.values() if r.group_id == group_id]:
+                del self.trajectories[record.trajectory_id]
+        self._leave(group_id, task_id)
+
+    def _receipted(self, receipted: journal_pb2.GroupsReceipted) -> None:
+        for group_id in receipted.group_ids:
+            if not receipted.step:
+                self._gone(group_id)
+            elif (group := self.finished.get(group_id)) is not None:
+                group.step = receipted.step
+
+    def _root(self, record: TrajectoryRecord) -> str:
+        while record.parent_trajectory_id in self.trajectories:
+            record = self.trajectories[record.parent_trajectory_id]
+        return record.trajectory_id
+
+    def _run_replaced(self) -> None:
+        attempts = [a for group in self.groups.values() for a in group.attempts if a.leased]
+        leased = {attempt.trajectory_id for attempt in attempts}
+        self.expired.update(dict.fromkeys(leased, False))
+        for record in list(self.trajectories.values()):
+            if self._root(record) in leased:
+                self.expired[record.trajectory_id] = False
+        gone = {*self.groups, *self.finished}
+        for record in list(self.trajectories.values()):
+            if record.group_id in gone:
+                del self.trajectories[record.trajectory_id]
+        for collection in (self.tasks, self.pending, self.known, self.groups):
+            collection.clear()
+        self.finished.clear()
+        self.ended.clear()
+
+
+def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
+    """The state after all records. Raises JournalUnreadable."""
+    state = Recovered()
+    for record, stored in found:
+        try:
+            state.apply(record, stored)
+        except ValueError as error:
+            where = f"record at {stored.offset} of segment {stored.segment}"
+            raise JournalUnreadable(
+                f"the journal does not fit together: {where}: {error}"
+            ) from error
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What a snapshot is made of."""
+
+    starts: int
+    run_id: str
+    trainer_epoch: int
+    weight_version: int
+    known_tasks: Iterable[str]
+    ended_groups: Iterable[str]
+    pending_tasks: Iterable[task_service_pb2.Task]
+    groups: Iterable[Group]
+    finished: Iterable[tuple[Stored, str, int]]
+    """Record, group id and the step that used it, or zero."""
+    trajectories: Iterable[TrajectoryRecord]
+    closed: Iterable[tuple[str, ClosedMark, trajectory_pb2.Outcome | None]]
+    """Trajectory id, what is remembered, and the outcome where it is still there."""
+    expired: Iterable[tuple[str, bool]]
+
+
+def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
+    """A server's state, as records that `Recovered` makes it from again."""
+    yield records.server_started(state.starts)
+    if state.run_id:
+        yield records.session_began(state.run_id, state.trainer_epoch)
+    if state.weight_version:
+        yield records.weights_activated(state.weight_version)
+    yield records.tasks_known(state.known_tasks)
+    yield records.groups_ended(state.ended_groups)
+    for stored, group_id, step in state.finished:
+        yield stored
+        if step:
+            yield records.groups_receipted([group_id], step)
+    for group in state.groups:
+        if group.task is not None:
+            yield records.task_accepted(group.task)
+        yield records.group_changed(group)
+    for trajectory in state.trajectories:
+        yield trajectory_opened(trajectory)
+        if trajectory.turn is not None:
+            yield turn_changed(trajectory, whole=True)
+    gone: list[tuple[str, ClosedMark]] = []
+    for trajectory_id, mark, outcome in state.closed:
+        if outcome is None:
+            gone.append((trajectory_id, mark))
+        else:
+            yield _closed(trajectory_id, mark, outcome)
+    # Many, and of no use to anything that is still open.
+    yield Deferred(lambda: (_closed(name, mark, mark.outcome_digest) for name, mark in gone))
+    for retried in (False, True):
+        ids = [
+            trajectory_id for trajectory_id, made_again in state.expired if made_again == retried
+        ]
+        if ids:
+            yield records.leases_expired(ids, retried=retried)
+    for task in state.pending_tasks:
+        yield records.task_accepted(task)
+
+
+def _closed(
+    trajectory_id: str, mark: ClosedMark, outcome: trajectory_pb2.Outcome | bytes
+) -> Record:
+    return records.trajectory_closed(
+        trajectory_id,
+        outcome,
+        mark.group_id,
+        group_completed=mark.group_completed,
+        retried=mark.retried,
+    )

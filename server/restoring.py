@@ -1,0 +1,107 @@
+"""The parts of a server that the journal knows: filled from it at a start, and read for its snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.server.admission import Admission
+from penstock.server.closing import Closing
+from penstock.server.group_buffer import BufferedGroup, GroupBuffer, InJournal
+from penstock.server.journal import Journal, SnapshotItem, Stored
+from penstock.server.recovery import FinishedGroup, Recovered, ServerState, snapshot
+from penstock.server.task_queue import TaskQueue
+from penstock.server.trainer_servicer import TrainerServicer
+from penstock.server.trajectory_store import ClosedMark, TrajectoryStore
+from penstock.v1 import trajectory_pb2
+
+# Ids of deliveries are above every one that an earlier server gave.
+DELIVERY_IDS_PER_START = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What holds the state of a server."""
+
+    queue: TaskQueue
+    store: TrajectoryStore
+    buffer: GroupBuffer
+    admission: Admission
+    closing: Closing
+    trainer: TrainerServicer
+
+    def restore(self, found: Recovered, journal: Journal) -> None:
+        """Fills them with what a journal says; they are empty."""
+        self.queue.restore(
+            [found.tasks[task_id] for task_id in found.pending],
+            found.known,
+            found.groups.values(),
+            found.ended,
+        )
+        for trajectory_id, retried in found.expired.items():
+            self.queue.leases.remember_expired([trajectory_id], retried=retried)
+        self.store.restore(found.trajectories.values(), found.closed.items())
+        for record in found.trajectories.values():
+            root = self.store.root_of(record) if record.parent_trajectory_id else None
+            attempt = None if root is None else self.queue.attempt_of(root.trajectory_id)
+            if attempt is not None:
+                attempt.branches.add(record.trajectory_id)
+        self.closing.restore(
+            record.trajectory_id
+            for record in found.trajectories.values()
+            if record.closed and not record.group_id and not record.parent_trajectory_id
+        )
+        groups = [_buffered(group, journal) for group in found.finished.values()]
+        self.buffer.restore(groups, found.starts * DELIVERY_IDS_PER_START)
+        self.admission.restore(
+            (group.group_id, group.admitted_version, group.oldest_version)
+            for group in groups
+            if group.training and not group.step
+        )
+        self.trainer.restore(found.run_id, found.trainer_epoch)
+
+    def snapshot(self, starts: int, weight_version: int) -> Iterator[SnapshotItem]:
+        """All of it, as records."""
+        run_id, trainer_epoch = self.trainer.run
+        return snapshot(
+            ServerState(
+                starts,
+                run_id,
+                trainer_epoch,
+                weight_version,
+                self.queue.known_tasks,
+                self.queue.ended_groups,
+                self.queue.pending_tasks,
+                self.queue.groups,
+                self._finished(),
+                self.store.records(),
+                self._closed(),
+                self.queue.leases.expired,
+            )
+        )
+
+    def _closed(self) -> Iterator[tuple[str, ClosedMark, trajectory_pb2.Outcome | None]]:
+        for trajectory_id, mark in self.store.closed:
+            record = self.store.find(trajectory_id)
+            yield trajectory_id, mark, record.outcome if record is not None else None
+
+    def _finished(self) -> Iterator[tuple[Stored, str, int]]:
+        for group in self.buffer.groups:
+            assert isinstance(group.payload, InJournal)
+            yield group.payload.stored, group.group_id, group.step
+
+
+def _buffered(group: FinishedGroup, journal: Journal) -> BufferedGroup:
+    journal.hold(group.stored)
+    return BufferedGroup(
+        group.group_id,
+        group.task_id,
+        group.purpose,
+        InJournal(journal, group.stored),
+        group.trajectory_ids,
+        group.task,
+        group.admitted_version,
+        group.oldest_version,
+        group.byte_count,
+        step=group.step,
+    )

@@ -1,0 +1,181 @@
+"""Trajectories and turns as records of the journal, and back.
+
+A trajectory is recorded as it grows: each record carries what was appended since the one before, and how
+many tokens there were then, so that reading a record twice, or one whose tokens are there, adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from opentelemetry import trace
+
+from penstock.server.engine import Delta, Finish
+from penstock.server.journal import Journal, JournalRecord, Record
+from penstock.server.requests import MIN_TEMPERATURE
+from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
+from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
+from penstock.v1 import journal_pb2, rollout_service_pb2, trajectory_pb2
+from penstock.wire import codec
+
+_TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
+_TurnChanged = codec.twin(journal_pb2.TurnChanged)
+_SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
+
+FORMS = {
+    PromptKind.TOKENS: journal_pb2.PROMPT_FORM_TOKENS,
+    PromptKind.TEXT: journal_pb2.PROMPT_FORM_TEXT,
+    PromptKind.CONVERSATION: journal_pb2.PROMPT_FORM_CONVERSATION,
+}
+KINDS = {int(form): kind for kind, form in FORMS.items()}
+FINISHES = {int(reason): finish for finish, reason in FINISH_REASONS.items()}
+
+
+class TurnRecorder:
+    """Writes turns to the journal as they begin and end, and has them counted."""
+
+    def __init__(self, journal: Journal, store: TrajectoryStore) -> None:
+        self._journal = journal
+        self._store = store
+
+    def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
+        """Records a turn, or another attempt at it, with the trajectory where that is new."""
+        self._store.charge(record)
+        if not self._journal.on_disk:
+            return self._journal.begin_append(())
+        opened = [] if record.recorded_token_count else [trajectory_opened(record)]
+        return self._journal.begin_append([*opened, turn_changed(record)])
+
+    def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
+        """Records what the policy wrote, and why it stopped. Raises JOURNAL_FAILED."""
+        self._store.charge(record)
+        if not self._journal.on_disk:
+            return self._journal.begin_append(())
+        return self._journal.begin_append([turn_changed(record)])
+
+
+def trajectory_opened(record: TrajectoryRecord) -> Record:
+    """A trajectory is open; its prompt comes with its first turn."""
+    return JournalRecord(
+        trajectory_opened=_TrajectoryOpened(
+            trajectory_id=record.trajectory_id,
+            form=FORMS[record.kind],
+            group_id=record.group_id,
+            sample_index=record.sample_index,
+            parent_trajectory_id=record.parent_trajectory_id,
+            priority=record.priority,
+            required_weight_version=record.required_weight_version,
+            traceparent=record.traceparent,
+        )
+    )
+
+
+def turn_changed(record: TrajectoryRecord, *, whole: bool = False) -> Record:
+    """The last turn as it is now, and the tokens since it was last recorded; with `whole`, all of them."""
+    turn = record.turn
+    assert turn is not None
+    begin = (0, 0) if whole else record.recorded_end
+    token_count = 0 if whole else record.recorded_token_count
+    if not whole:
+        record.recorded_end, record.recorded_token_count = record.end, record.token_count
+    return JournalRecord(
+        turn_changed=_TurnChanged(
+            trajectory_id=record.trajectory_id,
+            turn_index=turn.index,
+            sampling_params=_params(turn.sampling),
+            budget=turn.budget,
+            context_token_count=turn.context_token_count,
+            policy_token_count=turn.policy_token_count,
+            request_count=turn.attempts,
+            finish_reason=turn.attempt.finish_reason,
+            turn_count=record.turn_count,
+            token_count=token_count,
+            segments=record.segments_between(begin, record.end),
+        )
+    )
+
+
+def open_record(opened: journal_pb2.TrajectoryOpened) -> TrajectoryRecord:
+    """The record of a trajectory that has no turn yet."""
+    return TrajectoryRecord(
+        opened.trajectory_id,
+        KINDS[int(opened.form)],
+        TurnSampling(),
+        group_id=opened.group_id,
+        sample_index=opened.sample_index,
+        parent_trajectory_id=opened.parent_trajectory_id,
+        priority=opened.priority,
+        required_weight_version=opened.required_weight_version,
+        traceparent=opened.traceparent,
+    )
+
+
+def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged) -> None:
+    """Appends what is new of it, and makes its turn the last one; one that was cut off is ABORTED."""
+    position = changed.token_count
+    if position > record.token_count:
+        raise ValueError(
+            f"{record.trajectory_id} has {record.token_count} tokens, a record goes on at {position}"
+        )
+    for segment in changed.segments:
+        tokens = codec.token_ids(segment)
+        known = min(len(tokens), max(0, record.token_count - position))
+        position += len(tokens)
+        if known == len(tokens):
+            continue
+        if segment.author == trajectory_pb2.AUTHOR_CONTEXT:
+            record.append_context(tokens[known:], segment.turn_index)
+        else:
+            logprobs = codec.logprobs(segment)
+            delta = Delta(tokens[known:], logprobs[known:], segment.weight_version, None, 0)
+            record.append_policy(delta, segment.turn_index, segment.temperature)
+    sampling = _sampling(changed.sampling_params)
+    record.sampling = sampling
+    record.turn_count = changed.turn_count
+    attempt = TurnAttempt(
+        finish=FINISHES.get(int(changed.finish_reason), Finish.ABORTED),
+        policy_token_count=changed.policy_token_count,
+        record_end=record.end,
+    )
+    attempt.ended.set()
+    record.turn = Turn(
+        record=record,
+        index=changed.turn_index,
+        sampling=sampling,
+        budget=changed.budget,
+        context_token_count=changed.context_token_count,
+        span=trace.INVALID_SPAN,
+        trace_headers={},
+        stream_interval=1,
+        policy_token_count=changed.policy_token_count,
+        attempts=changed.request_count,
+        attempt=attempt,
+    )
+    record.recorded_end, record.recorded_token_count = record.end, record.token_count
+
+
+def _params(sampling: TurnSampling) -> rollout_service_pb2.SamplingParams:
+    return _SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
+    return TurnSampling(
+        # As it arrives in 32 bits, the lowest is a little less.
+        temperature=max(params.temperature, MIN_TEMPERATURE) if params.temperature else 0.0,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        seed=params.seed if params.HasField("seed") else None,
+        ignore_eos=params.ignore_eos,
+    )

@@ -1,0 +1,346 @@
+"""UpdateWeights: header -> payload -> commit, verified.
+
+Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload (chunks of this
+stream, a shared file, or a folder) -> commit -> every tensor verified, off the event loop, while
+generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE.
+
+What a failure does: anything refused, and a stream that ends without a commit, releases what was
+staged and leaves the version in use exactly as it was. The same version and header again is answered with
+what became of it. One upload runs at a time; an upload or switch of an older trainer is refused.
+
+By a collective (see `weight_collective`) no byte passes here: header -> gate closed, engine paused ->
+READY -> rounds -> commit -> ACTIVE. Nothing is staged, and nothing held afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+
+from penstock.server.engine import EngineDescription, EngineLost
+from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.own_tasks import OwnTasks
+from penstock.server.upload_slot import Claim, UploadSlot
+from penstock.server.weight_collective import (
+    Collective,
+    Join,
+    Rounds,
+    check_announced,
+    read_join,
+)
+from penstock.server.weight_header import (
+    Announced,
+    CheckpointSource,
+    CollectiveSource,
+    InlineSource,
+    SharedSource,
+    read_header,
+)
+from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_stage import Staged, Upload, WeightStage
+from penstock.server.weight_switch import Switched
+from penstock.server.weight_versions import Version, WeightVersions
+from penstock.v1 import weights_pb2
+from penstock.wire.codec import twin
+from penstock.wire.reasons import Reason
+from penstock.wire.upload_messages import Chunk, Header, UploadMessage
+
+logger = logging.getLogger(__name__)
+
+UpdateWeightsResponse = twin(weights_pb2.UpdateWeightsResponse)
+
+Respond = Callable[[weights_pb2.UpdateWeightsResponse], Awaitable[None]]
+Requests = AsyncIterator[UploadMessage]
+
+
+class WeightUploads:
+    """Takes uploads, one at a time, of the newest trainer."""
+
+    def __init__(
+        self,
+        versions: WeightVersions,
+        stage: WeightStage,
+        collective: Collective,
+        description: EngineDescription,
+    ) -> None:
+        self._versions = versions
+        self._stage = stage
+        self._collective = collective
+        self._description = description
+        # A trainer that is gone would otherwise leave its memory taken.
+        self._slot = UploadSlot(stage.forget_shared)
+        self._tasks = OwnTasks()
+        self.on_trainer_version: Callable[[int], None] | None = None
+        """Called when an immediate upload says which version the trainer holds."""
+
+    def fence(self, trainer_epoch: int) -> None:
+        """Refuses uploads of trainers older than this one from now on; one under way ends."""
+        self._slot.fence(trainer_epoch)
+
+    async def close(self) -> None:
+        """Ends what is under way; no call is open any more and the engine is gone."""
+        await self._tasks.cancel()
+        # A thread may still be reading what a cancelled upload left.
+        await self._slot.wait_free()
+
+    async def update_weights(self, requests: Requests, respond: Respond) -> None:
+        """Takes one upload; see the module's docstring."""
+        first = await anext(requests, None)
+        with _refusals():
+            if isinstance(first, Header):
+                announced = read_header(first, self._description)
+                if isinstance(announced.source, CollectiveSource):
+                    await self._take_collective(announced, requests, respond)
+                else:
+                    await self._take(announced, requests, respond)
+            elif first is not None and not isinstance(first, Chunk) and first.HasField("join"):
+                await self._join(read_join(first.join), respond)
+            else:
+                raise FieldInvalid("message", "must be a header or a join first")
+
+    async def _take(self, announced: Announced, requests: Requests, respond: Respond) -> None:
+        if await self._repeated(announced, respond):
+            return
+        self._check_order(announced)
+        self._versions.check_kind(announced)
+        accepted = await self._exclusively(announced, requests, respond)
+        if accepted is None:
+            return
+        await respond(self._staged_response(accepted))
+        if announced.immediate:
+            self._slot.check_epoch(announced.trainer_epoch)
+            self._tell_trainer_version(announced.weight_version)
+            await self._activate_and_tell(accepted, respond)
+
+    async def _repeated(self, announced: Announced, respond: Respond) -> bool:
+        if (staged := self._versions.staged(announced)) is not None:
+            await respond(self._staged_response(staged))
+            if announced.immediate:
+                await self._activate_and_tell(staged, respond)
+            return True
+        if (active := self._versions.active(announced)) is not None:
+            version = announced.weight_version
+            await respond(self._response(version, weights_pb2.WEIGHT_STATE_ACTIVE, active))
+            return True
+        return False
+
+    async def _exclusively(
+        self, announced: Announced, requests: Requests, respond: Respond
+    ) -> Version | None:
+        """Receives one upload while no other is received; that of an older trainer makes room."""
+        await self._slot.take(_claim(announced), lambda: self._check_order(announced))
+        uploader = asyncio.current_task()
+        assert uploader is not None
+        self._slot.end_by(uploader.cancel)
+        try:
+            return await self._receive(announced, requests, respond)
+        except asyncio.CancelledError:
+            if not self._slot.outdated or uploader.uncancel():
+                raise
+            raise self._slot.stale(announced.trainer_epoch) from None
+        finally:
+            self._slot.free()
+
+    async def _activate_and_tell(self, accepted: Version, respond: Respond) -> None:
+        announced = accepted.announced
+        switched = await self._versions.activate(announced.weight_version, announced.in_flight)
+        await respond(self._active_response(accepted, switched))
+
+    def _check_order(self, announced: Announced) -> None:
+        self._slot.check_epoch(announced.trainer_epoch)
+        self._versions.check_order(announced.weight_version)
+
+    def _tell_trainer_version(self, version: int) -> None:
+        if self.on_trainer_version is not None:
+            self.on_trainer_version(version)
+
+    # The payload
+
+    async def _receive(
+        self, announced: Announced, requests: Requests, respond: Respond
+    ) -> Version | None:
+        """Stages and verifies one payload; None where the stream ended without a commit."""
+        version = announced.weight_version
+        upload = await self._begin(announced)
+        try:
+            await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
+            if not await self._payload(announced, upload, requests):
+                return None
+            staged = await upload.verify()
+        finally:
+            # Nothing, once it is staged.
+            upload.release()
+        return self._versions.accept(announced, staged, upload.length_bytes)
+
+    async def _begin(self, announced: Announced) -> Upload:
+        base = self._base_of(announced)
+        try:
+            return await self._begin_upload(announced, base)
+        except WeightRefused as error:
+            held = self._versions.held_version
+            if error.reason is not Reason.DISK_FULL or base is not None or not held:
+                raise
+            # A new version matters more than the way back from it.
+            logger.warning(
+                "no room for version %s beside version %s, which is let go: %s",
+                announced.weight_version,
+                held,
+                error,
+            )
+            self._versions.let_go_of_held()
+            return await self._begin_upload(announced, base)
+
+    async def _begin_upload(self, announced: Announced, base: Staged | None) -> Upload:
+        version, manifest, source = announced.weight_version, announced.manifest, announced.source
+        expected = announced.adapter.tensors if announced.adapter is not None else None
+        if isinstance(source, InlineSource):
+            return await self._stage.begin_inline(
+                version, manifest, source.length_bytes, base, expected
+            )
+        if isinstance(source, SharedSource):
+            return await self._stage.begin_shared(
+                version, manifest, source.name, source.host_namespace, base, expected
+            )
+        assert isinstance(source, CheckpointSource)
+        return await self._stage.begin_checkpoint(version, manifest, source.path)
+
+    def _base_of(self, announced: Announced) -> Staged | None:
+        """What a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
+        if not announced.base_version:
+            return None
+        base = self._versions.delta_base()
+        if base is None or base.weight_version != announced.base_version:
+            held = base.weight_version if base else 0
+            active = self._versions.active_version
+            raise DomainError(
+                Reason.BASE_VERSION_MISMATCH,
+                f"a delta of version {announced.base_version} does not apply: "
+                f"version {active} is active, "
+                + (f"and {held} is held" if held else "and its bytes are not held"),
+                {"base": announced.base_version, "active": active, "held": held},
+            )
+        return base
+
+    async def _payload(self, announced: Announced, upload: Upload, requests: Requests) -> bool:
+        """Takes chunks up to the commit; False where the stream ends before it."""
+        async for request in requests:
+            if isinstance(request, Chunk):
+                if not isinstance(announced.source, InlineSource):
+                    raise FieldInvalid("chunk", "may only follow a header with an inline source")
+                upload.write_chunk(request.offset_bytes, request.data, request.xxh3)
+                continue
+            if isinstance(request, Header):
+                raise FieldInvalid("message", "must be a chunk or the commit here", "header")
+            if (kind := request.WhichOneof("message")) != "commit":
+                raise FieldInvalid("message", "must be a chunk or the commit here", kind or "unset")
+            announced.check_commit(request.commit)
+            return True
+        return False
+
+    # By a collective
+
+    async def _join(self, join: Join, respond: Respond) -> None:
+        """Has the engine join a collective; the trainer hears at once that it may come too."""
+        epoch = join.trainer_epoch
+        self._slot.check_epoch(epoch)
+        doing = f"the collective {join.backend!r} is being joined"
+        claim = Claim(epoch, doing, {"backend": join.backend})
+        await self._slot.take(claim, lambda: self._slot.check_epoch(epoch))
+        # One that waits for a trainer that is gone has to end before anything else begins.
+        joining = self._tasks.start(
+            self._collective.join(join),
+            f"joining the collective {join.backend!r}",
+            self._slot.free,
+        )
+        await respond(self._response(0, weights_pb2.WEIGHT_STATE_READY))
+        try:
+            await asyncio.shield(joining)
+        except EngineLost as error:
+            raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
+
+    async def _take_collective(
+        self, announced: Announced, requests: Requests, respond: Respond
+    ) -> None:
+        version = announced.weight_version
+        self._check_order(announced)
+        self._versions.check_kind(announced)
+        self._check_collective(announced)
+        await self._slot.take(_claim(announced), lambda: self._check_collective(announced))
+        ready = self._response(version, weights_pb2.WEIGHT_STATE_READY)
+        rounds = Rounds(
+            self._collective,
+            announced,
+            requests,
+            ready=lambda: respond(ready),
+            on_commit=lambda: self._tell_trainer_version(version),
+        )
+        self._slot.end_by(rounds.break_off)
+        changing = self._tasks.start(
+            self._change(announced, rounds), f"switch to version {version}", self._slot.free
+        )
+        try:
+            accepted, switched = await asyncio.shield(changing)
+        except asyncio.CancelledError:
+            rounds.break_off()
+            raise
+        await respond(self._active_response(accepted, switched))
+
+    def _check_collective(self, announced: Announced) -> None:
+        self._check_order(announced)
+        check_announced(
+            announced, self._collective, self._description, self._versions.trusted_version
+        )
+
+    async def _change(self, announced: Announced, rounds: Rounds) -> tuple[Version, Switched]:
+        try:
+            return await self._versions.change(announced, rounds.load)
+        except WeightRefused as error:
+            if self._slot.outdated:
+                raise self._slot.stale(announced.trainer_epoch) from error
+            raise
+
+    # Answers
+
+    def _staged_response(self, accepted: Version) -> weights_pb2.UpdateWeightsResponse:
+        version = accepted.announced.weight_version
+        return self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
+
+    def _active_response(
+        self, accepted: Version, switched: Switched
+    ) -> weights_pb2.UpdateWeightsResponse:
+        version = accepted.announced.weight_version
+        response = self._response(version, weights_pb2.WEIGHT_STATE_ACTIVE, accepted)
+        response.pause.FromNanoseconds(int(switched.pause_seconds * 1e9))
+        if switched.probe is not None:
+            response.probe.CopyFrom(switched.probe.message())
+        return response
+
+    def _response(
+        self,
+        version: int,
+        state: weights_pb2.WeightState.ValueType,
+        accepted: Version | None = None,
+    ) -> weights_pb2.UpdateWeightsResponse:
+        return UpdateWeightsResponse(
+            weight_version=version,
+            state=state,
+            active_weight_version=self._versions.active_version,
+            changed_tensor_count=accepted.changed_tensor_count if accepted else 0,
+        )
+
+
+def _claim(announced: Announced) -> Claim:
+    version = announced.weight_version
+    doing = f"version {version} is being uploaded"
+    return Claim(announced.trainer_epoch, doing, {"weight_version": version})
+
+
+@contextlib.contextmanager
+def _refusals() -> Generator[None]:
+    """A payload that is refused is answered with the reason."""
+    try:
+        yield
+    except WeightRefused as error:
+        raise DomainError(error.reason, error.message, error.metadata) from error

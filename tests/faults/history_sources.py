@@ -1,0 +1,113 @@
+"""Histories from what a run leaves on the disk: the server's journal, the trainer's ledger, the agents'
+logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.trainer.ledger import StepEntry, read_ledger
+from tests.faults.history import Answer, Group, History, Step, read_group, read_outcome
+
+
+@dataclass
+class Journaled:
+    """What a journal says, with nothing left out that it still has."""
+
+    groups: dict[str, Group] = field(default_factory=dict[str, Group])
+    used: dict[str, int] = field(default_factory=dict[str, int])
+    dropped: set[str] = field(default_factory=set[str])
+    open: set[str] = field(default_factory=set[str])
+    closed: dict[str, str] = field(default_factory=dict[str, str])
+    forgotten: set[str] = field(default_factory=set[str])
+    final_step: int = 0
+
+    def read(self, record: Any) -> None:
+        """Takes in one record."""
+        kind = record.WhichOneof("record")
+        said = getattr(record, kind)
+        if kind == "group_changed":
+            self.open.add(said.group_id)
+        elif kind == "trajectory_closed":
+            self.closed[said.trajectory_id] = read_outcome(said.outcome)
+            if said.retried:
+                self.forgotten.add(said.trajectory_id)
+        elif kind == "trajectories_forgotten":
+            self.forgotten.update(said.trajectory_ids)
+        elif kind == "group_finished":
+            self.open.discard(said.group.group_id)
+            self.groups[said.group.group_id] = read_group(said.group)
+        elif kind == "group_dropped":
+            self.open.discard(said.group_id)
+            self.dropped.add(said.group_id)
+        elif kind == "groups_receipted":
+            if said.step:
+                self.used |= dict.fromkeys(said.group_ids, said.step)
+            else:
+                self.dropped.update(said.group_ids)
+        elif kind == "step_final":
+            self.final_step = max(self.final_step, said.step)
+        elif kind == "run_replaced":
+            self.dropped |= self.open | set(self.groups)
+            self.open.clear()
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Groups that a server which starts from this journal would still deliver."""
+        final = {group_id for group_id, step in self.used.items() if step <= self.final_step}
+        return frozenset(set(self.groups) - self.dropped - final)
+
+
+def read_journal(folder: Path) -> Journaled:
+    """Everything in a journal that no server writes to."""
+    found = Journaled()
+    for record, _ in read_records(find_files(folder), Reading()):
+        found.read(record)
+    return found
+
+
+def steps_of(ledger: Path) -> tuple[list[Step], set[str]]:
+    """Steps of a trainer's ledger, and the groups that it refused."""
+    steps: list[Step] = []
+    refused: set[str] = set()
+    for entry in read_ledger(ledger):
+        if isinstance(entry, StepEntry):
+            steps.append(
+                Step(
+                    entry.step,
+                    tuple(group.group_id for group in entry.groups),
+                    tuple(group.task_id for group in entry.groups),
+                    tuple(name for group in entry.groups for name in group.trajectory_ids),
+                )
+            )
+        else:
+            refused.add(entry.group_id)
+    return steps, refused
+
+
+def history_of(
+    journal: Path, ledger: Path | Sequence[Step], answers: Iterable[Answer] = ()
+) -> History:
+    """What a run left, once its server and its trainer are gone."""
+    found = read_journal(journal)
+    steps, refused = steps_of(ledger) if isinstance(ledger, Path) else (list(ledger), set[str]())
+    return History(
+        list(answers),
+        steps,
+        found.groups,
+        found.used,
+        found.held,
+        frozenset(found.open),
+        found.closed,
+        frozenset(found.dropped | refused),
+        frozenset(found.forgotten),
+    )
+
+
+def with_delivered(history: History, groups: Iterable[Group]) -> History:
+    """The same, where the journal was compacted: groups as they were delivered count as well."""
+    known = {group.group_id: group for group in groups}
+    return replace(history, groups={**known, **history.groups})

@@ -1,0 +1,119 @@
+"""F13: the disk of the journal is full, fails, or is read-only. What was there stays; after a failed fsync
+the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+
+from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.wire.channel import client_options
+from penstock.wire.failpoints import VARIABLE
+from penstock.wire.failure import read_failure
+from tests.faults.report import Report
+from tests.harness import SubmitTasksRequest, Task, Wire, sequence
+from tests.processes import Server, server_process
+
+
+async def submit_until_refused(server: Server, size: int = 50_000) -> tuple[list[str], str]:
+    """Tasks that were accepted, one by one, and why the next one was not."""
+    accepted: list[str] = []
+    async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
+        wire = Wire(channel)
+        while len(accepted) < 500:
+            task = Task(task_id=f"task{len(accepted)}", group_size=1, tokens=sequence([1]))
+            task.metadata["filler"] = "x" * size
+            try:
+                async with asyncio.timeout(20):
+                    await wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+            except grpc.aio.AioRpcError as error:
+                return accepted, str(read_failure(error).reason or error.code().name)
+            accepted.append(task.task_id)
+    return accepted, ""
+
+
+def run(*command: str) -> int:
+    """The exit status of a command that says nothing."""
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
+
+
+def kept(folder: Path) -> list[str]:
+    """Tasks in the journal, every record of which is whole."""
+    records = [record for record, _ in read_records(find_files(folder / "journal"), Reading())]
+    return [r.task_accepted.task.task_id for r in records if r.HasField("task_accepted")]
+
+
+async def test_a_failed_write_or_fsync_ends_the_server_and_loses_nothing(
+    tmp_path: Path, report: Report, request: pytest.FixtureRequest
+) -> None:
+    faults = ("journal.before_write=raise:EIO", "journal.before_fsync=raise:EIO")
+
+    async def happen(rng: random.Random) -> None:
+        fault = rng.choice(faults)
+        folder = tmp_path / f"{rng.random()}"
+        folder.mkdir()
+        async with server_process(folder) as server:
+            await server.kill()
+            server.environment[VARIABLE] = f"{fault}@{rng.randint(3, 30)}"
+            await server.start()
+            accepted, reason = await submit_until_refused(server)
+            # Where the write that failed was compaction's, the next call finds nobody.
+            assert reason in ("JOURNAL_FAILED", "UNAVAILABLE")
+            assert await server.wait() == 1
+            assert "the journal cannot be written: " in server.log
+            # Of the last, which nobody was told of, either is right.
+            assert kept(folder)[: len(accepted)] == accepted
+            del server.environment[VARIABLE]
+            await server.start()
+            again, _ = await submit_known(server, accepted)
+            assert again == 0
+
+    count = report.count or 1
+    await report.repeat("journal", "write or fsync fails", request.node.nodeid, count, happen)
+    report.survived("journal", "write or fsync fails", count)
+
+
+async def submit_known(server: Server, names: list[str]) -> tuple[int, int]:
+    async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
+        tasks = [Task(task_id=name, group_size=1, tokens=sequence([1])) for name in names]
+        answer = await Wire(channel).SubmitTasks(SubmitTasksRequest(tasks=tasks))
+    return answer.accepted_count, answer.duplicate_count
+
+
+async def test_a_disk_that_is_full_refuses_and_the_server_goes_on(
+    tmp_path: Path, report: Report
+) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    if os.geteuid() != 0 or run("mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(mounted)):
+        report.skipped("journal", "disk full", "mounting a small file system needs root")
+        pytest.skip("mounting a small file system needs root")
+    try:
+        async with server_process(mounted) as server:
+            accepted, reason = await submit_until_refused(server)
+            assert reason == "DISK_FULL"
+            assert len(accepted) > 10
+            again, known = await submit_known(server, accepted[:1])
+            assert (again, known) == (0, 1)
+            assert kept(mounted) == accepted
+        report.survived("journal", "disk full", 1)
+    finally:
+        run("umount", str(mounted))
+
+
+async def test_a_folder_that_cannot_be_written_refuses_to_start(
+    tmp_path: Path, report: Report
+) -> None:
+    (tmp_path / "journal").write_text("a file where the folder should be")
+    server = Server(tmp_path, ("--set", f"journal.folder={tmp_path / 'journal'}"))
+    with pytest.raises(Exception, match="journal"):
+        await server.start()
+    assert await server.wait() == 1
+    assert "cannot be opened" in server.log
+    report.survived("journal", "folder unusable", 1)

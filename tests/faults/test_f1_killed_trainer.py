@@ -1,0 +1,156 @@
+"""F1: whenever the trainer is killed, what survives was trained on what was accepted, each group once.
+
+    make faults FAULTS=200 ARGS="-k killed_trainer"
+
+A run of a tiny model against a real server around the fake engine. Its trainer is killed with SIGKILL
+again and again, at random moments or at a named point, and resumed each time, until the run comes to
+its end. Then the ledger is read from disk, and compared with what the server accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.faults.report import COUNT, Report
+from tests.faults.trainers import (
+    KILLED,
+    Nursery,
+    Stand,
+    check_lineage,
+    check_weights,
+    model_of,
+    nursing,
+    standing,
+)
+from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STEPS = 16
+KILLS = 8
+"""Most kills of one run."""
+LIMIT_SECONDS = 300
+LONGEST_LIFE_SECONDS = 0.6
+POLICIES = ("mask", "mask", "wait")
+POINTS = (
+    "ledger.before_append",
+    "ledger.before_fsync",
+    "ledger.after_fsync",
+    "train.gathered",
+    "train.computed",
+    "train.noted",
+    "train.published",
+    "exchange.before_hello",
+    "exchange.after_hello",
+    "exchange.before_demand",
+    "exchange.after_demand",
+    "exchange.before_switch_weights",
+    "exchange.after_switch_weights",
+    "exchange.before_receipt",
+    "exchange.after_receipt",
+    "exchange.before_checkpoint",
+    "exchange.after_checkpoint",
+    "checkpoint.begun",
+    "checkpoint.policy_written",
+    "checkpoint.before_sync",
+    "checkpoint.before_rename",
+    "checkpoint.after_rename",
+    "checkpoint.before_prune",
+    "checkpoint.before_notice",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def nursery(model: Path) -> AsyncGenerator[Nursery]:
+    async with nursing(model) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def undisturbed(
+    model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    """What a synchronous run leaves that nobody kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    async with standing(folder, model, steps=STEPS, max_lag=0, every_steps=STEPS) as stand:
+        assert not await survive(nursery, stand, random.Random(), kills=0)
+        return model_of(stand)
+
+
+@pytest.mark.parametrize("max_lag", [0, 3], ids=["synchronous", "asynchronous"])
+async def test_a_killed_trainer(
+    max_lag: int,
+    model: Path,
+    nursery: Nursery,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    report: Report,
+    request: pytest.FixtureRequest,
+) -> None:
+    wanted = report.count or COUNT
+    where, what = "F1 trainer", f"killed, max_lag {max_lag}"
+    kills = case = 0
+    began = time.monotonic()
+    while kills < wanted:
+        seed = report.seed + case
+        rng = random.Random(f"{seed} {what}")
+        folder = tmp_path / str(case)
+        try:
+            async with (
+                asyncio.timeout(LIMIT_SECONDS),
+                standing(
+                    folder,
+                    model,
+                    steps=STEPS,
+                    max_lag=max_lag,
+                    every_steps=rng.choice([1, 2, 5]),
+                    staleness={"late_policy": rng.choice(POLICIES) if max_lag else "mask"},
+                    weights={"transport": rng.choice(["shared_memory", "stream"])},
+                ) as stand,
+            ):
+                kills += await survive(nursery, stand, rng, rng.randint(2, KILLS))
+                check_lineage(stand)
+                check_weights(stand)
+                if not max_lag:
+                    # No version was ever made twice, and each is that of a run nobody killed.
+                    assert stand.server.engine.versions == list(range(1, STEPS + 1))
+                    assert model_of(stand) == undisturbed
+        except BaseException as error:
+            again = report.failed(where, what, seed, request.node.nodeid, kills, wanted)
+            error.add_note(f"again: {again}; its files: {folder}")
+            raise
+        case += 1
+    seconds = (time.monotonic() - began) / kills
+    report.survived(where, what, kills, "kills", f"{case} runs, {seconds:.1f} s a kill")
+
+
+async def survive(nursery: Nursery, stand: Stand, rng: random.Random, kills: int) -> int:
+    """Goes through a run, killing its trainer as often as that; returns how often it was."""
+    killed = 0
+    while True:
+        point = ""
+        if killed < kills and rng.random() < 0.5:
+            point = f"{rng.choice(POINTS)}=kill@{rng.randint(1, 3)}"
+        await nursery.begin(stand.config, stand.log, resume=killed > 0, failpoints=point)
+        ending = asyncio.ensure_future(nursery.end())
+        if killed < kills and not point:
+            await asyncio.wait([ending], timeout=rng.uniform(0.0, LONGEST_LIFE_SECONDS))
+            if not ending.done():
+                nursery.kill()
+        code = await ending
+        if code == 0:
+            return killed
+        assert code == KILLED, stand.said
+        killed += 1

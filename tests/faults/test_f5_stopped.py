@@ -1,0 +1,192 @@
+"""F5: SIGSTOP each role for a while. Nothing is lost, and what a replaced trainer says late is refused.
+
+Several are stopped at a time, each for a while of its own: whoever stands still costs nothing but time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from collections.abc import Awaitable, Callable
+from itertools import count as numbers
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client import connect
+from tests.faults.report import COUNT, Report
+from tests.faults.test_f3_killed_engine import TRAJECTORIES, Script
+from tests.faults.workers import crew
+from tests.harness import GetServerInfoRequest, Harness, hello, serve
+from tests.processes import Server, server_process, stopped
+
+FILE = "tests/faults/test_f5_stopped.py::"
+ROOMY = {"max_lag": 1_000, "groups_per_step": 1_000}
+ROLES = 3
+"""Of the faults of the table each role has its part."""
+AT_ONCE = 6
+KEEPALIVE_SECONDS = 10.0
+"""A connection that is silent for longer may be closed by its other end."""
+
+Pause = Callable[[random.Random], float]
+
+
+@pytest.fixture
+def pause(report: Report, pytestconfig: pytest.Config) -> Pause:
+    """How long a process stands still."""
+    longest = min(60.0, pytestconfig.getoption("fault_seconds"))
+
+    def seconds(rng: random.Random) -> float:
+        return rng.uniform(0.2, 1.0) if report.count is None else rng.uniform(5.0, longest)
+
+    return seconds
+
+
+class Stops:
+    """How often, and how many at a time."""
+
+    def __init__(self, report: Report, role: str, test: str) -> None:
+        self._report, self._role, self._test = report, role, test
+        wanted = COUNT if report.count is None else -(-report.count // ROLES)
+        self.at_once = min(AT_ONCE, wanted)
+        self._batches = -(-wanted // self.at_once)
+
+    async def make(self, one: Callable[[int, random.Random], Awaitable[None]]) -> None:
+        """Calls `one` with the number of its place and a randomness of its own."""
+
+        async def batch(rng: random.Random) -> None:
+            seeds = [rng.random() for _ in range(self.at_once)]
+            async with asyncio.TaskGroup() as stops:
+                for place, seed in enumerate(seeds):
+                    stops.create_task(_await(one(place, random.Random(seed))))
+
+        where, name = f"F5 {self._role}", f"{self._role} stopped"
+        await self._report.repeat(where, name, FILE + self._test, self._batches, batch)
+
+    def survived(self) -> None:
+        count = self._batches * self.at_once
+        self._report.survived(f"F5 {self._role}", f"{self._role} stopped", count)
+
+
+async def _await(awaitable: Awaitable[None]) -> None:
+    await awaitable
+
+
+async def test_a_stopped_server_loses_nothing(tmp_path: Path, report: Report, pause: Pause) -> None:
+    stops = Stops(report, "server", "test_a_stopped_server_loses_nothing")
+    async with contextlib.AsyncExitStack() as stack:
+        servers: list[Server] = []
+        for place in range(stops.at_once):
+            folder = tmp_path / str(place)
+            folder.mkdir()
+            servers.append(
+                await stack.enter_async_context(server_process(folder, "--step-seconds", "0.004"))
+            )
+        names = numbers()
+
+        async def stop(place: int, rng: random.Random) -> None:
+            server = servers[place]
+            scripts = [Script.draw(f"t-{next(names)}", rng) for _ in range(TRAJECTORIES)]
+            async with connect(server.address) as client:
+                callers = [asyncio.create_task(script.run(client)) for script in scripts]
+                await asyncio.sleep(rng.uniform(0.0, 0.3))
+                with stopped(server.process.pid):
+                    await asyncio.sleep(pause(rng))
+                async with asyncio.timeout(60):
+                    found = await asyncio.gather(*callers)
+            assert found == [script.expected() for script in scripts]
+
+        await stops.make(stop)
+    stops.survived()
+
+
+async def test_what_a_stopped_agent_held_is_leased_again_and_counts_once(
+    tmp_path: Path, report: Report, pause: Pause
+) -> None:
+    test = "test_what_a_stopped_agent_held_is_leased_again_and_counts_once"
+    stops = Stops(report, "agent", test)
+    async with crew(tmp_path, workers=stops.at_once + 1) as site:
+        victims = list(site.workers.values())
+
+        async def stop(place: int, rng: random.Random) -> None:
+            await site.submit(4)
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+            with stopped(victims[place].pid):
+                await asyncio.sleep(pause(rng))
+            # What it says late of leases that were given to another is refused.
+            await site.all_done()
+
+        await stops.make(stop)
+        await site.check()
+    stops.survived()
+
+
+async def test_what_a_replaced_trainer_says_late_is_refused(
+    tmp_path: Path, report: Report, pause: Pause
+) -> None:
+    stops = Stops(report, "trainer", "test_what_a_replaced_trainer_says_late_is_refused")
+    async with contextlib.AsyncExitStack() as stack:
+        servers: list[Harness] = []
+        for place in range(stops.at_once):
+            folder = tmp_path / str(place)
+            folder.mkdir()
+            servers.append(await stack.enter_async_context(serve(folder)))
+        epochs = numbers(10, 10)
+
+        async def stop(place: int, rng: random.Random) -> None:
+            await _replace(servers[place], next(epochs), rng.randint(1, 3), pause(rng))
+
+        await stops.make(stop)
+    stops.survived()
+
+
+async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) -> None:
+    """One trainer takes groups and stands still; another takes over; the first goes on to speak."""
+    for index in range(groups):
+        fields = {"group_id": f"{epoch}-{index}", "group_size": 1}
+        await harness.generate(f"{epoch}-{index}", **fields)
+        await harness.complete(f"{epoch}-{index}")
+    late = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.faults.late_trainer"),
+        *(harness.address, str(epoch), str(groups)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert late.stdin is not None
+    assert late.stdout is not None
+    try:
+        assert await late.stdout.readline() == b"holding\n"
+        with stopped(late.pid):
+            late.stdin.write(b"go on\n")
+            newer = await hello(harness.wire, epoch + 1, **ROOMY)
+            assert await _delivered(newer, groups) == groups
+            await asyncio.sleep(seconds)
+        said = (await late.stdout.read()).decode().splitlines()
+        # Of a connection that was closed meanwhile the stream's status may be lost with it. What the
+        # trainer says by a new one is refused all the same.
+        assert said[0] == "SESSION_REPLACED" or (seconds > KEEPALIVE_SECONDS and not said[0])
+        assert said[1:] == ["STALE_EPOCH"]
+    finally:
+        if late.returncode is None:
+            late.kill()
+        await late.wait()
+    newer.half_close()
+    # Its receipts made nothing final: whoever comes next is given the same groups, and uses them up.
+    newest = await hello(harness.wire, epoch + 2, **ROOMY)
+    assert await _delivered(newest, groups, step=epoch) == groups
+    info = await harness.wire.GetServerInfo(GetServerInfoRequest())
+    assert (info.active_weight_version, list(info.staged_weight_versions)) == (0, [])
+    newest.half_close()
+
+
+async def _delivered(trainer: Any, count: int, step: int = 0) -> int:
+    """Takes so many groups; with a step they are used by it, for good."""
+    trainer.send(demand={"group_count": count})
+    ids = [(await trainer.receive("delivery")).delivery_id for _ in range(count)]
+    if step:
+        trainer.send(receipt={"delivery_ids": ids, "step": step})
+        trainer.send(checkpoint={"step": step})
+    return len(set(ids))

@@ -1,0 +1,40 @@
+"""The page of the fault suite is what its files say, and its results keep what other runs found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.faults.report import Verdict, read_results, write_results
+from tests.faults.write_report import FAULTS, PAGE, PROMISES, render, written
+
+SURVIVED = Verdict("F7", "fake", "resets", 20, "runs", 0, 7, 3.25, "120 groups")
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    assert PAGE.read_text() == written()
+
+
+def test_a_verdict_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    other = replace(SURVIVED, name="cuts")
+    write_results(path, [SURVIVED, other])
+    again = replace(SURVIVED, violations=1, again="pytest ...")
+    write_results(path, [again])
+    assert read_results(path) == [again, other]
+
+
+def test_a_violation_is_on_the_page_wherever_it_counts() -> None:
+    page = render([replace(SURVIVED, violations=1, again="pytest x")], "here", [])
+    assert "| resets | fake | 20 runs | 1 | 7 | 3.2 | again: `pytest x` |" in page
+    assert "| F7 | 1 |" in page
+    assert "not run" in page
+
+
+def test_what_was_skipped_is_said() -> None:
+    skipped = replace(SURVIVED, fault="F6", count=0, skipped="needs root")
+    assert "- F6, resets: needs root" in render([skipped], "here", [])
+
+
+def test_every_fault_holds_a_promise() -> None:
+    assert {promise for _, held in FAULTS.values() for promise in held} == set(PROMISES)

@@ -1,0 +1,254 @@
+"""Trainers that live to be killed, the server they talk to, and what is true of any run however it went.
+
+The server and its worker are in this process, around the fake engine; each trainer is a process of its
+own, which trains a tiny model (see `trainer_nursery`). What a run trained on is read from its ledger
+alone, and compared with what the server accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
+from penstock.client.calls import Calls
+from penstock.server.engine import AdapterLimits
+from penstock.trainer.ledger import RefusedEntry, StepEntry, read_ledger
+from tests.test_trainer_end_to_end import Server, configure, letters, sampled, serving
+
+GROUPS_PER_STEP = 2
+# Of so many tasks one has no attempt that succeeds.
+FAILING = 9
+KILLED = -signal.SIGKILL
+
+
+class Nursery:
+    """Starts trainers, one at a time, each by a fork."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = 0
+
+    async def begin(self, config: Path, log: Path, *, resume: bool, failpoints: str = "") -> None:
+        """Starts one; `end` returns what became of it."""
+        assert self._process.stdin is not None
+        order = {"config": str(config), "resume": resume, "failpoints": failpoints, "log": str(log)}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.pid = (await self._hear())["pid"]
+
+    def kill(self) -> None:
+        """As kill -9 does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def end(self) -> int:
+        """Waits for its exit code, negative where a signal ended it."""
+        code: int = (await self._hear())["code"]
+        self.pid = 0
+        return code
+
+    async def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(120):
+            line = await self._process.stdout.readline()
+        assert line, "the nursery is gone"
+        return json.loads(line)
+
+
+@contextlib.asynccontextmanager
+async def nursing(model: Path) -> AsyncGenerator[Nursery]:
+    """A process that trainers are forked from."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.faults.trainer_nursery",
+        str(model),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    nursery = Nursery(process)
+    try:
+        assert (await nursery._hear())["ready"]
+        yield nursery
+    finally:
+        if nursery.pid:
+            nursery.kill()
+        process.kill()
+        await process.wait()
+
+
+@dataclass
+class Accepted:
+    """The groups that the server said yes to."""
+
+    trajectories: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """Of each group."""
+    tasks: dict[str, str] = field(default_factory=dict[str, str])
+
+    def watch(self, server: Server) -> None:
+        """Notes what this server accepts from now on."""
+        buffer = server.serving.buffer
+        add = buffer.add
+
+        def note(group: Any) -> None:
+            assert group.group_id not in self.tasks, "a group was accepted twice"
+            self.tasks[group.group_id] = group.task_id
+            self.trajectories[group.group_id] = list(group.trajectory_ids)
+            add(group)
+
+        buffer.add = note  # type: ignore[method-assign]
+
+
+async def ask(task: Task, trajectory: Trajectory) -> None:
+    """Siblings ask different things: the fake engine would answer them all alike."""
+    await trajectory.turn(f"Task {task.index}, sample {trajectory.sample_index}.")
+
+
+async def judge(task: Task, trajectory: Trajectory) -> float:
+    if task.index % FAILING == FAILING - 1:
+        raise RuntimeError("this one cannot be solved")
+    return await letters(task, trajectory)
+
+
+@dataclass
+class Stand:
+    """A server with a worker, and the folder of one run."""
+
+    server: Server
+    folder: Path
+    config: Path
+    accepted: Accepted
+    steps: int
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "trainer.log"
+
+    @property
+    def said(self) -> str:
+        """What all its trainers wrote."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+@contextlib.asynccontextmanager
+async def standing(
+    folder: Path,
+    model: Path,
+    /,
+    *,
+    steps: int,
+    max_lag: int,
+    every_steps: int,
+    adapters: AdapterLimits | None = None,
+    **sections: dict[str, Any],
+) -> AsyncGenerator[Stand]:
+    """A run that is ready to begin."""
+    async with (
+        serving(model, step_seconds=0.0, adapters=adapters) as server,
+        at_work(server.address),
+    ):
+        accepted = Accepted()
+        accepted.watch(server)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings: dict[str, dict[str, Any]] = {
+            "run": {"steps": steps},
+            "data": {"group_size": 2, "sampling": {"max_tokens": 6}},
+            "train": {"groups_per_step": GROUPS_PER_STEP},
+            "staleness": {"max_lag": max_lag},
+            "checkpoint": {"every_steps": every_steps},
+        }
+        for name, section in sections.items():
+            settings[name] = {**settings.get(name, {}), **section}
+        config = configure(folder, model, server.address, **settings)
+        yield Stand(server, folder, config, accepted, steps)
+
+
+@contextlib.asynccontextmanager
+async def at_work(address: str) -> AsyncGenerator[None]:
+    calls = Calls(address, Patience())
+    worker = Worker(calls, ask, judge, WorkerSettings(concurrency=8, drain_seconds=0.1))
+    task = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        worker.stop()
+        await task
+        await calls.close()
+
+
+def model_of(stand: Stand) -> dict[str, bytes]:
+    """The model that a run left, bit for bit."""
+    (path,) = (stand.folder / "out" / "model").glob("*.safetensors")
+    with safe_open(path, "np") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def moments_of(stand: Stand) -> dict[str, np.ndarray[Any, Any]]:
+    """The optimizer's state in a run's last checkpoint."""
+    folder = stand.folder / "out" / "checkpoints" / f"step-{stand.steps:08d}"
+    return load_file(folder / "optimizer.safetensors")
+
+
+def check_lineage(stand: Stand) -> None:
+    """That each accepted group was trained once, in the lineage that survived, or is still there to be."""
+    entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
+    steps = [entry for entry in entries if isinstance(entry, StepEntry)]
+    refused = {entry.group_id for entry in entries if isinstance(entry, RefusedEntry)}
+    assert [entry.step for entry in steps] == list(range(1, stand.steps + 1))
+    versions = [entry.weight_version for entry in steps]
+    assert versions == sorted(set(versions))
+    groups = [group for entry in steps for group in entry.groups]
+    assert len(groups) == stand.steps * GROUPS_PER_STEP
+    for name, count in Counter(group.group_id for group in groups).items():
+        assert count == 1, f"group {name} was trained {count} times"
+    for name, count in Counter(group.task_id for group in groups).items():
+        assert count == 1, f"task {name} was trained {count} times"
+    trained = {group.group_id for group in groups}
+    accepted = stand.accepted
+    for group in groups:
+        assert list(group.trajectory_ids) == accepted.trajectories[group.group_id]
+        assert group.task_id == accepted.tasks[group.group_id]
+    assert not trained & refused
+    buffer = stand.server.serving.buffer
+    left = {name for name in accepted.tasks if buffer.find(name) is not None}
+    # What the last checkpoint contains the server has let go of; what it still has nobody trained.
+    assert not left & trained
+    assert trained | refused | left == set(accepted.tasks)
+    check_data(stand, {group.task_id for group in groups}, refused)
+
+
+def check_data(stand: Stand, trained: set[str], refused: set[str]) -> None:
+    """That no prompt was skipped: what comes before one that was trained was so too, or is under way."""
+    ends = {int(stand.accepted.tasks[name].rpartition("/")[2]) for name in refused}
+    assert all(index % FAILING == FAILING - 1 for index in ends)
+    done = {int(task.rpartition("/")[2]) for task in trained} | ends
+    under_way = {
+        int(task.rpartition("/")[2])
+        for name, task in stand.accepted.tasks.items()
+        if stand.server.serving.buffer.find(name) is not None
+    }
+    under_way |= {
+        group.task.index
+        for group in stand.server.serving.queue._groups.values()
+        if group.task is not None
+    }
+    assert set(range(max(done))) <= done | under_way
+
+
+def check_weights(stand: Stand) -> None:
+    """That the server samples what the trainer left."""
+    assert sampled(stand.server.engine) == model_of(stand)

@@ -1,0 +1,122 @@
+"""Real workers around a server in this process: who holds what, and whether every group comes out once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.demo.processes import Process
+from tests.harness import (
+    Exchange,
+    Harness,
+    SubmitTasksRequest,
+    Task,
+    hello,
+    sampling,
+    serve,
+)
+from tests.processes import start_worker
+
+GROUP_SIZE = 2
+LEASE_SECONDS = 1.5
+GRACE_SECONDS = 0.5
+CONCURRENCY = 3
+
+
+@dataclass
+class Crew:
+    """Workers, and their tasks."""
+
+    harness: Harness
+    folder: Path
+    workers: dict[str, Process] = field(default_factory=dict[str, Process])
+    """By agent id."""
+    submitted: int = 0
+    started: int = 0
+
+    def start(self) -> str:
+        """Starts another worker; returns its agent id."""
+        agent_id = f"agent-{self.started}"
+        self.started += 1
+        self.workers[agent_id] = start_worker(
+            self.folder,
+            self.harness.address,
+            *("--agent-id", agent_id, "--concurrency", str(CONCURRENCY)),
+            *("--generate", "tests.faults.agents:generate"),
+            name=agent_id,
+        )
+        return agent_id
+
+    async def submit(self, count: int) -> None:
+        """Adds tasks."""
+        tasks = [
+            Task(
+                task_id=f"task-{self.submitted + index}",
+                group_size=GROUP_SIZE,
+                text=f"say {self.submitted + index}",
+                sampling_params=sampling(20),
+            )
+            for index in range(count)
+        ]
+        self.submitted += count
+        await self.harness.wire.SubmitTasks(SubmitTasksRequest(tasks=tasks))
+
+    def held_by(self, agent_id: str) -> set[str]:
+        """What is leased to one agent now."""
+        attempts = self.harness.serving.queue._attempts
+        return {
+            found
+            for found, attempt in attempts.items()
+            if attempt.holder is not None and attempt.holder.agent_id == agent_id
+        }
+
+    async def lets_go(self, trajectory_ids: set[str], seconds: float) -> None:
+        """These are leased no more, each completed or given back, within so many seconds."""
+        async with asyncio.timeout(seconds):
+            while trajectory_ids & set(self.harness.serving.queue._attempts):
+                await asyncio.sleep(0.02)
+
+    async def all_done(self, seconds: float = 60.0) -> None:
+        """Every group submitted so far is complete."""
+        async with asyncio.timeout(seconds):
+            while self.harness.serving.buffer.waiting_count < self.submitted:
+                await asyncio.sleep(0.02)
+
+    async def check(self) -> None:
+        """Each group is there once, each of its places once, and none failed."""
+        trainer = await hello(self.harness.wire, max_lag=1_000, groups_per_step=100_000)
+        trainer.send(demand={"group_count": self.submitted})
+        groups = [await self._next(trainer) for _ in range(self.submitted)]
+        assert len({group.task_id for group in groups}) == self.submitted
+        for group in groups:
+            assert sorted(t.sample_index for t in group.trajectories) == list(range(GROUP_SIZE))
+            assert not any(t.outcome.HasField("failure") for t in group.trajectories), group
+        trainer.half_close()
+
+    async def _next(self, trainer: Exchange) -> Any:
+        return (await trainer.receive("delivery")).group
+
+
+@contextlib.asynccontextmanager
+async def crew(folder: Path, workers: int = 2) -> AsyncGenerator[Crew]:
+    """A server with short leases, and so many workers."""
+    settings = (
+        f"leases.seconds={LEASE_SECONDS}",
+        f"leases.grace_seconds={GRACE_SECONDS}",
+        "leases.max_attempts=1000",
+        "limits.groups_without_trainer=100000",
+    )
+    async with serve(folder, *settings, step_seconds=0.004) as harness:
+        found = Crew(harness, folder)
+        for _ in range(workers):
+            found.start()
+        try:
+            yield found
+        finally:
+            for worker in found.workers.values():
+                worker.kill()
+                await worker.wait()

@@ -1,0 +1,124 @@
+"""Server and worker as processes of their own, for tests that kill, stop and restart them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.demo.processes import Command, FirstMatch, Process
+from penstock.demo.supervisor import SERVING
+
+ENGINE = re.compile(r"^fake engine process (\d+)$")
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Server:
+    """`tests.fake_serve`, over as many starts as it takes, all on one port."""
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    address: str = "127.0.0.1:0"
+    engine_pid: int = 0
+    """Of its newest start, with --engine-process."""
+    processes: list[Process] = field(default_factory=list[Process])
+    serves: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by each start, once it serves."""
+
+    @property
+    def process(self) -> Process:
+        """The newest."""
+        return self.processes[-1]
+
+    @property
+    def log(self) -> str:
+        """What all of its starts printed."""
+        return (self.folder / "server.log").read_text(errors="replace")
+
+    async def start(self, *options: str) -> None:
+        """Returns when it serves."""
+        found: list[str] = []
+        serves = FirstMatch(SERVING)
+
+        def on_line(line: str) -> None:
+            if (match := ENGINE.match(line)) is not None:
+                found.append(match[1])
+            serves(line)
+
+        command = (sys.executable, "-m", "tests.fake_serve", "--listen", self.address)
+        command += (*self.options, *options)
+        path = self.folder / "server.log"
+        environment = {**ENVIRONMENT, **self.environment}
+        process = Process.start(Command("server", command, path, environment), on_line)
+        self.processes.append(process)
+        self.address = await serves.wait(process)
+        if found:
+            self.engine_pid = int(found[0])
+        self.serves.set()
+
+    async def kill(self) -> None:
+        """kill -9; returns when it is gone."""
+        self.process.kill()
+        await self.process.wait()
+
+    async def restart(self, *options: str) -> None:
+        """kill -9, and another start on the same port."""
+        await self.kill()
+        await self.start(*options)
+
+    async def wait(self, seconds: float = 30.0) -> int:
+        """Its exit status, once it has ended by itself."""
+        async with asyncio.timeout(seconds):
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def server_process(folder: Path, *options: str) -> AsyncGenerator[Server]:
+    """A fake-engine server with a journal in `folder`, which is there already."""
+    journal = ("--set", f"journal.folder={folder / 'journal'}")
+    small = ("--set", "journal.segment_bytes=1048576")
+    server = Server(folder, (*journal, *small, *options))
+    try:
+        await server.start()
+        yield server
+    finally:
+        for process in server.processes:
+            process.kill()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def worker_process(
+    folder: Path, address: str, *options: str, name: str = "worker"
+) -> AsyncGenerator[Process]:
+    """`penstock rollout`, which is killed at the end of the block."""
+    worker = start_worker(folder, address, *options, name=name)
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        await worker.wait()
+
+
+def start_worker(folder: Path, address: str, *options: str, name: str = "worker") -> Process:
+    """`penstock rollout`, started."""
+    command = (sys.executable, "-m", "penstock.client", "rollout", "--server", address, *options)
+    return Process.start(Command(name, command, folder / f"{name}.log", ENVIRONMENT))
+
+
+@contextlib.contextmanager
+def stopped(pid: int):
+    """Has a process stand still, as under SIGSTOP, until the end of the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

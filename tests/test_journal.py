@@ -1,0 +1,394 @@
+"""The journal on disk: what is answered is there, what is torn is seen, what is corrupt is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.server import journal_segment, log_journal
+from penstock.server.errors import DomainError
+from penstock.server.journal import JournalRecord, JournalUnreadable, Record, Stored, tasks_known
+from penstock.server.journal_files import find_files
+from penstock.server.journal_segment import SegmentCorrupt, SegmentReader, SegmentWriter
+from penstock.server.log_journal import JournalInUse, LogJournal
+from penstock.wire.reasons import Reason
+
+MEBIBYTE = 1 << 20
+
+
+def record(name: str, size: int = 0) -> Record:
+    return tasks_known([name, "x" * size])
+
+
+def name_of(found: Record) -> str:
+    return found.tasks_known.task_ids[0]
+
+
+def make(
+    folder: Path, *, max_bytes: int = 64 * MEBIBYTE, durability: log_journal.Durability = "fsync"
+) -> LogJournal:
+    return LogJournal(folder, durability=durability, max_bytes=max_bytes, segment_bytes=MEBIBYTE)
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, snapshot: Callable[[], Iterable[Record | Stored]] = list, **options: int
+) -> AsyncGenerator[tuple[LogJournal, list[str]]]:
+    """A journal that is written to, and the names of what it held."""
+    journal = make(folder, **options)
+    try:
+        names = [name_of(found) for found, _ in journal.replay()]
+        await journal.start(snapshot)
+        yield journal, names
+    finally:
+        await journal.close()
+
+
+async def names_in(folder: Path) -> list[str]:
+    async with opened(folder) as (_, names):
+        return names
+
+
+# Segments
+
+
+def write_segment(folder: Path, payloads: list[bytes], *, sync: bool = True) -> Path:
+    writer = SegmentWriter(folder / "spare", 64 * 1024)
+    path = folder / "0000000001.log"
+    writer.begin(path, 1)
+    for payload in payloads:
+        writer.write([payload])
+        if sync:
+            writer.sync()
+    writer.close()
+    return path
+
+
+def read_segment(path: Path, *, last: bool = True) -> tuple[list[bytes], int]:
+    reader = SegmentReader(path, last=last)
+    return [bytes(frame.payload) for frame in reader.frames()], reader.torn_bytes
+
+
+@given(st.lists(st.binary(max_size=200), max_size=8))
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
+def test_a_segment_gives_back_what_was_written(tmp_path: Path, payloads: list[bytes]) -> None:
+    path = write_segment(tmp_path, payloads)
+    assert read_segment(path) == (payloads, 0)
+    assert read_segment(path, last=False) == (payloads, 0)
+    path.unlink()
+
+
+@given(data=st.data())
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150
+)
+def test_a_cut_anywhere_leaves_the_frames_before_it(tmp_path: Path, data: st.DataObject) -> None:
+    payloads = data.draw(st.lists(st.binary(min_size=1, max_size=90), min_size=1, max_size=6))
+    path = write_segment(tmp_path, payloads, sync=False)
+    whole = path.read_bytes()
+    ends = [journal_segment.HEADER.size]
+    for payload in payloads:
+        ends.append(ends[-1] + journal_segment.frame_length(len(payload)))
+    cut = data.draw(st.integers(ends[0], ends[-1]))
+    # What was not written yet reads as zeros.
+    path.write_bytes(whole[:cut] + bytes(len(whole) - cut))
+    kept = sum(end <= cut for end in ends[1:])
+    found, torn = read_segment(path)
+    # Zeros at the end of a payload cannot be told from those that were never written, and need not be.
+    assert found[:kept] == payloads[:kept] and found == payloads[: len(found)]
+    assert (torn == 0) == (not any(whole[ends[len(found)] : cut]))
+    path.unlink()
+
+
+@given(data=st.data())
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150
+)
+def test_a_flipped_bit_in_what_was_durable_is_corruption(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    payloads = [b"first" * 20, b"second" * 20, b"third" * 20]
+    path = write_segment(tmp_path, payloads)
+    content = bytearray(path.read_bytes())
+    # In the first two frames, of which the third says that they were durable.
+    begin = journal_segment.HEADER.size
+    end = begin + sum(journal_segment.frame_length(len(p)) for p in payloads[:2])
+    place = data.draw(st.integers(begin, end - 1))
+    content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        found, _ = read_segment(path)
+    except SegmentCorrupt as error:
+        assert error.offset <= place
+    else:
+        assert found == payloads  # It hit the zeros between two frames.
+    path.unlink()
+
+
+def test_a_tail_that_another_segment_follows_is_corruption(tmp_path: Path) -> None:
+    path = write_segment(tmp_path, [b"one", b"two"], sync=False)
+    content = bytearray(path.read_bytes())
+    content[journal_segment.HEADER.size + journal_segment.frame_length(3) + 8] ^= 1
+    path.write_bytes(content)
+    assert read_segment(path)[0] == [b"one"]
+    with pytest.raises(SegmentCorrupt, match="checksum"):
+        read_segment(path, last=False)
+
+
+def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "0000000001.log"
+    for content in (b"", b"PENSTOCK", b"something else altogether"):
+        path.write_bytes(content)
+        with pytest.raises(SegmentCorrupt):
+            read_segment(path)
+
+
+# Appending
+
+
+async def test_what_was_appended_is_there_in_its_order(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (journal, names):
+        assert names == []
+        waiting = [journal.begin_append([record(f"{i}a"), record(f"{i}b")]) for i in range(50)]
+        await waiting[-1]
+        assert all(done.done() for done in waiting)
+        await journal.append(())
+        first = waiting[3].result()
+        assert name_of(await journal.read(first[1])) == "3b"
+    expected = [f"{i}{part}" for i in range(50) for part in "ab"]
+    assert await names_in(tmp_path) == expected
+    assert await names_in(tmp_path) == expected
+
+
+async def test_appends_that_come_together_are_made_durable_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs = 0
+    sync = SegmentWriter.sync
+
+    def counted(writer: SegmentWriter) -> None:
+        nonlocal syncs
+        syncs += 1
+        sync(writer)
+
+    monkeypatch.setattr(SegmentWriter, "sync", counted)
+    async with opened(tmp_path) as (journal, _):
+        await asyncio.gather(*(journal.append([record(str(i))]) for i in range(100)))
+        assert syncs == 1
+
+
+async def test_a_record_larger_than_a_segment_has_one_of_its_own(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (journal, _):
+        journal.check_room(3 * MEBIBYTE)
+        await journal.append([record("small")])
+        await journal.append([record("large", 3 * MEBIBYTE)], hold_last=True)
+        await journal.append([record("after")])
+    assert await names_in(tmp_path) == ["small", "large", "after"]
+
+
+async def test_one_server_writes_to_a_folder(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        with pytest.raises(JournalInUse, match="another server"):
+            make(tmp_path)
+    assert await names_in(tmp_path) == []
+
+
+async def test_a_torn_tail_is_seen_and_nothing_is_written_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path) as (journal, _):
+        await journal.append([record("whole")])
+    _, path = find_files(tmp_path).segments[-1]
+    with path.open("r+b") as file:
+        file.seek(journal_segment.HEADER.size)
+        content = file.read()
+        end = journal_segment.HEADER.size + len(content.rstrip(b"\0")) + 16
+        file.seek(end - end % 8)
+        file.write(b"JRNL torn in the middle of")
+    async with opened(tmp_path) as (journal, names):
+        assert names == ["whole"]
+        assert "never acknowledged" in caplog.text
+        await journal.append([record("later")])
+    caplog.clear()
+    assert await names_in(tmp_path) == ["whole", "later"]
+    assert caplog.text == ""
+
+
+async def test_a_corrupt_record_is_named_and_nothing_is_served(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (journal, _):
+        for name in "abc":
+            (stored,) = await journal.append([record(name, 100)])
+        content = bytearray(journal._paths[stored.segment].read_bytes())
+        content[journal_segment.HEADER.size + 40] ^= 0x10
+        path = journal._paths[stored.segment]
+    path.write_bytes(content)
+    with pytest.raises(JournalUnreadable, match=r"corrupt: 0000000001\.log at 16"):
+        await names_in(tmp_path)
+
+
+async def test_a_record_that_rots_is_not_handed_out(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (journal, _):
+        (stored,) = await journal.append([record("group", 1000)])
+        path = journal._paths[stored.segment]
+        with path.open("r+b") as file:
+            file.seek(stored.offset + 100)
+            file.write(b"?")
+        with pytest.raises(DomainError) as error:
+            await journal.read(stored)
+        assert error.value.reason is Reason.JOURNAL_CORRUPT
+
+
+# Room
+
+
+async def test_at_its_bound_it_refuses_and_takes_again_what_was_released(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_bytes=8 * MEBIBYTE) as (journal, _):
+        kept: list[Stored] = []
+        while True:
+            try:
+                journal.check_room(400_000)
+            except DomainError as error:
+                assert error.reason is Reason.DISK_FULL
+                assert error.retry_after_seconds
+                break
+            kept += await journal.append([record("group", 400_000)], hold_last=True)
+        assert 5 <= len(kept) <= 10
+        # What needs no room of its own still gets in.
+        await journal.append([record("receipt")])
+        journal.release(kept.pop())
+        journal.check_room(400_000)
+
+
+async def test_a_disk_without_room_refuses_before_anything_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as (journal, _):
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(
+            os, "statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
+        )
+        written = 0
+        while True:
+            try:
+                journal.check_room(100_000)
+            except DomainError as error:
+                assert error.reason is Reason.DISK_FULL
+                break
+            await journal.append([record("x", 100_000)])
+            written += 1
+        assert written
+        await journal.append([record("receipt")])
+        monkeypatch.undo()
+    assert (await names_in(tmp_path))[-1] == "receipt"
+
+
+async def test_after_a_failed_fsync_nothing_is_answered_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = make(tmp_path)
+    list(journal.replay())
+    await journal.start(list)
+    await journal.append([record("answered")])
+
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    for _ in range(2):
+        with pytest.raises(DomainError) as error:
+            await journal.append([record("never")])
+        assert error.value.reason is Reason.JOURNAL_FAILED
+    assert "Input/output error" in await journal.failed
+    monkeypatch.undo()
+    await journal.close()
+    assert (await names_in(tmp_path))[0] == "answered"
+
+
+# Compaction
+
+
+async def test_what_nobody_needs_is_given_back_while_appends_go_on(tmp_path: Path) -> None:
+    held: dict[str, Stored] = {}
+
+    def snapshot() -> Iterable[Record | Stored]:
+        yield record("state")
+        yield from held.values()
+
+    async with opened(tmp_path, snapshot) as (journal, _):
+        for i in range(120):
+            (stored,) = await journal.append([record(f"group{i}", 100_000)], hold_last=True)
+            held[f"group{i}"] = stored
+            if i >= 3:
+                journal.release(held.pop(f"group{i - 3}"))
+            for name, place in held.items():
+                assert name_of(await journal.read(place)) == name
+        assert journal.compactions >= 3
+        on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
+        assert on_disk < 6 * MEBIBYTE
+    names = await names_in(tmp_path)
+    assert names[0] == "state" and set(names) >= {"group117", "group118", "group119"}
+
+
+async def test_a_snapshot_that_was_never_finished_is_removed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (journal, _):
+        await journal.append([record("a")])
+    (tmp_path / "0000000009.unfinished").write_bytes(b"half")
+    assert await names_in(tmp_path) == ["a"]
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+async def test_of_older_files_beside_a_snapshot_nothing_is_read(tmp_path: Path) -> None:
+    async with opened(tmp_path, lambda: [record("snapshot")]) as (journal, _):
+        await journal.append([record("old")])
+        number, older = next(iter(journal._paths.items()))
+        content = older.read_bytes()
+        while not journal.compactions:
+            await journal.append([record("filler", 300_000)])
+            await asyncio.sleep(0.01)
+        await journal.append([record("new")])
+    # As if the server had been killed before it removed them.
+    older.write_bytes(content)
+    names = await names_in(tmp_path)
+    assert "old" not in names and "snapshot" in names and names[-1] == "new"
+    assert not older.exists()
+    assert number == 1
+
+
+async def test_a_record_of_a_later_server_is_not_misread(tmp_path: Path) -> None:
+    unknown = JournalRecord()
+    assert unknown.WhichOneof("record") is None
+    async with opened(tmp_path) as (journal, _):
+        await journal.append([unknown])
+    journal = make(tmp_path)
+    assert [found.WhichOneof("record") for found, _ in journal.replay()] == [None]
+    await journal.start(list)
+    await journal.close()
+
+
+async def test_a_defect_in_the_writer_fails_what_waits(tmp_path: Path) -> None:
+    def broken() -> Iterable[Record | Stored]:
+        raise AssertionError("defect")
+
+    journal = make(tmp_path)
+    list(journal.replay())
+    await journal.start(broken)
+    with pytest.raises(DomainError) as error:
+        async with asyncio.timeout(10):
+            while True:
+                await journal.append([record("x", 300_000)])
+    assert error.value.reason is Reason.JOURNAL_FAILED
+    assert "defect" in await journal.failed
+    await journal.close()

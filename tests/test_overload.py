@@ -1,0 +1,164 @@
+"""More than the server can hold: refused with a precise status, and nothing lost or changed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.wire.failure import read_failure
+from tests.harness import (
+    GenerateRequest,
+    Harness,
+    LeaseTasksRequest,
+    StreamOptions,
+    SubmitTasksRequest,
+    Task,
+    Wire,
+    hello,
+    sampling,
+    sequence,
+    serve,
+)
+
+BUDGET = 16 << 20
+
+
+async def refused(call: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    failure = read_failure(error.value)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return failure
+
+
+def recounted(harness: Harness) -> tuple[int, int, int]:
+    """What the parts take, counted anew."""
+    serving = harness.serving
+    tasks = [*serving.queue.pending_tasks]
+    tasks += [group.task for group in serving.queue.groups if group.task is not None]
+    return (
+        sum(record.charged_bytes for record in serving.store.records()),
+        sum(task.ByteSize() for task in tasks),
+        sum(group.payload.memory_bytes for group in serving.buffer.groups),
+    )
+
+
+def counted(harness: Harness) -> tuple[int, int, int]:
+    return tuple(part() for part in harness.serving.budget.parts)  # type: ignore[return-value]
+
+
+async def test_tasks_beyond_the_budget_are_refused_all_or_none(tmp_path: Path) -> None:
+    async with serve(tmp_path, f"limits.memory_bytes={BUDGET}") as harness:
+
+        def request(name: str, size: int) -> Any:
+            task = Task(task_id=name, group_size=1, tokens=sequence([1, 2, 3]))
+            task.metadata["filler"] = "x" * size
+            return SubmitTasksRequest(tasks=[task])
+
+        for i in range(3):
+            await harness.wire.SubmitTasks(request(f"t{i}", 5 << 20))
+        failure = await refused(harness.wire.SubmitTasks(request("t3", 5 << 20)))
+        assert failure.reason == "MEMORY_BUDGET" and failure.retry_after_seconds
+        assert int(failure.metadata["limit"]) == BUDGET
+        assert harness.serving.queue.pending_count == 3
+        assert counted(harness) == recounted(harness)
+        # What fits is still taken.
+        assert (await harness.wire.SubmitTasks(request("t4", 10))).accepted_count == 1
+
+
+async def test_a_turn_that_might_not_fit_is_not_begun_and_fits_once_others_are_gone(
+    tmp_path: Path,
+) -> None:
+    async with serve(
+        tmp_path, f"limits.memory_bytes={BUDGET}", step_seconds=0.001, max_context=1_000_000
+    ) as harness:
+        long = sampling(700_000)
+        calls = [
+            asyncio.ensure_future(harness.generate(f"t{i}", sampling_params=long)) for i in range(2)
+        ]
+        await asyncio.sleep(0.2)
+        failure = await refused(harness.generate("t2", sampling_params=long))
+        assert failure.reason == "MEMORY_BUDGET"
+        assert harness.serving.store.find("t2") is None
+        assert counted(harness) == recounted(harness)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        # A turn that has ended takes what it wrote, and no more.
+        async with asyncio.timeout(10):
+            for turn in harness.serving.turns.in_flight:
+                await turn.attempt.ended.wait()
+        assert harness.serving.budget.used_bytes < BUDGET // 4
+        await harness.generate("t2", sampling_params=sampling(8))
+
+
+async def test_no_group_begins_near_the_bound_and_those_under_way_can_be_finished(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path, f"limits.memory_bytes={BUDGET}") as harness:
+        tasks = [Task(task_id=f"t{i}", group_size=1, tokens=sequence([1])) for i in range(3)]
+        for task in tasks[:2]:
+            task.metadata["filler"] = "x" * (7 << 20)
+        for task in tasks:
+            await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+        call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=3))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await call.read()
+        # The trainer gives up the run: there is room again, and whoever waits is woken.
+        await hello(harness.wire, 1, run_id="one")
+        call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="b", concurrency=1))
+        await hello(harness.wire, 2, run_id="two")
+        await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=tasks[2:]))
+        async with asyncio.timeout(5):
+            assert (await call.read()).task.task_id == "t2"
+
+
+async def test_groups_in_memory_are_counted_until_they_are_final(tmp_path: Path) -> None:
+    async with serve(tmp_path) as harness:
+        for i in range(3):
+            await harness.generate(f"g{i}", [5] * 300, group_id=f"g{i}", group_size=1)
+            await harness.complete(f"g{i}")
+        assert counted(harness) == recounted(harness)
+        assert counted(harness)[2] > 3 * 1000
+        exchange = await hello(harness.wire, groups_per_step=3)
+        exchange.send(demand={"group_count": 3})
+        ids = [(await exchange.receive("delivery")).delivery_id for _ in range(3)]
+        exchange.send(receipt={"delivery_ids": ids, "step": 1})
+        exchange.send(checkpoint={"step": 1})
+        exchange.half_close()
+        assert await exchange.call.read() is grpc.aio.EOF
+        assert counted(harness) == recounted(harness) == (0, 0, 0)
+
+
+async def test_a_caller_that_reads_nothing_is_cut_off_and_others_do_not_notice(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path, "limits.stalled_seconds=0.5", max_context=4_000_000) as harness:
+        narrow = [("grpc.http2.lookahead_bytes", 65_535), ("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(harness.address, options=narrow) as channel:
+            stalled = Wire(channel).Generate(
+                GenerateRequest(
+                    trajectory_id="stalled",
+                    tokens=sequence([1, 2, 3]),
+                    sampling_params=sampling(1_000_000),
+                    stream_options=StreamOptions(flush_interval={"nanos": 1_000_000}),
+                )
+            )
+            async with asyncio.timeout(20):
+                while harness.serving.store.find("stalled") is None:
+                    await asyncio.sleep(0.01)
+                record = harness.serving.store.find("stalled")
+                assert record is not None and record.turn is not None
+                # It is lost to its caller, who asked for no turn that goes on alone.
+                await record.turn.attempt.ended.wait()
+                assert len((await harness.generate("other")).tokens) == 16
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                async for _ in stalled:
+                    pass
+            assert read_failure(error.value).reason == "SLOW_READER"
+            assert record.policy_versions() and not record.closed

@@ -1,0 +1,588 @@
+"""A server that is killed and started again on its journal: what it had answered is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.server.attempts import Attempt, Group
+from penstock.server.journal import Stored, group_changed, group_finished, tasks_known
+from penstock.server.log_journal import LogJournal, _written_out
+from penstock.server.recovery import Recovered
+from penstock.v1 import trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.failure import read_failure
+from tests.fakes import expected_tokens
+from tests.harness import (
+    AbortRequest,
+    CompleteTrajectoryRequest,
+    ContinueRequest,
+    Exchange,
+    Failure,
+    GenerateRequest,
+    GetTrajectoryRequest,
+    Harness,
+    LeaseTasksRequest,
+    Outcome,
+    RenewLeaseRequest,
+    SubmitTasksRequest,
+    Task,
+    collect,
+    hello,
+    sampling,
+    sequence,
+    serve,
+)
+
+SEEDS = int(os.environ.get("PENSTOCK_TEST_SEEDS", "10"))
+TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
+ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
+LENGTH = trajectory_pb2.FINISH_REASON_LENGTH
+
+
+@contextlib.asynccontextmanager
+async def on_disk(
+    folder: Path, *settings: str, step_seconds: float = 0.0
+) -> AsyncGenerator[Harness]:
+    """A server whose journal is in `folder`/journal."""
+    folder.mkdir(exist_ok=True)
+    async with serve(
+        folder,
+        f"journal.folder={folder / 'journal'}",
+        "journal.segment_bytes=1048576",
+        *settings,
+        step_seconds=step_seconds,
+    ) as harness:
+        yield harness
+
+
+def killed(folder: Path, name: str = "after") -> Path:
+    """What a server that is killed at this moment leaves, for another one."""
+    copy = folder.with_name(f"{folder.name}-{name}")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder / "journal", copy / "journal")
+    return copy
+
+
+async def submit(harness: Harness, *names: str, group_size: int = 2, **fields: Any) -> Any:
+    tasks = [
+        Task(
+            task_id=name,
+            group_size=group_size,
+            tokens=sequence([1, 2, 3]),
+            sampling_params=sampling(8),
+            index=index,
+            **fields,
+        )
+        for index, name in enumerate(names)
+    ]
+    return await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=tasks))
+
+
+async def lease(harness: Harness, count: int, agent: str = "agent") -> tuple[Any, list[Any]]:
+    """The stream, which must stay open, and what was leased on it."""
+    call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id=agent, concurrency=count))
+    async with asyncio.timeout(10):
+        leases = [await call.read() for _ in range(count)]
+    return call, leases
+
+
+async def work(harness: Harness, given: Any, reward: float = 1.0) -> list[int]:
+    """One turn of a leased attempt, and its outcome."""
+    turn = await collect(
+        harness.wire.Generate(
+            GenerateRequest(trajectory_id=given.trajectory_id, sampling_params=sampling(8))
+        )
+    )
+    await harness.complete(given.trajectory_id, reward)
+    return turn.tokens
+
+
+async def refused(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return str(read_failure(error.value).reason)
+
+
+async def stored(harness: Harness, trajectory_id: str) -> Any:
+    return await harness.wire.GetTrajectory(GetTrajectoryRequest(trajectory_id=trajectory_id))
+
+
+async def state(harness: Harness) -> list[str]:
+    """Everything that counts, in no order."""
+    journal = harness.serving._journal
+    found: list[str] = []
+    for item in _written_out(list(harness.serving.parts.snapshot(0, 0))):
+        record = await journal.read(item) if isinstance(item, Stored) else item
+        if record.HasField("tasks_known"):
+            record.tasks_known.task_ids[:] = sorted(record.tasks_known.task_ids)
+        if record.HasField("leases_expired"):
+            record.leases_expired.trajectory_ids[:] = sorted(record.leases_expired.trajectory_ids)
+        found.append(str(record))
+    return sorted(found)
+
+
+# What becomes of each thing
+
+
+async def test_tasks_wait_in_their_order_and_are_known(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await submit(first, "x", "y", "z")
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        answer = await submit(second, "y", "z", "new")
+        assert (answer.accepted_count, answer.duplicate_count, answer.pending_count) == (1, 2, 4)
+        _, leases = await lease(second, 4)
+        assert [given.task.task_id for given in leases] == ["x", "x", "y", "y"]
+
+
+async def test_a_group_under_way_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await submit(first, "x", group_size=3)
+        _, leases = await lease(first, 3)
+        done = await work(first, leases[0], 0.5)
+        opened = await first.generate(leases[1].trajectory_id, sampling_params=sampling(8))
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        # The one that was opened is continued, the one that was not is opened, by whoever held them.
+        again = await stored(second, leases[1].trajectory_id)
+        assert again.open and again.last_turn.finish_reason == LENGTH
+        observed = await second.resume(leases[1].trajectory_id, tokens=sequence([9]))
+        context = [1, 2, 3, *opened.tokens, 9]
+        assert observed.tokens == expected_tokens(context, [0] * 8)[0]
+        assert not await second.complete(leases[1].trajectory_id)
+        # The outcome that was answered is answered again.
+        assert not await second.complete(leases[0].trajectory_id, 0.5)
+        assert await refused(second.complete(leases[0].trajectory_id, 0.75)) == "OUTCOME_DIFFERS"
+        await second.generate(leases[2].trajectory_id, sampling_params=sampling(8))
+        assert await second.complete(leases[2].trajectory_id)
+        exchange = await hello(second.wire)
+        exchange.send(demand={"group_count": 1})
+        group = (await exchange.receive("delivery")).group
+        assert [t.outcome.reward for t in group.trajectories] == [0.5, 1.0, 1.0]
+        assert [int(t) for t in codec.token_ids(group.trajectories[0].segments[1])] == done
+
+
+async def test_leases_that_nobody_calls_on_run_out_and_are_made_again(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await submit(first, "x", group_size=2)
+        _, leases = await lease(first, 2)
+        after = killed(tmp_path / "a")
+    async with on_disk(after, "leases.seconds=0.5") as second:
+        answer = await second.wire.RenewLease(
+            RenewLeaseRequest(trajectory_ids=[leases[0].trajectory_id])
+        )
+        assert not answer.expired_trajectory_ids
+        _, again = await lease(second, 2, "another")
+        assert {given.retry_count for given in again} == {1}
+        late = second.generate(leases[1].trajectory_id, sampling_params=sampling(8))
+        assert await refused(late) == "LEASE_EXPIRED"
+        after_that = killed(after, "again")
+    async with on_disk(after_that) as third:
+        late = third.generate(leases[1].trajectory_id, sampling_params=sampling(8))
+        assert await refused(late) == "LEASE_EXPIRED"
+
+
+async def test_a_turn_that_was_cut_off_is_continued_at_its_last_record(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a", step_seconds=0.005) as first:
+        call = asyncio.ensure_future(first.generate("t", sampling_params=sampling(300)))
+        await asyncio.sleep(0.1)
+        (turn,) = first.serving.turns.in_flight
+        assert turn.policy_token_count
+        after = killed(tmp_path / "a")
+        call.cancel()
+    async with on_disk(after) as second:
+        cut = await stored(second, "t")
+        assert cut.open and cut.last_turn.finish_reason == ABORTED
+        assert cut.last_turn.policy_token_count == 0
+        rest = await second.resume("t")
+        assert rest.tokens == expected_tokens([1, 2, 3], [0] * 300)[0]
+        assert rest.finished.finish_reason == LENGTH
+
+
+async def test_an_aborted_turn_goes_on_at_the_exact_token_with_what_is_left_of_its_budget(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "a", step_seconds=0.005) as first:
+        call = asyncio.ensure_future(first.generate("t", sampling_params=sampling(200)))
+        await asyncio.sleep(0.1)
+        request = AbortRequest()
+        request.all.SetInParent()
+        await first.wire.Abort(request)
+        begun = await call
+        assert 0 < len(begun.tokens) < 200
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        rest = await second.resume("t")
+        assert begun.tokens + rest.tokens == expected_tokens([1, 2, 3], [0] * 200)[0]
+        assert rest.finished.policy_token_count == 200
+
+
+async def test_a_branch_is_closed_with_its_parent(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await submit(first, "x", group_size=1)
+        _, (given,) = await lease(first, 1)
+        await first.generate(given.trajectory_id, sampling_params=sampling(8))
+        await first.generate("branch", parent_trajectory_id=given.trajectory_id)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        await second.resume("branch", tokens=sequence([5]))
+        assert await second.complete(given.trajectory_id)
+        exchange = await hello(second.wire)
+        exchange.send(demand={"group_count": 1})
+        group = (await exchange.receive("delivery")).group
+        assert [t.trajectory_id for t in group.trajectories] == [given.trajectory_id, "branch"]
+
+
+async def test_a_callers_own_group_and_a_trajectory_of_its_own(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await first.generate("g0", group_id="g", group_size=2, sample_index=0)
+        await first.complete("g0", 0.25)
+        await first.generate("alone")
+        await first.complete("alone", 0.75)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        assert (await stored(second, "alone")).trajectory.outcome.reward == 0.75
+        await second.generate("g1", group_id="g", group_size=2, sample_index=1)
+        assert await second.complete("g1")
+        assert await refused(second.generate("g2", group_id="g", group_size=2)) == "FIELD_INVALID"
+
+
+async def finish_groups(harness: Harness, *names: str) -> None:
+    await submit(harness, *names, group_size=1)
+    call, leases = await lease(harness, len(names))
+    for given in leases:
+        await work(harness, given)
+    call.cancel()
+
+
+async def test_groups_are_delivered_until_a_checkpoint_contains_them(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await finish_groups(first, "a", "b", "c", "d")
+        exchange = await hello(first.wire, groups_per_step=4)
+        exchange.send(demand={"group_count": 3})
+        ids = [(await exchange.receive("delivery")).delivery_id for _ in range(3)]
+        # a is final, b is used and not final, c is delivered and not used, d waits.
+        exchange.send(receipt={"delivery_ids": ids[:1], "step": 1})
+        exchange.send(checkpoint={"step": 1})
+        exchange.send(receipt={"delivery_ids": ids[1:2], "step": 2})
+        exchange.send(demand={"group_count": 1})
+        last = await exchange.receive("delivery")
+        rejection = {"reason": "USELESS"}
+        exchange.send(receipt={"delivery_ids": [last.delivery_id], "rejection": rejection})
+        exchange.half_close()
+        assert await exchange.call.read() is grpc.aio.EOF
+        after = killed(tmp_path / "a")
+    for resume_step, expected in ((2, ["c"]), (1, ["b", "c"])):
+        copy = killed(after, f"resumed{resume_step}")
+        async with on_disk(copy) as second:
+            exchange = await hello(second.wire, 2, groups_per_step=4, resume_step=resume_step)
+            exchange.send(demand={"group_count": 4})
+            again = [await exchange.receive("delivery") for _ in expected]
+            assert [delivery.group.task_id for delivery in again] == expected
+            # No id of before can be taken for one of now.
+            assert min(delivery.delivery_id for delivery in again) > max(ids)
+            await exchange.nothing()
+
+
+async def test_an_older_trainer_stays_refused(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await hello(first.wire, 7)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        assert await refused(hello(second.wire, 7)) == "STALE_EPOCH"
+        await hello(second.wire, 8)
+
+
+async def test_another_run_takes_over_and_what_the_one_before_left_stays_gone(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await finish_groups(first, "a", "b")
+        await hello(first.wire, 1)
+        await submit(first, "waiting")
+        await hello(first.wire, 2, run_id="another")
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        answer = await submit(second, "waiting", "a")
+        assert (answer.accepted_count, answer.pending_count) == (2, 2)
+        assert second.serving.buffer.held_count == 0
+
+
+async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "a") as harness:
+        await finish_groups(harness, "a", "b")
+        (group, _) = list(harness.serving.buffer.groups)
+        where = group.payload.stored
+        path = harness.serving._journal._paths[where.segment]
+        with path.open("r+b") as file:
+            file.seek(where.offset + where.length // 2)
+            file.write(b"rot")
+        exchange = await hello(harness.wire)
+        exchange.send(demand={"group_count": 2})
+        assert (await exchange.receive("delivery")).group.task_id == "b"
+        assert (await exchange.receive("notice")).reason == "JOURNAL_CORRUPT"
+        _, (given,) = await lease(harness, 1)
+        assert given.task.task_id == "a"
+        await work(harness, given)
+        assert (await exchange.receive("delivery")).group.task_id == "a"
+
+
+async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await hello(first.wire)
+        await first.upload(3)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        call = asyncio.ensure_future(second.generate("t"))
+        exchange = await hello(second.wire, 2, weight_version=3)
+        done, _ = await asyncio.wait([call], timeout=0.2)
+        assert not done and second.serving.switch.awaiting_trainer
+        await second.upload(3)
+        assert set((await call).versions) == {3}
+        assert not second.serving.switch.awaiting_trainer
+        del exchange
+    # A trainer that begins anew with the base model is taken at its word.
+    async with on_disk(killed(after, "anew")) as third:
+        await hello(third.wire, 3, run_id="another")
+        assert set((await third.generate("u")).versions) == {0}
+
+
+async def test_a_caller_that_is_gone_leaves_its_group_in_its_place(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as harness:
+        await harness.generate("g0", group_id="g", group_size=1)
+        request = CompleteTrajectoryRequest(trajectory_id="g0", outcome=Outcome(reward=1.0))
+        call = harness.wire.CompleteTrajectory(request)
+        while not harness.serving.store.closed_mark("g0"):
+            await asyncio.sleep(0)
+        call.cancel()
+        exchange = await hello(harness.wire)
+        exchange.send(demand={"group_count": 1})
+        assert (await exchange.receive("delivery")).group.group_id == "g"
+
+
+async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(
+        tmp_path / "a", "journal.max_bytes=4194304", "limits.groups_without_trainer=1000"
+    ) as harness:
+        refusal = ""
+        for i in range(400):
+            try:
+                await harness.generate(
+                    f"g{i}",
+                    [7] * 250,
+                    group_id=f"g{i}",
+                    group_size=1,
+                    sampling_params=sampling(250),
+                )
+                request = CompleteTrajectoryRequest(
+                    trajectory_id=f"g{i}", outcome=Outcome(reward=1)
+                )
+                request.outcome.metadata["filler"] = "x" * 20_000
+                await harness.wire.CompleteTrajectory(request)
+            except grpc.aio.AioRpcError as error:
+                refusal = str(read_failure(error).reason)
+                break
+        assert refusal == "DISK_FULL"
+        held = harness.serving.buffer.held_count
+        assert held > 10
+        exchange = await hello(harness.wire, groups_per_step=held, max_lag=8)
+        exchange.send(demand={"group_count": held})
+        ids = [(await exchange.receive("delivery")).delivery_id for _ in range(held)]
+        exchange.send(receipt={"delivery_ids": ids, "step": 1})
+        exchange.send(checkpoint={"step": 1})
+        async with asyncio.timeout(10):
+            while harness.serving.buffer.held_count:
+                await asyncio.sleep(0.01)
+        # The same call again.
+        turn = harness.serving.store.find(f"g{i}")
+        if turn is None:
+            await harness.generate(f"g{i}", group_id=f"g{i}", group_size=1)
+        assert await harness.complete(f"g{i}")
+
+
+# Any order of events
+
+
+class Chaos:
+    """An agent and a trainer that do whatever comes, over the wire."""
+
+    def __init__(self, harness: Harness, seed: int) -> None:
+        self.harness = harness
+        self.random = random.Random(seed)
+        self.tasks = 0
+        self.leases: list[Any] = []
+        self.streams: list[Any] = []
+        self.opened: list[str] = []
+        self.own = 0
+        self.exchange: Exchange | None = None
+        self.epoch = 0
+        self.step = 0
+        self.in_hand: list[int] = []
+
+    async def one(self) -> None:
+        names = [name for name in dir(self) if name.startswith("do_")]
+        await getattr(self, self.random.choice(names))()
+
+    async def do_submit(self) -> None:
+        names = [f"task{self.tasks + i}" for i in range(self.random.randint(1, 3))]
+        self.tasks += len(names)
+        await submit(self.harness, *names, group_size=self.random.randint(1, 3))
+
+    async def do_lease(self) -> None:
+        call = self.harness.wire.LeaseTasks(
+            LeaseTasksRequest(agent_id="chaos", concurrency=self.random.randint(1, 4))
+        )
+        self.streams.append(call)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.03):
+                while True:
+                    self.leases.append(await call.read())
+
+    async def do_generate(self) -> None:
+        if self.leases:
+            given = self.leases.pop(self.random.randrange(len(self.leases)))
+            await self.harness.generate(given.trajectory_id, sampling_params=sampling(8))
+            self.opened.append(given.trajectory_id)
+
+    async def do_own(self) -> None:
+        self.own += 1
+        fields = (
+            {"group_id": f"own{self.own}", "group_size": self.random.randint(1, 2)}
+            if self.random.random() < 0.6
+            else {}
+        )
+        await self.harness.generate(f"own{self.own}", **fields)
+        self.opened.append(f"own{self.own}")
+
+    async def do_branch(self) -> None:
+        if self.opened:
+            self.own += 1
+            parent = self.random.choice(self.opened)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self.harness.generate(f"branch{self.own}", parent_trajectory_id=parent)
+
+    async def do_continue(self) -> None:
+        if self.opened:
+            name = self.random.choice(self.opened)
+            observation = ContinueRequest(trajectory_id=name, tokens=sequence([4, 5]))
+            await collect(self.harness.wire.Continue(observation))
+
+    async def do_complete(self) -> None:
+        if self.opened:
+            name = self.opened.pop(self.random.randrange(len(self.opened)))
+            outcome = (
+                Outcome(reward=self.random.random())
+                if self.random.random() < 0.7
+                else Outcome(failure=Failure(reason="CHAOS"))
+            )
+            request = CompleteTrajectoryRequest(trajectory_id=name, outcome=outcome)
+            await self.harness.wire.CompleteTrajectory(request)
+
+    async def do_fail_unopened(self) -> None:
+        if self.leases:
+            await self.harness.fail(self.leases.pop().trajectory_id)
+
+    async def do_session(self) -> None:
+        self.epoch += 1
+        run = "run" if self.random.random() < 0.9 else f"run{self.epoch}"
+        if run != "run":
+            self.leases.clear()
+            self.opened = [n for n in self.opened if n.startswith("own")]
+        self.exchange = await hello(
+            self.harness.wire,
+            self.epoch,
+            run_id=run,
+            resume_step=self.step,
+            max_lag=8,
+            groups_per_step=8,
+        )
+        self.in_hand.clear()
+
+    async def do_compact(self) -> None:
+        journal = self.harness.serving._journal
+        assert isinstance(journal, LogJournal)
+        if journal._compacting is None and self.random.random() < 0.3:
+            await journal.append(())
+            await journal._begin_compaction()
+
+    async def do_train(self) -> None:
+        if self.exchange is None:
+            return
+        self.exchange.send(demand={"group_count": 2})
+        with contextlib.suppress(TimeoutError):
+            for _ in range(2):
+                async with asyncio.timeout(0.05):
+                    message = await self.exchange.call.read()
+                if message is grpc.aio.EOF:
+                    return
+                if message.WhichOneof("message") == "delivery":
+                    self.in_hand.append(message.delivery.delivery_id)
+        # A read that was given up may have taken a message along: then the session is over.
+        self.exchange, exchange = None, self.exchange
+        if self.in_hand:
+            self.step += 1
+            exchange.send(receipt={"delivery_ids": self.in_hand, "step": self.step})
+            if self.random.random() < 0.5:
+                exchange.send(checkpoint={"step": self.step})
+        exchange.half_close()
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+async def test_after_any_order_of_events_another_server_holds_the_same(
+    tmp_path: Path, seed: int
+) -> None:
+    folder = tmp_path / "a"
+    async with on_disk(folder, "limits.groups_without_trainer=1000") as first:
+        chaos = Chaos(first, seed)
+        for _ in range(60):
+            try:
+                await chaos.one()
+            except grpc.aio.AioRpcError as error:
+                # Of what another run took away.
+                assert read_failure(error).reason in (
+                    "LEASE_EXPIRED",
+                    "TRAJECTORY_UNKNOWN",
+                    "TRAJECTORY_CLOSED",
+                    "QUEUE_FULL",
+                ), error
+        for stream in chaos.streams:
+            stream.cancel()
+        await first.serving.closing.settled()
+        await first.serving._journal.append(())
+        before = await state(first)
+        after = killed(folder)
+    async with on_disk(after) as second:
+        # What was delivered waits again, which is the same to a journal.
+        assert await state(second) == before
+
+
+async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) -> None:
+    """It was queued before the journal was compacted, and is written after it."""
+    found = Recovered()
+    where = Stored(1, 16, 64)
+    task = Task(task_id="t", group_size=1)
+    group = Group("g", 1, task, trajectory_pb2.PURPOSE_TRAIN, 0)
+    group.attempts = [Attempt(group, 0, 0, "g-0-0", leased=True)]
+    # The snapshot no longer has the task, for the group is complete; the end of it is queued as well.
+    message = TrajectoryGroup(group_id="g", task_id="t")
+    finished = group_finished(message, task, 0, has_policy_tokens=False)
+    for record in (tasks_known(["t"]), group_changed(group), finished):
+        found.apply(record, where)
+    assert not found.groups and set(found.finished) == {"g"}
+    found.apply(group_changed(group), where)
+    assert not found.groups

@@ -1,0 +1,168 @@
+"""The supervisor: who is started again, how soon, how often, and what ends everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from penstock.demo.processes import Command, ProcessFailed, break_off
+from penstock.demo.supervisor import Cast, RestartBudget, Restarts, Supervisor
+
+SERVE = "echo 'penstock serving x on 127.0.0.1:77 (weight version 0)'; exec sleep 60"
+AT_ONCE = Restarts(most=3, first_seconds=0.01)
+
+
+def test_restarts_wait_longer_each_time_and_are_bounded_within_a_time() -> None:
+    now = 0.0
+    budget = RestartBudget(Restarts(4, 100.0, 0.5, 3.0), lambda: now)
+    assert [budget.wait() for _ in range(4)] == [0.5, 1.0, 2.0, 3.0]
+    assert budget.wait() is None
+    now = 101.0
+    # What is forgotten neither counts nor lengthens the wait.
+    assert budget.wait() == 0.5
+    assert budget.count == 1
+
+
+@dataclass
+class Stage:
+    """A supervised cast of shell scripts, and what was told."""
+
+    folder: Path
+    supervisor: Supervisor
+    running: asyncio.Task[None]
+    events: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def told(self, who: str, text: str, count: int = 1) -> None:
+        """Returns once something was told so often."""
+
+        def there() -> bool:
+            found = [what for name, what in self.events if name == who and text in what]
+            return len(found) >= count or self.running.done()
+
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(there)
+
+    def pid(self, index: int) -> int:
+        """Of the trainer, the worker or the server."""
+        return self.supervisor.started[index][-1].pid
+
+
+@contextlib.asynccontextmanager
+async def stage(
+    folder: Path,
+    *,
+    serve: str = SERVE,
+    work: str = "exec sleep 60",
+    train: str = "exec sleep 60",
+    keeps_checkpoints: bool = False,
+    restarts: Restarts = AT_ONCE,
+) -> AsyncGenerator[Stage]:
+    """Runs the three; each script finds what it was told in its arguments."""
+    started: Stage
+
+    def command(name: str, script: str, *arguments: str) -> Command:
+        return Command(name, ("/bin/sh", "-c", script, name, *arguments), folder / f"{name}.log")
+
+    notices: list[asyncio.Future[None]] = []
+
+    def tell(who: str, what: str) -> None:
+        started.events.append((who, what))
+        notices.append(asyncio.ensure_future(notify()))
+
+    async def notify() -> None:
+        async with started.changed:
+            started.changed.notify_all()
+
+    cast = Cast(
+        lambda address: command("server", serve, address or "first"),
+        {"worker": lambda address: command("worker", work, address)},
+        lambda address, resume: command("trainer", train, address, "resume" if resume else ""),
+        trainer_keeps_checkpoints=keeps_checkpoints,
+    )
+    supervisor = Supervisor(cast, restarts, tell)
+    started = Stage(folder, supervisor, asyncio.create_task(supervisor.run()))
+    started.running.add_done_callback(lambda _: notices.append(asyncio.ensure_future(notify())))
+    try:
+        yield started
+    finally:
+        started.running.cancel()
+        await asyncio.wait([started.running])
+        trainer, workers, server = supervisor.started
+        await break_off([*trainer, *workers, *server])
+
+
+async def test_the_run_is_over_when_the_trainer_has_ended_well(tmp_path: Path) -> None:
+    async with stage(tmp_path, train="exit 0") as run:
+        await run.running
+        assert run.events[0] == ("server", "starting")
+        assert run.events[1] == ("server", "serves at 127.0.0.1:77")
+        assert run.events[-1] == ("trainer", "done")
+
+
+async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> None:
+    async with stage(tmp_path, serve=f"echo told $1; {SERVE}") as run:
+        await run.told("trainer", "starting")
+        os.kill(run.pid(2), signal.SIGKILL)
+        await run.told("server", "serves at", 2)
+        assert ("server", "was ended by SIGKILL; starting again in 0.01 s (1 of 3 restarts)") in (
+            run.events
+        )
+        assert [
+            line
+            for line in (tmp_path / "server.log").read_text().splitlines()
+            if line.startswith("told")
+        ] == ["told first", "told 127.0.0.1:77"]
+        # Nobody else was touched.
+        assert [who for who, what in run.events if what.startswith("starting")].count("worker") == 1
+
+
+async def test_a_worker_that_ends_is_started_again_and_says_why_it_ended(tmp_path: Path) -> None:
+    async with stage(tmp_path, work="echo out of luck; exit 1") as run:
+        await run.told("worker", "exited 1 (out of luck); starting again")
+
+
+async def test_a_process_that_cannot_live_stops_everything_and_says_why(tmp_path: Path) -> None:
+    async with stage(tmp_path, work="echo out of luck; kill -9 $$") as run:
+        with pytest.raises(ProcessFailed) as caught:
+            await run.running
+        assert "the worker ended 4 times within 600 s; the last time" in str(caught.value)
+        assert "was ended by SIGKILL" in str(caught.value)
+        assert str(caught.value).count("| out of luck") == 4
+
+
+@pytest.mark.parametrize(
+    ("scripts", "explained"),
+    [
+        ({"serve": "echo the port is taken; exit 1"}, "server exited 1"),
+        ({"work": "echo no such function; exit 2"}, "worker exited 2"),
+        ({"train": "echo no such file; exit 2", "keeps_checkpoints": True}, "trainer exited 2"),
+        ({"train": "echo out of memory; kill -9 $$"}, "trainer was ended by SIGKILL"),
+    ],
+)
+async def test_what_starting_again_would_not_help_stops_everything_at_once(
+    tmp_path: Path, scripts, explained: str
+) -> None:
+    async with stage(tmp_path, **scripts) as run:
+        with pytest.raises(ProcessFailed, match=f"the {explained}; the end of"):
+            await run.running
+        assert not any("again" in what for _, what in run.events)
+
+
+async def test_a_trainer_that_keeps_checkpoints_resumes(tmp_path: Path) -> None:
+    dies_once = 'if [ "$2" = resume ]; then exit 0; else exit 1; fi'
+    async with stage(tmp_path, train=dies_once, keeps_checkpoints=True) as run:
+        await run.running
+        assert [what for who, what in run.events if who == "trainer"] == [
+            "starting",
+            "exited 1; starting again in 0.01 s (1 of 3 restarts)",
+            "starting again",
+            "done",
+        ]

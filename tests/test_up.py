@@ -1,0 +1,231 @@
+"""`penstock up`: its file, and a run in which everything is killed once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.client.__main__ import main
+from penstock.demo.processes import Command, FirstMatch, Process
+from penstock.demo.tasks import write_printable
+from penstock.demo.tiny import write_model
+from penstock.demo.up_config import UpConfigInvalid, command_line, load
+from tests.faults.test_supervised_run import check
+
+FILE = """
+[up]
+out = "{out}"
+restarts = 3
+
+[serve]
+listen = "127.0.0.1:0"
+[serve.engine]
+model = "{out}/../model"
+step-seconds = 0.002
+
+[rollout]
+reward = "penstock.demo.rewards:printable_share"
+concurrency = 8
+
+[train]
+run.steps = 20
+run.save_model = false
+model.dtype = "float32"
+model.threads = 1
+data.group_size = 2
+data.sampling.max_tokens = 8
+data.jsonl.path = "{out}/../tasks.jsonl"
+train.groups_per_step = 2
+train.learning_rate = 1e-2
+checkpoint.every_steps = 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "up.toml"
+    path.write_text(FILE.format(out=tmp_path / "out"))
+    return path
+
+
+def test_what_the_three_have_to_agree_on_is_said_once(config: Path, tmp_path: Path) -> None:
+    loaded = load(config, ["up.patience_seconds=77", "rollout.count=2", "train.run.steps=3"])
+    assert loaded.train is not None
+    train = loaded.train_at("10.0.0.1:5")
+    assert train["server"] == {"address": "10.0.0.1:5", "give_up_after_seconds": 77}
+    assert train["model"]["path"] == loaded.serve["engine"]["model"]
+    assert (train["run"]["id"], train["run"]["out"]) == ("out", str(tmp_path / "out"))
+    assert train["run"]["steps"] == 3
+    assert (loaded.worker_count, loaded.worker_options["reconnect-timeout"]) == (2, 77)
+    assert loaded.trainer_keeps_checkpoints
+
+
+def test_a_section_may_begin_with_a_file(tmp_path: Path) -> None:
+    (tmp_path / "trainer.toml").write_text("[model]\npath = 'm'\n[run]\nsteps = 7\nseed = 1\n")
+    path = tmp_path / "up.toml"
+    path.write_text(
+        "[up]\nout = 'o'\n[serve]\nlisten = 'h:1'\n"
+        f"[train]\npath = '{tmp_path}/trainer.toml'\nrun.seed = 2\n"
+    )
+    loaded = load(path, [])
+    assert loaded.train is not None
+    assert loaded.train["run"] == {"id": "o", "out": "o", "steps": 7, "seed": 2}
+    assert loaded.serve == {
+        "listen": "h:1",
+        "engine": {"model": "m"},
+        "journal": {"folder": "o/journal"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("up.restarts=-1", r"up\.restarts: .*got -1"),
+        ("up.restart=1", r"up\.restart: Extra inputs"),
+        ("rollout.count=many", r"count: .*got 'many'"),
+        ("train.path=/no/such/file", "No such file"),
+        ("restarts=1", "section.key=value"),
+        ("up.restarts.most=1", "is a value, not a section"),
+    ],
+)
+def test_what_is_wrong_is_named(config: Path, override: str, complaint: str) -> None:
+    with pytest.raises(UpConfigInvalid, match=complaint):
+        load(config, [override])
+
+
+def test_options_are_written_as_a_command_takes_them() -> None:
+    options = {"reward": "a:b", "group-reward": True, "purpose": "train", "whole": False}
+    assert command_line(options) == ["--reward", "a:b", "--group-reward", "--purpose", "train"]
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("rollout.concurency=8", "rollout: No such option"),
+        ("rollout.concurrency=0", "rollout: .*0 is not in the range"),
+        ("train.run.steps=0", r"\[train\]: .*run\.steps: .*got 0"),
+    ],
+)
+def test_a_bad_part_is_named_before_anything_starts(
+    config: Path, override: str, complaint: str
+) -> None:
+    shown = CliRunner().invoke(main, ["up", str(config), "--set", override])
+    assert shown.exit_code == 2
+    assert re.search(complaint, shown.output), shown.output
+
+
+async def test_a_folder_that_holds_a_run_is_gone_on_with_only_where_that_is_said(
+    config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "events.log").touch()
+    shown = CliRunner().invoke(main, ["up", str(config)])
+    assert shown.exit_code == 2
+    assert "holds another run; give --resume" in shown.output
+
+
+def pid_of(out: Path, command: str) -> int:
+    """The one process that has the run's folder on its command line and this command."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if command in arguments and any(str(out) in argument for argument in arguments):
+            found.append(int(folder.name))
+    (pid,) = found
+    return pid
+
+
+@pytest.mark.timeout(120)
+async def test_a_run_goes_on_to_its_end_though_everything_is_killed(
+    config: Path, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model")
+    write_printable(tmp_path / "tasks.jsonl")
+    out = tmp_path / "out"
+    steps = {at: FirstMatch(re.compile(rf"(step {at}/20)")) for at in (3, 8)}
+    printed: list[str] = []
+
+    def on_line(line: str) -> None:
+        printed.append(line)
+        for wanted in steps.values():
+            wanted(line)
+
+    command = (sys.executable, "-m", "tests.up_with_fakes", str(config))
+    process = Process.start(Command("up", command, tmp_path / "up.log"), on_line)
+    try:
+        await steps[3].wait(process)
+        os.kill(pid_of(out, "tests.fake_serve"), signal.SIGKILL)
+        await steps[8].wait(process)
+        os.kill(pid_of(out, "train"), signal.SIGKILL)
+        async with asyncio.timeout(90):
+            assert await process.wait() == 0, "\n".join(printed)
+    finally:
+        process.kill()
+    events = (out / "events.log").read_text()
+    assert "server: was ended by SIGKILL; starting again" in events
+    assert "trainer: was ended by SIGKILL; starting again" in events
+    assert events.splitlines()[-2].endswith("trainer: done")
+    # The server that came back held version 0, and nobody sampled from it in the middle of the run.
+    check(out, 20)
+
+
+SHELLS = """
+import sys
+from pathlib import Path
+from penstock.demo.up import Programs, up
+
+def script(name, first):
+    said = f"trap 'echo {name} >> {sys.argv[2]}; exit 0' TERM; {first}; while :; do sleep 0.02; done"
+    return ("/bin/sh", "-c", 'case "$*" in *--dry-run*) exit 0;; esac; ' + said, name)
+
+serve = script("server", "echo 'penstock serving x on 127.0.0.1:77 (weight version 0)'")
+worker, trainer = script("worker", ":"), script("trainer", "echo step 1/9")
+sys.exit(up(Path(sys.argv[1]), [], False, False, Programs(serve, worker, trainer)))
+"""
+
+
+async def test_a_stop_on_request_goes_from_the_trainer_to_the_server(
+    config: Path, tmp_path: Path
+) -> None:
+    ended = tmp_path / "ended"
+    stepped = FirstMatch(re.compile("(step 1)"))
+    command = (sys.executable, "-c", SHELLS, str(config), str(ended))
+    process = Process.start(Command("up", command, tmp_path / "up.log"), stepped)
+    try:
+        await stepped.wait(process)
+        process.signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+    finally:
+        process.kill()
+    assert ended.read_text().split() == ["trainer", "worker", "server"]
+    events = (tmp_path / "out" / "events.log").read_text().splitlines()
+    assert [line.split(" ", 1)[1] for line in events[-2:]] == [
+        "up: stopping on request",
+        "up: stopped",
+    ]
+
+
+async def test_a_dry_run_prints_what_each_command_makes_of_its_part(
+    config: Path, tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "tests.up_with_fakes", str(config), "--dry-run")
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await process.communicate()
+    resolved = tomllib.loads(printed.decode())
+    assert resolved["up"]["restarts"] == 3
+    assert resolved["serve"]["leases"]["seconds"] == 60
+    assert resolved["rollout"]["concurrency"] == 8
+    assert resolved["train"]["staleness"]["max_lag"] == 4
+    assert not (tmp_path / "out").exists()

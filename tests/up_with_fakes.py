@@ -1,0 +1,14 @@
+"""`penstock up` with the fake engine's server: `python -m tests.up_with_fakes CONFIG [--resume]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from penstock.demo.up import Programs, up
+
+FAKES = Programs(serve=(sys.executable, "-m", "tests.fake_serve"))
+
+if __name__ == "__main__":
+    config, *options = sys.argv[1:]
+    sys.exit(up(Path(config), [], "--resume" in options, "--dry-run" in options, FAKES))

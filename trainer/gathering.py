@@ -1,0 +1,213 @@
+"""Batches: the groups of one step, out of what the server delivers.
+
+    delivery -> task taken -> read -> in the batch
+                  |             +---> every trajectory failed: refused, another demanded
+                  +-> aside, for a later batch
+                  +-> the task was trained already, by another group: refused, another demanded
+
+Groups arrive in the order in which they were finished. Within a batch they are put in the order of
+the data, so that sums come out the same however long each of them took.
+
+A run that resumes finds in its ledger what the trainer that was killed did beyond the checkpoint.
+The server delivers those groups again, among others that wait. While the gatherer follows the
+ledger, it makes the same batches of them: what is not of the step at hand is put aside. It stops
+where all that waited at the server has come and a group is missing, because it was lost there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from penstock.trainer.batching import TrainingGroup, read_group
+from penstock.trainer.compute import ComputeThread
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.errors import EverythingFailed
+from penstock.trainer.exchange import Exchange
+from penstock.trainer.handover import Handover
+from penstock.trainer.ledger import Ledger, RefusedEntry
+from penstock.trainer.metrics import StepRecord
+from penstock.trainer.stopping import unless
+from penstock.trainer.tasks import ALL_FAILED, TaskFeeder
+from penstock.v1 import trainer_service_pb2, trajectory_pb2
+
+log = logging.getLogger(__name__)
+
+TASK_SETTLED = "TASK_SETTLED"
+
+
+@dataclass(slots=True)
+class Batch:
+    """The groups of one step, as delivered and as read, in the order of the data."""
+
+    deliveries: list[trajectory_pb2.TrajectoryGroup] = field(
+        default_factory=list[trajectory_pb2.TrajectoryGroup]
+    )
+    groups: list[TrainingGroup] = field(default_factory=list[TrainingGroup])
+
+
+class Gatherer:
+    """One run's batches, one after another."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        exchange: Exchange,
+        tasks: TaskFeeder,
+        handover: Handover,
+        ledger: Ledger,
+        compute: ComputeThread,
+        stopping: asyncio.Event,
+    ) -> None:
+        self._config = config
+        self._exchange = exchange
+        self._tasks = tasks
+        self._handover = handover
+        self._ledger = ledger
+        self._compute = compute
+        self._stopping = stopping
+        self._wanted_count = config.train.groups_per_step
+        self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
+        """Groups in hand that no batch has taken yet, in the order they came in."""
+        self._following = False
+        self._deliveries_to_see = 0
+        self._failed_in_a_row = 0
+        self._failure_reasons: Counter[str] = Counter()
+
+    def follow(self, welcome: trainer_service_pb2.Welcome) -> None:
+        """Makes the batches that the ledger has ahead, out of what waits at a server that was just
+        greeted."""
+        self._following = bool(self._ledger.ahead)
+        self._look(welcome)
+
+    async def came_back(self, welcome: trainer_service_pb2.Welcome) -> None:
+        """The server may have lost what it held: what it delivered before is in hand, and the tasks of
+        it are not to be made again."""
+        for delivery in self._exchange.take_arrived():
+            if await self._take(delivery, instead=False):
+                self._aside[delivery.group_id] = delivery
+        self._look(welcome)
+
+    def demand(self, step: int) -> None:
+        """Grants the server the credit that the batch of this step needs."""
+        wanted = self._of(step)
+        in_hand = len(wanted & self._aside.keys()) if wanted else len(self._aside)
+        missing = self._wanted_count - in_hand - self._exchange.on_their_way
+        if missing > 0:
+            self._exchange.demand(missing)
+
+    async def gather(self, record: StepRecord) -> Batch | None:
+        """Consumes deliveries; waits for as many groups as make a batch; produces it. None where the run
+        is to stop.
+
+        Raises EverythingFailed, StorageFailed.
+        """
+        held = self._exchange.held_version
+        wanted = self._of(record.step)
+        found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
+        while len(found) < self._wanted_count:
+            if wanted and not wanted & self._aside.keys() and self._all_seen():
+                log.warning("the server lost groups of step %d: taking others", record.step)
+                wanted = frozenset[str]()
+                continue
+            delivery = self._take_aside(wanted) or await self._next(wanted)
+            if delivery is None:
+                if self._stopping.is_set():
+                    return None
+                continue
+            group = read_group(
+                delivery,
+                trainer_version=held,
+                max_lag=self._config.staleness.max_lag,
+                normalize_std=self._config.train.normalize_std,
+            )
+            record.failures += group.failures
+            if group.samples:
+                self._failed_in_a_row = 0
+                found.append((delivery, group))
+            else:
+                record.groups_failed += 1
+                await self._refuse_failed(delivery)
+        found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
+        return Batch([delivery for delivery, _ in found], [group for _, group in found])
+
+    def _of(self, step: int) -> frozenset[str]:
+        """Groups that the step was made of before; empty where that does not matter."""
+        entry = self._ledger.ahead.get(step) if self._following else None
+        return entry.group_ids if entry is not None else frozenset[str]()
+
+    def _look(self, welcome: trainer_service_pb2.Welcome) -> None:
+        self._deliveries_to_see = self._exchange.delivery_count + welcome.buffered_group_count
+
+    def _all_seen(self) -> bool:
+        """Whether everything has come that waited at the server when it was greeted."""
+        seen = self._exchange.delivery_count >= self._deliveries_to_see
+        return seen and not self._exchange.arrived_count
+
+    def _take_aside(self, wanted: frozenset[str]) -> trajectory_pb2.TrajectoryGroup | None:
+        found = next((name for name in self._aside if not wanted or name in wanted), None)
+        return self._aside.pop(found) if found is not None else None
+
+    async def _next(self, wanted: frozenset[str]) -> trajectory_pb2.TrajectoryGroup | None:
+        """The next group that comes; None where it is not for this batch, or the run is to stop."""
+        if self._stopping.is_set():
+            return None
+        delivery = await unless(self._stopping, self._exchange.next_group())
+        if delivery is None:
+            return None
+        if not await self._take(delivery, instead=True):
+            return None
+        if wanted and delivery.group_id not in wanted:
+            self._aside[delivery.group_id] = delivery
+            if not self._all_seen():
+                self._exchange.demand(1)
+            return None
+        return delivery
+
+    async def _take(self, delivery: trajectory_pb2.TrajectoryGroup, *, instead: bool) -> bool:
+        """Whether its task is still to be trained; a group of another one is refused."""
+        self._tasks.arrived()
+        if self._tasks.take(delivery.task_id):
+            return True
+        message = f"another group of task {delivery.task_id} was trained, or refused"
+        await self._refuse(delivery, TASK_SETTLED, message, instead=instead)
+        return False
+
+    async def _refuse_failed(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
+        """A group in which everything failed: not to be sent again, and another one instead of
+        it."""
+        reasons = Counter(t.outcome.failure.reason for t in delivery.trajectories)
+        self._failure_reasons.update(reasons)
+        self._failed_in_a_row += 1
+        named = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        log.warning("every trajectory of group %s failed: %s", delivery.group_id, named)
+        self._tasks.settled(delivery.task_id)
+        too_many = self._failed_in_a_row >= self._config.failure.max_failed_groups
+        message = f"every trajectory failed: {named}"
+        await self._refuse(delivery, ALL_FAILED, message, instead=not too_many)
+        if too_many:
+            counted = ", ".join(f"{r} {n}" for r, n in self._failure_reasons.most_common())
+            last = delivery.trajectories[-1].outcome.failure if delivery.trajectories else None
+            raise EverythingFailed(
+                f"every trajectory failed in {self._failed_in_a_row} groups in a row: {counted}"
+                + (f"; the last said: {last.message}" if last else "")
+            )
+
+    async def _refuse(
+        self,
+        delivery: trajectory_pb2.TrajectoryGroup,
+        reason: str,
+        message: str,
+        *,
+        instead: bool = True,
+    ) -> None:
+        # On disk first: what the server has been told it forgets.
+        entry = RefusedEntry(delivery.group_id, delivery.task_id, reason)
+        await self._compute.run(self._ledger.refuse, entry)
+        self._exchange.refuse(delivery, reason, message)
+        if instead:
+            self._exchange.demand(1)
+            await self._handover.retry(self._tasks.fill)
