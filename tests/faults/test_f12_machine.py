@@ -536,6 +536,8 @@ class Walk(RuleBasedStateMachine):
 
 
 def test_the_server_is_as_its_model(report: Report, request: pytest.FixtureRequest) -> None:
+    if report.count is None:
+        pytest.skip("its waits are not yet sure on a busy machine: make fuzz")
     count = QUICK
     if report.count is not None:
         wanted = request.config.getoption("machine_examples")
