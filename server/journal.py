@@ -184,9 +184,13 @@ def server_started(start: int) -> Record:
     return JournalRecord(server_started=_ServerStarted(start=start))
 
 
-def session_began(run_id: str, trainer_epoch: int) -> Record:
-    """A trainer began a session."""
-    return JournalRecord(session_began=_SessionBegan(run_id=run_id, trainer_epoch=trainer_epoch))
+def session_began(run_id: str, trainer_epoch: int, resume_step: int) -> Record:
+    """A trainer began a session; groups that were used after `resume_step` wait again."""
+    return JournalRecord(
+        session_began=_SessionBegan(
+            run_id=run_id, trainer_epoch=trainer_epoch, resume_step=resume_step
+        )
+    )
 
 
 def run_replaced(run_id: str) -> Record:

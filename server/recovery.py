@@ -89,8 +89,7 @@ class Recovered:
         if kind == "server_started":
             self.starts = record.server_started.start
         elif kind == "session_began":
-            self.run_id = record.session_began.run_id
-            self.trainer_epoch = record.session_began.trainer_epoch
+            self._session(record.session_began)
         elif kind == "weights_activated":
             self.weight_version = record.weights_activated.weight_version
         elif kind == "task_accepted":
@@ -129,6 +128,13 @@ class Recovered:
             self._run_replaced()
         else:
             raise ValueError(f"a record of a kind that this server does not know: {kind}")
+
+    def _session(self, began: journal_pb2.SessionBegan) -> None:
+        self.run_id = began.run_id
+        self.trainer_epoch = began.trainer_epoch
+        for group in self.finished.values():
+            if group.step > began.resume_step:
+                group.step = 0
 
     def _task(self, accepted: journal_pb2.TaskAccepted) -> None:
         task = accepted.task
@@ -292,7 +298,8 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
     """A server's state, as records that `Recovered` makes it from again."""
     yield records.server_started(state.starts)
     if state.run_id:
-        yield records.session_began(state.run_id, state.trainer_epoch)
+        # Before any group: which of them wait is said by their own records.
+        yield records.session_began(state.run_id, state.trainer_epoch, 0)
     if state.weight_version:
         yield records.weights_activated(state.weight_version)
     yield records.tasks_known(state.known_tasks)

@@ -197,13 +197,14 @@ class TrainerServicer:
         if self._run_id and self._run_id != hello.run_id:
             await self._drop_run(session)
         self._run_id = hello.run_id
-        # Durable before it is told: no older trainer gets in after a restart either.
-        await self._journal.append([session_began(self._run_id, self._epoch)])
         self._admission.agree(contract, hello.weight_version)
         again = self._buffer.resume(hello.resume_step)
         self._admission.restore(
             (g.group_id, g.admitted_version, g.oldest_version) for g in again if g.training
         )
+        # Durable before it is told: no older trainer gets in after a restart either. In the journal's order
+        # at the moment at which the groups wait again, so that no snapshot falls in between.
+        await self._journal.append([session_began(self._run_id, self._epoch, hello.resume_step)])
         welcome = Welcome(
             active_weight_version=self._weights.active_version,
             buffered_group_count=self._buffer.waiting_count,

@@ -294,6 +294,29 @@ async def test_groups_are_delivered_until_a_checkpoint_contains_them(tmp_path: P
             await exchange.nothing()
 
 
+async def test_groups_that_a_trainer_went_back_behind_wait_for_another_server_too(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await finish_groups(first, "a", "b")
+        exchange = await hello(first.wire, groups_per_step=4)
+        exchange.send(demand={"group_count": 2})
+        ids = [(await exchange.receive("delivery")).delivery_id for _ in range(2)]
+        exchange.send(receipt={"delivery_ids": ids[:1], "step": 1})
+        exchange.send(receipt={"delivery_ids": ids[1:], "step": 2})
+        exchange.half_close()
+        assert await exchange.call.read() is grpc.aio.EOF
+        # Its step 2 is gone, and the step 2 that it makes now is of other groups.
+        await hello(first.wire, 2, groups_per_step=4, resume_step=1)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        exchange = await hello(second.wire, 3, groups_per_step=4, resume_step=2)
+        exchange.send(demand={"group_count": 1})
+        assert (await exchange.receive("delivery")).group.task_id == "b"
+        exchange.send(checkpoint={"step": 2})
+        await exchange.nothing()
+
+
 async def test_an_older_trainer_stays_refused(tmp_path: Path) -> None:
     async with on_disk(tmp_path / "a") as first:
         await hello(first.wire, 7)
@@ -431,6 +454,7 @@ class Chaos:
         self.exchange: Exchange | None = None
         self.epoch = 0
         self.step = 0
+        self.final = 0
         self.in_hand: list[int] = []
 
     async def one(self) -> None:
@@ -502,6 +526,8 @@ class Chaos:
         if run != "run":
             self.leases.clear()
             self.opened = [n for n in self.opened if n.startswith("own")]
+        # A trainer that died goes on from its last checkpoint, one that lost its stream from where it was.
+        self.step = self.random.choice((self.step, self.final))
         self.exchange = await hello(
             self.harness.wire,
             self.epoch,
@@ -538,6 +564,7 @@ class Chaos:
             exchange.send(receipt={"delivery_ids": self.in_hand, "step": self.step})
             if self.random.random() < 0.5:
                 exchange.send(checkpoint={"step": self.step})
+                self.final = self.step
         exchange.half_close()
         await asyncio.sleep(0.02)
 

@@ -69,8 +69,8 @@ from tests.harness import (
 
 QUICK = 6
 STEPS = 40
-SECONDS = 3.0
-"""In which what must come has come."""
+SECONDS = 20.0
+"""In which what must come has come, on a busy machine too."""
 MAX_ATTEMPTS = 3
 PLACES = {"max_lag": 1_000, "groups_per_step": 64}
 """So that the gate, which has tests of its own, lets everything through."""
@@ -370,7 +370,7 @@ class Walk(RuleBasedStateMachine):
         self._lose_session(forgetful=False)
         await self._expire(lost, 0)
         # The last group that this completed is offered once it is in the journal.
-        await asyncio.sleep(0.02)
+        await self._offered()
         self._lose_session(forgetful)
         await self._hello(self.trained_step)
         self._open_stream()
@@ -381,6 +381,9 @@ class Walk(RuleBasedStateMachine):
         """What the last event brings about has happened, and nothing else."""
         await self._take_leases()
         await self._take_deliveries()
+        await self._offered()
+
+    async def _offered(self) -> None:
         while await self._buffered() != len(self.deliverable):
             await asyncio.sleep(0.002)
 
@@ -536,8 +539,6 @@ class Walk(RuleBasedStateMachine):
 
 
 def test_the_server_is_as_its_model(report: Report, request: pytest.FixtureRequest) -> None:
-    if report.count is None:
-        pytest.skip("its waits are not yet sure on a busy machine: make fuzz")
     count = QUICK
     if report.count is not None:
         wanted = request.config.getoption("machine_examples")
