@@ -1,9 +1,10 @@
 """Explains every token that vLLM sampled by the weights its label names, with Hugging Face's own forward.
 
 A turn that a switch crosses may keep the key-value cache that older weights computed (KEEP), and so may
-a turn which was admitted before the switch and found its beginning in the cache. Or it has been computed
-again. All that is replayed: at the start of each run of one version a token's cache is what it was, where
-no switch has dropped it, or all of that version's, and the log-probabilities say which. Weights that no
+a turn which was admitted before the switch and found its beginning in the cache: what its own trajectory
+sampled, or what an attempt computed that was stopped before its first token. Or it has been computed again.
+All that is replayed: at the start of each run of one version a token's cache is what it was, where no
+switch has dropped it, or all of that version's, and the log-probabilities say which. Weights that no
 label named, of another version or of a mixture, fit neither.
 """
 
@@ -101,7 +102,8 @@ class Scorer:
             if off_renewed.max() <= TOLERANCE:
                 survivors[renewed.computed_by] = renewed
             closest = float(off_renewed.max())
-            for kept in self._kept(candidates) if self._keeps(before, version) else ():
+            found = self._found(candidates, tokens[:begin], before, version)
+            for kept in found:
                 off = np.abs(self.logprobs(version, tokens, kept)[-len(sampled) :] - sampled)
                 closest = min(closest, float(off.max()))
                 wrong = np.flatnonzero(off > TOLERANCE)
@@ -122,6 +124,23 @@ class Scorer:
     def _keeps(self, before: int, version: int) -> bool:
         """Whether no switch from one version to the other dropped the cache."""
         return not any(between in self.dropped_cache for between in range(before + 1, version + 1))
+
+    def _found(
+        self, candidates: list[_Candidate], tokens: list[int], before: int, version: int
+    ) -> Iterator[_Candidate]:
+        """Copies of the caches that a request may have had for `tokens` when `version` came."""
+        if not self._keeps(before, version):
+            candidates = []
+        yield from self._kept(candidates)
+        # What was given since may have been computed already, by an attempt that sampled nothing.
+        for other in range(before, version) if before else ():
+            if not self._keeps(other, version):
+                continue
+            for kept in (self.fresh(), *self._kept(candidates)):
+                for length in range(BLOCK, len(tokens), BLOCK):
+                    if length > kept.cached:
+                        self.logprobs(other, tokens[: length + 1], kept)
+                        yield copy.deepcopy(kept)
 
     def _kept(self, candidates: list[_Candidate]) -> Iterator[_Candidate]:
         """Copies of the caches there may be: whole, or the blocks that another request found again."""
