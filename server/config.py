@@ -19,7 +19,6 @@ tokens = "tokens.toml"
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Literal, cast
 
@@ -27,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.server.memory_budget import default_bytes
 from penstock.wire.channel import MAX_MESSAGE_BYTES, is_loopback, split_address
+from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
 
@@ -190,14 +190,12 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
 
     Raises ConfigError where the file cannot be read or a value does not fit.
     """
-    table: dict[str, object] = {}
-    if path is not None:
-        try:
-            table = tomllib.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-    for setting in settings:
-        _apply(table, setting)
+    try:
+        table = read_table(path) if path is not None else {}
+        for setting in settings:
+            apply_setting(table, setting)
+    except SettingInvalid as error:
+        raise ConfigError(str(error)) from error
     try:
         config = ServeConfig.model_validate(table)
         split_address(config.listen)
@@ -230,20 +228,3 @@ def check_exposure(listen: str, security: Security) -> None:
             f"{listen} can be reached from outside and needs {names}; listen on 127.0.0.1, or set "
             "security.insecure=true where the network is closed otherwise"
         )
-
-
-def _apply(table: dict[str, object], setting: str) -> None:
-    key, separator, text = setting.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"a setting reads section.key=value, got {setting!r}")
-    try:
-        value: object = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, name = key.split(".")
-    for section in sections:
-        inner = table.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{section} is not a section, in {setting!r}")
-        table = cast("dict[str, object]", inner)
-    table[name] = value

@@ -72,7 +72,7 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("weights.anchor_every=0", ["weights.anchor_every", "0"]),
         ("weights={transport = 'checkpoint', delta = 'on'}", ["weights", 'delta = "on"']),
         ("data.jsonl.path=x", ["data", "exactly one", "reasoning_gym", "jsonl"]),
-        ("train", ["section.field=value", "'train'"]),
+        ("train", ["section.key=value", "'train'"]),
         ("run.seed.deep=1", ["run.seed"]),
     ],
 )

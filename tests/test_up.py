@@ -92,7 +92,7 @@ def test_a_section_may_begin_with_a_file(tmp_path: Path) -> None:
         ("up.restart=1", r"up\.restart: Extra inputs"),
         ("rollout.count=many", r"count: .*got 'many'"),
         ("train.path=/no/such/file", "No such file"),
-        ("restarts=1", "section.key=value"),
+        ("restarts=1", "restarts: Extra inputs"),
         ("up.restarts.most=1", "is a value, not a section"),
     ],
 )

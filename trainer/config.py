@@ -3,15 +3,15 @@ keys."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from penstock.trainer.errors import ConfigInvalid
+from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
 # Transports that know neither differences nor adapters.
@@ -345,15 +345,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     Raises ConfigInvalid, naming each field and the value it got.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigInvalid(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigInvalid(f"{path}: {error}") from error
-    for override in overrides:
-        _apply(document, override)
-    try:
+        document = read_table(path)
+        for override in overrides:
+            apply_setting(document, override)
         return TrainerConfig.model_validate(document)
+    except SettingInvalid as error:
+        raise ConfigInvalid(str(error)) from error
     except ValidationError as error:
         raise ConfigInvalid(_explain(path, error)) from error
 
@@ -361,25 +358,6 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 def render_config(config: TrainerConfig) -> str:
     """The whole configuration, defaults included, as TOML that `load_config` reads back."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
-
-
-def _apply(document: dict[str, object], override: str) -> None:
-    key, separator, text = override.partition("=")
-    names = key.strip().split(".")
-    if not separator or not all(names):
-        raise ConfigInvalid(f"an override is section.field=value, got {override!r}")
-    try:
-        value: object = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        # A bare word is a text: `model.path=out/model` needs no quotes.
-        value = text.strip()
-    section = document
-    for name in names[:-1]:
-        inner = section.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise ConfigInvalid(f"{override!r}: {name} is a value, not a section")
-        section = cast("dict[str, object]", inner)
-    section[names[-1]] = value
 
 
 def _explain(path: Path, error: ValidationError) -> str:

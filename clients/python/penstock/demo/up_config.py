@@ -24,7 +24,6 @@ beyond that is the commands' own to check, and is handed to them as files in `ou
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-Table = dict[str, object]
+from penstock.wire.settings import SettingInvalid, Table, apply_setting, read_table
 
 WORKER_PATIENCE = "reconnect-timeout"
 
@@ -108,12 +107,14 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
 
     Raises UpConfigInvalid.
     """
-    document = _read(path)
-    for override in overrides:
-        _apply(document, override)
     try:
+        document = read_table(path)
+        for override in overrides:
+            apply_setting(document, override)
         file = UpFile.model_validate(document)
         workers = _Workers.model_validate(file.rollout)
+    except SettingInvalid as error:
+        raise UpConfigInvalid(str(error)) from error
     except ValidationError as error:
         raise UpConfigInvalid(f"{path}: {_explain(error)}") from error
     # What a server was told survives it, unless the file says otherwise.
@@ -158,16 +159,12 @@ def _share_model(serve: Table, train: Table) -> None:
 def _with_file(section: Table) -> Table:
     """A section over the file that its `path` names."""
     rest = {key: value for key, value in section.items() if key != "path"}
-    return _merge(_read(Path(str(section["path"]))), rest) if "path" in section else rest
-
-
-def _read(path: Path) -> Table:
+    if "path" not in section:
+        return rest
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UpConfigInvalid(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UpConfigInvalid(f"{path}: {error}") from error
+        return _merge(read_table(Path(str(section["path"]))), rest)
+    except SettingInvalid as error:
+        raise UpConfigInvalid(str(error)) from error
 
 
 def _merge(below: Table, above: Table) -> Table:
@@ -184,25 +181,6 @@ def _merge(below: Table, above: Table) -> Table:
 def _table(table: Table, key: str) -> Table:
     found = table.get(key)
     return cast("Table", found) if isinstance(found, dict) else {}
-
-
-def _apply(document: Table, override: str) -> None:
-    key, separator, text = override.partition("=")
-    names = key.strip().split(".")
-    if not separator or not all(names) or len(names) < 2:
-        raise UpConfigInvalid(f"an override is section.key=value, got {override!r}")
-    try:
-        value: object = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        # A bare word is a text: `up.out=runs/second` needs no quotes.
-        value = text.strip()
-    section = document
-    for name in names[:-1]:
-        inner = section.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise UpConfigInvalid(f"{override!r}: {name} is a value, not a section")
-        section = cast("Table", inner)
-    section[names[-1]] = value
 
 
 def _explain(error: ValidationError) -> str:

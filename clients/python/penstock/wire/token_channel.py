@@ -7,18 +7,18 @@ reads and is cancelled differently. This hands over the real call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, cast
 
 import grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+C = TypeVar("C")
 
 Pairs = Sequence[tuple[str, str | bytes]]
 Metadata = grpc.aio.Metadata | Pairs
-Requests = AsyncIterator[Q] | Iterator[Q]
 Serialize = Callable[[Q], bytes]
 Deserialize = Callable[[bytes], R]
 
@@ -77,7 +77,7 @@ class TokenChannel(grpc.aio.Channel):
     ) -> grpc.aio.UnaryUnaryMultiCallable[Q, R]:
         """A method of one request and one answer."""
         inner = self._channel.unary_unary(method, request_serializer, response_deserializer)
-        return _UnaryUnary(inner, self._source)
+        return cast("grpc.aio.UnaryUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
 
     def unary_stream(
         self,
@@ -88,7 +88,7 @@ class TokenChannel(grpc.aio.Channel):
     ) -> grpc.aio.UnaryStreamMultiCallable[Q, R]:
         """A method of one request and many answers."""
         inner = self._channel.unary_stream(method, request_serializer, response_deserializer)
-        return _UnaryStream(inner, self._source)
+        return cast("grpc.aio.UnaryStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
 
     def stream_unary(
         self,
@@ -99,7 +99,7 @@ class TokenChannel(grpc.aio.Channel):
     ) -> grpc.aio.StreamUnaryMultiCallable[Q, R]:
         """A method of many requests and one answer."""
         inner = self._channel.stream_unary(method, request_serializer, response_deserializer)
-        return _StreamUnary(inner, self._source)
+        return cast("grpc.aio.StreamUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
 
     def stream_stream(
         self,
@@ -110,110 +110,21 @@ class TokenChannel(grpc.aio.Channel):
     ) -> grpc.aio.StreamStreamMultiCallable[Q, R]:
         """A method of many requests and many answers."""
         inner = self._channel.stream_stream(method, request_serializer, response_deserializer)
-        return _StreamStream(inner, self._source)
+        return cast("grpc.aio.StreamStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
 
 
-class _UnaryUnary(grpc.aio.UnaryUnaryMultiCallable[Q, R]):
-    def __init__(
-        self, inner: grpc.aio.UnaryUnaryMultiCallable[Q, R], source: MetadataSource
-    ) -> None:
-        self._inner, self._source = inner, source
+class _Carrying(Generic[C]):
+    """Begins calls as the method within does, which carry metadata beside their own."""
 
-    def __call__(
-        self,
-        request: Q,
-        *,
-        timeout: float | None = None,
-        metadata: Metadata | None = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> grpc.aio.UnaryUnaryCall[Q, R]:
-        return self._inner(
-            request,
-            timeout=timeout,
-            metadata=_with(metadata, self._source),
-            credentials=credentials,
-            wait_for_ready=wait_for_ready,
-            compression=compression,
-        )
-
-
-class _UnaryStream(grpc.aio.UnaryStreamMultiCallable[Q, R]):
-    def __init__(
-        self, inner: grpc.aio.UnaryStreamMultiCallable[Q, R], source: MetadataSource
-    ) -> None:
-        self._inner, self._source = inner, source
+    def __init__(self, begin: Callable[..., C], source: MetadataSource) -> None:
+        self._begin, self._source = begin, source
 
     def __call__(
         self,
-        request: Q,
-        *,
+        request: object = None,
         timeout: float | None = None,
         metadata: Metadata | None = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> grpc.aio.UnaryStreamCall[Q, R]:
-        return self._inner(
-            request,
-            timeout=timeout,
-            metadata=_with(metadata, self._source),
-            credentials=credentials,
-            wait_for_ready=wait_for_ready,
-            compression=compression,
-        )
-
-
-class _StreamUnary(grpc.aio.StreamUnaryMultiCallable[Q, R]):
-    def __init__(
-        self, inner: grpc.aio.StreamUnaryMultiCallable[Q, R], source: MetadataSource
-    ) -> None:
-        self._inner, self._source = inner, source
-
-    def __call__(
-        self,
-        request_iterator: Requests[Q] | None = None,
-        timeout: float | None = None,
-        metadata: Metadata | None = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> grpc.aio.StreamUnaryCall[Q, R]:
-        return self._inner(
-            request_iterator,
-            timeout,
-            _with(metadata, self._source),
-            credentials,
-            wait_for_ready,
-            compression,
-        )
-
-
-class _StreamStream(grpc.aio.StreamStreamMultiCallable[Q, R]):
-    def __init__(
-        self, inner: grpc.aio.StreamStreamMultiCallable[Q, R], source: MetadataSource
-    ) -> None:
-        self._inner, self._source = inner, source
-
-    def __call__(
-        self,
-        request_iterator: Requests[Q] | None = None,
-        timeout: float | None = None,
-        metadata: Metadata | None = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> grpc.aio.StreamStreamCall[Q, R]:
-        return self._inner(
-            request_iterator,
-            timeout,
-            _with(metadata, self._source),
-            credentials,
-            wait_for_ready,
-            compression,
-        )
-
-
-def _with(metadata: Metadata | None, source: MetadataSource) -> Pairs:
-    return (*(metadata or ()), *source.metadata())
+        **rest: object,
+    ) -> C:
+        more = (*(metadata or ()), *self._source.metadata())
+        return self._begin(request, timeout=timeout, metadata=more, **rest)
