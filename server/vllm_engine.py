@@ -52,7 +52,7 @@ from penstock.server.engine import (
 from penstock.server.vllm_collective import VllmCollective
 from penstock.server.vllm_description import describe
 from penstock.server.vllm_options import describe_options, engine_arguments
-from penstock.server.vllm_process import SHUTDOWN_SECONDS, EngineOwner, LoadReport
+from penstock.server.vllm_process import EngineOwner, LoadReport, shut_down
 
 if TYPE_CHECKING:
     import zmq
@@ -280,7 +280,7 @@ class VllmEngine:
         if handler := self._output_handler:
             handler.cancel()
             await asyncio.wait([handler])
-        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
+        await asyncio.to_thread(shut_down, self._llm)
         context = cast("zmq.Context[zmq.Socket[bytes]]", self._llm.engine_core.resources.ctx)  # pyright: ignore[reportUnknownMemberType]
         context.destroy(linger=0)
         self._owner.release()

@@ -13,12 +13,13 @@ from penstock.server import vllm_environment
 import asyncio
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -65,7 +66,7 @@ class EngineOwner:
 
     def _discard(self, built: asyncio.Future[AsyncLLM]) -> None:
         if not built.cancelled() and built.exception() is None:
-            built.result().shutdown(SHUTDOWN_SECONDS)
+            shut_down(built.result())
         self.release()
 
 
@@ -111,6 +112,16 @@ class _Engine(AsyncLLM):
 
         `VllmEngine.close` shuts down; without it the engine process dies with this one.
         """
+
+
+def shut_down(llm: AsyncLLM) -> None:
+    """Ends the engine; returns when its processes are gone."""
+    manager = cast("object", llm.engine_core.resources.engine_manager)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    processes = list(manager.processes) if isinstance(manager, CoreEngineProcManager) else []
+    llm.shutdown(SHUTDOWN_SECONDS)
+    for process in processes:
+        # Those that took longer were killed, and vLLM does not wait for them.
+        process.join()
 
 
 def _build(arguments: AsyncEngineArgs, load: LoadReport) -> AsyncLLM:
