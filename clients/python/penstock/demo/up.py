@@ -26,12 +26,12 @@ import tomli_w
 from penstock.demo.processes import Command, ProcessFailed, end_in_turn
 from penstock.demo.supervisor import BAD_CONFIGURATION, Cast, Restarts, Supervisor, log_events
 from penstock.demo.up_config import (
-    Table,
     UpConfig,
     UpConfigInvalid,
     command_line,
     load,
 )
+from penstock.wire.settings import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
