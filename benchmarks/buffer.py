@@ -1,6 +1,6 @@
-"""Finished groups from producer to consumer, through the durable buffer and through a Ray actor queue.
+"""Finished groups from producer to consumer, through the durable buffer and through Ray actor queues.
 
-    python benchmarks/buffer.py [--groups 64] [--rounds 7] [--window 4] [--folder DIR]
+    python benchmarks/buffer.py [--groups 64] [--rounds 7] [--window 16] [--folder DIR]
 
 A group is 8 trajectories of 8,192 sampled tokens: token ids and log-probabilities, 512 KiB. Both ways have
 three processes on this machine, and both end with numpy arrays in the consumer, each of which is compared
@@ -9,23 +9,30 @@ with what was sampled once the clock has stopped.
 Penstock: agent -> server -> trainer, over gRPC. The tokens are in the server, which sampled them, as they
 always are; the clock of a group begins when its agent sends the last outcome (`CompleteTrajectory`), which
 makes it a finished group. Then everything a server does: the group put together -> written to the journal
-and made durable with fdatasync, in a folder on a disk -> answered -> selected by the gate -> read from the
-journal and checked -> delivered on `Exchange` -> arrays -> receipts and checkpoint notices, which are
-written as well, and compaction. The engine alone is a fake, which wrote the turns before the clock
-began; so were the outcomes of the other seven sent, as their agents do when each is done.
-`penstock, 8 outcomes` has those within the clock, too: eight calls for each group.
+and made durable with fdatasync, in a folder on a disk -> answered -> selected by the gate -> delivered on
+`Exchange` -> arrays -> receipts and checkpoint notices, which are written as well, and compaction. The
+engine alone is a fake, which wrote the turns before the clock began; so were the outcomes of the other
+seven sent, as their agents do when each is done. `penstock, 8 outcomes` has those within the clock, too:
+eight calls for each group.
 
-Ray: producer -> `ray.util.queue.Queue` (an actor) -> consumer. The producer has the group as numpy arrays,
-and the clock begins when it puts it. Nothing is durable. `ray, lists` is the same with Python lists.
+Ray: producer -> queue (an actor) -> consumer. The producer has the group in the form that it puts, and the
+clock begins when it does. Nothing is durable. What that form is makes all the difference; `buffer_ray` has
+four. A Ray actor queue *with cloudpickle* is what the fully asynchronous trainers of rllm (`pickled lists`)
+and verl (`pickled tensors`) have: they pickle a group themselves and pass the bytes through an actor.
+rllm's is the one that `vs_ray_queue` compares with: its items are what is moved here, groups of token ids
+and log-probabilities. `vs_ray_arrays` is against the best that Ray's own queue can do, for whoever keeps
+numpy arrays all the way: those never enter a pickle.
 
 So a group crosses one process boundary here and two there: that the server owns the tokens is the design.
-Each way has `window` groups at a time in the hands of its producer. Rounds are interleaved in random
-order, and ratios are taken within a round, because machines are shared and noisy. CPU is the time of all
-processes of a way, Ray's own included, per group.
+Each way has `window` groups at a time in the hands of its producer, enough that it is busy and not waiting;
+so a group's time is that of one among many. Rounds are interleaved in random order, and ratios are taken
+within a round, because machines are shared and noisy. CPU is the time of all processes of a way, Ray's own
+included, per group.
 
-The last line is one JSON object: groups per second relative to Ray's queue with numpy arrays, and the
-99th percentile of a group's time in milliseconds: {"vs_ray_queue": .., "p99_ms": ..}. Without Ray, which
-`make bench-buffer` installs into .venv, the first is null.
+The last line is one JSON object: groups per second relative to a Ray actor queue with cloudpickle, and to
+one with numpy arrays, and the 99th percentile of a group's time in milliseconds: {"vs_ray_queue": ..,
+"vs_ray_arrays": .., "p99_ms": ..}. Without Ray, which `make bench-buffer` installs into .venv, the first
+two are null.
 """
 
 from __future__ import annotations
@@ -57,9 +64,9 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 from benchmarks.buffer_groups import GROUP_BYTES, SIBLINGS  # noqa: E402
 from benchmarks.buffer_penstock import Agent, Trainer, penstock  # noqa: E402
-from benchmarks.buffer_ray import Hand, item, ray_queue  # noqa: E402
+from benchmarks.buffer_ray import ARRAYS, FORMS, PICKLED, Hand, ray_queue  # noqa: E402
 
-PENSTOCK, RAY = "penstock", "ray"
+PENSTOCK = "penstock"
 SYNCS = 50
 
 
@@ -84,7 +91,7 @@ class Figures:
     latencies: list[float] = field(default_factory=list[float])
     cpu_seconds_per_group: list[float] = field(default_factory=list[float])
     ratios: list[float] = field(default_factory=list[float])
-    """Its groups per second to the queue's, in the same round."""
+    """Penstock's groups per second to its own, in the same round."""
 
     def percentile(self, percent: int) -> float:
         """Of a group's time, in milliseconds."""
@@ -103,11 +110,11 @@ def through_penstock(agent: Agent, trainer: Trainer, window: int, closed: int) -
     return run
 
 
-def through_ray(hand_over: Hand, window: int, *, lists: bool) -> Run:
+def through_ray(hand_over: Hand, window: int, form: str) -> Run:
     async def run(groups: Sequence[int]) -> Round:
-        items = [item(group, lists=lists) for group in groups]
+        items = [(group, FORMS[form].make(group)) for group in groups]
         before = cpu_seconds(penstock_way=False)
-        found = await hand_over(items, window)
+        found = await hand_over(form, items, window)
         return _round(*found, cpu_seconds(penstock_way=False) - before)
 
     return run
@@ -154,8 +161,7 @@ async def measure(
             figures[name].cpu_seconds_per_group.append(found.cpu_seconds / count)
             figures[name].latencies += found.latencies
         for name, speed in speeds.items():
-            if RAY in speeds:
-                figures[name].ratios.append(speed / speeds[RAY])
+            figures[name].ratios.append(speeds[PENSTOCK] / speed)
         shown = ", ".join(f"{name} {1e3 / speed:.2f}" for name, speed in speeds.items())
         log.print(f"round {number + 1} of {rounds}, ms per group: {shown}")
     return figures
@@ -163,7 +169,7 @@ async def measure(
 
 def show(figures: Mapping[str, Figures], log: Console) -> None:
     table = Table(title=f"groups of {SIBLINGS} trajectories, {GROUP_BYTES >> 10} KiB each")
-    for name in ("", "groups/s", "MB/s", "to the queue", "p50 ms", "p99 ms", "CPU ms"):
+    for name in ("", "groups/s", "MB/s", "penstock to it", "p50 ms", "p99 ms", "CPU ms"):
         table.add_column(name, justify="right" if name else "left")
     for name, found in figures.items():
         seconds = statistics.median(found.seconds_per_group)
@@ -171,7 +177,7 @@ def show(figures: Mapping[str, Figures], log: Console) -> None:
             name,
             f"{1 / seconds:.0f}",
             f"{GROUP_BYTES / seconds / 1e6:.0f}",
-            f"{statistics.median(found.ratios):.2f}" if found.ratios else "",
+            f"{statistics.median(found.ratios):.2f}",
             f"{found.percentile(50):.1f}",
             f"{found.percentile(99):.1f}",
             f"{statistics.median(found.cpu_seconds_per_group) * 1e3:.2f}",
@@ -212,8 +218,7 @@ async def compare(groups: int, rounds: int, window: int, folder: Path | None, lo
             log.print("Ray is not installed (`make bench-buffer` does it): there is no comparison")
         else:
             hand_over = await stack.enter_async_context(ray_queue(2 * window))
-            theirs[RAY] = through_ray(hand_over, window, lists=False)
-            theirs["ray, lists"] = through_ray(hand_over, window, lists=True)
+            theirs = {form: through_ray(hand_over, window, form) for form in FORMS}
         agent, trainer = await stack.enter_async_context(penstock(journal))
         runs = {
             PENSTOCK: through_penstock(agent, trainer, window, SIBLINGS - 1),
@@ -222,22 +227,29 @@ async def compare(groups: int, rounds: int, window: int, folder: Path | None, lo
         }
         figures = await measure(runs, groups, rounds, log)
     show(figures, log)
-    ours = figures[PENSTOCK]
-    ratio = round(statistics.median(ours.ratios), 2) if ours.ratios else None
-    return json.dumps({"vs_ray_queue": ratio, "p99_ms": round(ours.percentile(99), 2)})
+
+    def ratio(name: str) -> float | None:
+        return round(statistics.median(figures[name].ratios), 2) if name in figures else None
+
+    last: dict[str, float | None] = {
+        "vs_ray_queue": ratio(PICKLED),
+        "vs_ray_arrays": ratio(ARRAYS),
+        "p99_ms": round(figures[PENSTOCK].percentile(99), 2),
+    }
+    return json.dumps(last)
 
 
 @click.command()
 @click.option("--groups", default=64, show_default=True, help="Groups in a round.")
 @click.option("--rounds", default=7, show_default=True, help="Rounds to take medians over.")
-@click.option("--window", default=4, show_default=True, help="Groups in the producer's hands.")
+@click.option("--window", default=16, show_default=True, help="Groups in the producer's hands.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     help="A folder on the disk to measure. Default: runs of this checkout.",
 )
 def main(groups: int, rounds: int, window: int, folder: Path | None) -> None:
-    """Compares the durable buffer with a Ray actor queue."""
+    """Compares the durable buffer with Ray actor queues."""
     os.chdir(ROOT)
     log = Console(width=110)
     print(asyncio.run(compare(groups, rounds, window, folder, log)))

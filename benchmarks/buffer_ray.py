@@ -1,39 +1,119 @@
-"""Ray's side of `benchmarks/buffer.py`: a producer, `ray.util.queue.Queue`, and a consumer, each a process.
+"""Ray's side of `benchmarks/buffer.py`: a producer, a queue in an actor, and a consumer, each a process.
 
-Ray serializes with its cloudpickle, protocol 5: numpy arrays go beside the pickle into shared memory, and
-the consumer gets views of that, which is as good as it gets. Lists of numbers are what the same samples are
-where nobody thought of it.
+Four ways to put a group into it, each of which ends with numpy arrays in the consumer:
+
+    arrays            numpy arrays in `ray.util.queue.Queue`. Ray serializes with its cloudpickle, protocol
+                      5: arrays go beside the pickle into shared memory, and the consumer gets views of
+                      that, which is as good as it gets
+    lists             the same with Python lists, which is what samples are where nobody thought of it
+    pickled lists     rllm's fully asynchronous trainer: a group is a dataclass of trajectories of lists
+                      (token ids, log-probabilities, mask), `ray.cloudpickle.dumps` makes bytes of it, which
+                      go through methods of an actor, and `ray.cloudpickle.loads` reads them
+    pickled tensors   verl's fully asynchronous policy: the same actor and the same two calls; what is
+                      pickled has the padded tensors of a `DataProto` (ids, masks and positions of 64 bits),
+                      which `torch.save` makes bytes of first. Its TensorDict, consolidated first, costs
+                      more than the plain dict here
+
+Both projects' queue is a deque in an actor, with a condition that consumers wait on. Theirs throws the
+oldest group away when it is full; this one has the producer wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from benchmarks.buffer_groups import SIBLINGS, sample_number, sample_of
+from benchmarks.buffer_groups import SIBLINGS, Sample, sample_number, sample_of
 
-Item = dict[str, Any]
+Arrays = list[tuple[Any, Any]]
+"""Token ids and log-probabilities of each trajectory."""
 
 
 class Hand(Protocol):
-    """One way to hand groups over."""
+    """Hands groups over in one of the forms."""
 
     async def __call__(
-        self, items: Sequence[Item], window: int
+        self, form: str, items: Sequence[tuple[int, Any]], window: int
     ) -> tuple[float, dict[int, float], dict[int, float]]:
         """When it began, when each group was put, and when it was there as numpy arrays."""
         ...
 
 
-def item(group: int, *, lists: bool) -> Item:
-    """A group as a sampler has it."""
-    samples = [sample_of(sample_number(group, sibling)) for sibling in range(SIBLINGS)]
+# What is put
+
+
+@dataclass
+class Answer:
+    """One answer, as rllm has it."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_logprobs: list[float]
+    response_masks: list[int]
+    start_version: int = 0
+    end_version: int = 0
+
+
+@dataclass
+class Trajectory:
+    """The same."""
+
+    sequences: list[Answer]
+    reward: float = 0.5
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass
+class TrajectoryGroup:
+    """The same."""
+
+    group_id: int
+    trajectories: list[Trajectory]
+
+
+@dataclass
+class Batch:
+    """The tensors of a group, all of one length, as verl has them."""
+
+    tensors: Mapping[str, Any]
+
+    def __getstate__(self) -> bytes:
+        import torch
+
+        buffer = io.BytesIO()
+        torch.save(self.tensors, buffer)
+        return buffer.getvalue()
+
+    def __setstate__(self, data: bytes) -> None:
+        import torch
+
+        self.tensors = torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")
+
+
+@dataclass
+class RolloutSample:
+    """The same."""
+
+    full_batch: Batch
+    sample_id: int
+    epoch: int = 0
+    rollout_status: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def _samples(group: int) -> list[Sample]:
+    return [sample_of(sample_number(group, sibling)) for sibling in range(SIBLINGS)]
+
+
+def _dicts(group: int, *, lists: bool) -> dict[str, Any]:
     return {
         "group_id": group,
         "trajectories": [
@@ -44,32 +124,152 @@ def item(group: int, *, lists: bool) -> Item:
                 "weight_version": 0,
                 "reward": 0.5,
             }
-            for sibling, sample in enumerate(samples)
+            for sibling, sample in enumerate(_samples(group))
         ],
     }
+
+
+def _dataclasses(group: int) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group,
+        [
+            Trajectory(
+                [
+                    Answer(
+                        [1],
+                        sample.token_ids.tolist(),
+                        sample.logprobs.tolist(),
+                        [1] * len(sample.token_ids),
+                    )
+                ]
+            )
+            for sample in _samples(group)
+        ],
+    )
+
+
+def _tensors(group: int) -> RolloutSample:
+    import torch
+
+    samples = _samples(group)
+    responses = torch.from_numpy(np.stack([s.token_ids for s in samples])).long()
+    logprobs = torch.from_numpy(np.stack([s.logprobs for s in samples]))
+    prompts = torch.ones((SIBLINGS, 1), dtype=torch.long)
+    input_ids = torch.cat((prompts, responses), 1)
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": torch.ones_like(responses),
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "position_ids": torch.arange(input_ids.shape[1]).repeat(SIBLINGS, 1),
+        "rollout_log_probs": logprobs,
+        "rm_scores": torch.zeros_like(logprobs),
+    }
+    return RolloutSample(Batch(tensors), group)
+
+
+# What the consumer makes of it
+
+
+def _read_dicts(found: dict[str, Any]) -> tuple[int, Arrays]:
+    return found["group_id"], [
+        (np.asarray(t["token_ids"], np.int32), np.asarray(t["logprobs"], np.float32))
+        for t in found["trajectories"]
+    ]
+
+
+def _read_dataclasses(found: TrajectoryGroup) -> tuple[int, Arrays]:
+    sequences = [trajectory.sequences[0] for trajectory in found.trajectories]
+    return found.group_id, [
+        (np.asarray(s.response_ids, np.int32), np.asarray(s.response_logprobs, np.float32))
+        for s in sequences
+    ]
+
+
+def _read_tensors(found: RolloutSample) -> tuple[int, Arrays]:
+    tensors = found.full_batch.tensors
+    ids = tensors["responses"].numpy().astype(np.int32)
+    return found.sample_id, list(zip(ids, tensors["rollout_log_probs"].numpy(), strict=True))
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to put a group into a queue."""
+
+    make: Callable[[int], Any]
+    """As a sampler has it, before the clock."""
+    read: Callable[[Any], tuple[int, Arrays]]
+    pickled: bool
+    """Whether it goes as bytes through methods of an actor, and not through Ray's own queue."""
+
+
+ARRAYS, PICKLED = "ray, arrays", "ray, pickled lists"
+FORMS = {
+    PICKLED: Form(_dataclasses, _read_dataclasses, pickled=True),
+    "ray, pickled tensors": Form(_tensors, _read_tensors, pickled=True),
+    "ray, lists": Form(lambda group: _dicts(group, lists=True), _read_dicts, pickled=False),
+    ARRAYS: Form(lambda group: _dicts(group, lists=False), _read_dicts, pickled=False),
+}
+
+
+# The processes
+
+
+class MessageQueue:
+    """Bytes in a deque; a Ray actor."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._queue: deque[bytes] = deque()
+        self._changed = asyncio.Condition()
+
+    async def put_sample(self, sample: bytes) -> bool:
+        """Waits for room."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._queue) < self._depth)
+            self._queue.append(sample)
+            self._changed.notify_all()
+        return True
+
+    async def get_sample(self) -> tuple[bytes, int]:
+        """The oldest, and how many are left."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: bool(self._queue))
+            sample = self._queue.popleft()
+            self._changed.notify_all()
+        return sample, len(self._queue)
 
 
 class Consumer:
     """Takes groups, several calls at a time; a Ray actor."""
 
-    async def take(self, queue: Any, count: int, window: int) -> dict[int, float]:
+    def __init__(self, queue: Any, messages: Any) -> None:
+        self._queue = queue
+        self._messages = messages
+
+    async def take(self, form: str, count: int, window: int) -> dict[int, float]:
         """When each was there as numpy arrays, all of which are checked afterwards."""
+        from ray import cloudpickle
+
         arrived: dict[int, float] = {}
-        kept: list[tuple[int, list[tuple[Any, Any]]]] = []
+        kept: list[tuple[int, Arrays]] = []
         left = iter(range(count))
 
         async def worker() -> None:
             for _ in left:
-                found = await queue.get_async()
-                arrays = [
-                    (np.asarray(t["token_ids"], np.int32), np.asarray(t["logprobs"], np.float32))
-                    for t in found["trajectories"]
-                ]
-                arrived[found["group_id"]] = time.monotonic()
-                kept.append((found["group_id"], arrays))
+                if FORMS[form].pickled:
+                    data, _ = await self._messages.get_sample.remote()
+                    found = cloudpickle.loads(data)
+                else:
+                    found = await self._queue.get_async()
+                group, arrays = FORMS[form].read(found)
+                arrived[group] = time.monotonic()
+                kept.append((group, arrays))
 
         await asyncio.gather(*(worker() for _ in range(window)))
         for group, arrays in kept:
+            assert len(arrays) == SIBLINGS
             for sibling, (ids, logprobs) in enumerate(arrays):
                 assert sample_of(sample_number(group, sibling)).equals(ids, logprobs)
         return arrived
@@ -77,10 +277,11 @@ class Consumer:
 
 @contextlib.asynccontextmanager
 async def ray_queue(depth: int) -> AsyncIterator[Hand]:
-    """A queue of `depth` groups, its consumer, and this process as the producer."""
+    """Queues of `depth` groups, their consumer, and this process as the producer."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     import ray
+    from ray import cloudpickle
     from ray.util.queue import Queue
 
     ray.init(
@@ -93,19 +294,25 @@ async def ray_queue(depth: int) -> AsyncIterator[Hand]:
         runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
     )
     queue = Queue(maxsize=depth)
-    consumer = ray.remote(num_cpus=0, max_concurrency=8)(Consumer).remote()
+    messages = ray.remote(num_cpus=0, max_concurrency=20)(MessageQueue).remote(depth)
+    consumer = ray.remote(num_cpus=0, max_concurrency=8)(Consumer).remote(queue, messages)
+
+    def put(form: Form, item: Any) -> Awaitable[Any]:
+        if form.pickled:
+            return messages.put_sample.remote(cloudpickle.dumps(item))
+        return queue.put_async(item)
 
     async def hand_over(
-        items: Sequence[Item], window: int
+        form: str, items: Sequence[tuple[int, Any]], window: int
     ) -> tuple[float, dict[int, float], dict[int, float]]:
-        taking = consumer.take.remote(queue, len(items), window)
+        taking = consumer.take.remote(form, len(items), window)
         began: dict[int, float] = {}
         left = iter(items)
 
         async def worker() -> None:
-            for one in left:
-                began[one["group_id"]] = time.monotonic()
-                await queue.put_async(one)
+            for group, item in left:
+                began[group] = time.monotonic()
+                await put(FORMS[form], item)
 
         start = time.monotonic()
         await asyncio.gather(*(worker() for _ in range(window)))

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from penstock.server.errors import DomainError
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from penstock.server.turns import Turn
 
 RETRY_SECONDS = 1.0
-MOST_OWNERS = 200_000
-"""Trajectories whose owner is known, the one that was called longest ago leaving first."""
+MOST_OWNERS = 20_000
+"""Trajectories whose owner is known beside those that are open; the one that was called longest ago leaves
+first."""
 MOST_ACCOUNTS = 1024
 """Accounts after which those that hold nothing are closed."""
 
@@ -232,8 +234,11 @@ class Callers:
     def _own(self, trajectory_id: str, key: tuple[str, str]) -> None:
         self._owners[trajectory_id] = key
         self._owners.move_to_end(trajectory_id)
-        while len(self._owners) > MOST_OWNERS:
-            self._owners.popitem(last=False)
+        for oldest in list(islice(self._owners, max(0, len(self._owners) - MOST_OWNERS))):
+            if self.is_open(oldest):
+                self._owners.move_to_end(oldest)
+            else:
+                del self._owners[oldest]
 
     def _is_anothers(self, caller: Caller, trajectory_id: str) -> bool:
         owner = self._owners.get(trajectory_id)

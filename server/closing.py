@@ -27,12 +27,13 @@ from penstock.server.group_buffer import (
     InJournal,
     InMemory,
 )
+from penstock.server.group_bytes import decode_group, encode_group, group_finished
 from penstock.server.journal import (
+    Appended,
     Journal,
     Record,
     group_changed,
     group_dropped,
-    group_finished,
     leases_expired,
     trajectories_forgotten,
     trajectory_closed,
@@ -56,7 +57,6 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-TrajectoryGroup = twin(trajectory_pb2.TrajectoryGroup)
 Outcome = twin(trajectory_pb2.Outcome)
 Failure = twin(trajectory_pb2.Failure)
 
@@ -217,34 +217,37 @@ class Closing:
         if settled.completed is None:
             await self._journal.append([*records, group_changed(group)])
             return
-        message, buffered = self._assemble(settled.completed)
+        group_bytes, buffered = self._assemble(settled.completed)
         if buffered.byte_count > MAX_GROUP_BYTES:
             await self._journal.append(
                 [*records, group_dropped(buffered.group_id, GROUP_TOO_LARGE)]
             )
             self._drop_too_large(buffered)
         else:
+            appended: list[Appended] = [*records]
             if self._journal.on_disk:
-                records.append(
+                appended.append(
                     group_finished(
-                        message,
+                        group_bytes,
                         buffered.task,
                         buffered.admitted_version,
                         has_policy_tokens=buffered.oldest_version is not None,
                     )
                 )
             hit("closing.before_append")
-            stored = await self._journal.append(records, hold_last=True)
+            stored = await self._journal.append(appended, hold_last=True)
             hit("closing.before_offer")
             if stored:
-                buffered.payload = InJournal(self._journal, stored[-1])
+                buffered.payload = InJournal(self._journal, stored[-1], self._buffer.kept)
+                if self._budget.may_keep(len(group_bytes)):
+                    self._buffer.kept.keep(stored[-1], group_bytes)
             if buffered.training:
                 self._admission.finish(buffered.group_id, buffered.oldest_version)
             self._buffer.add(buffered)
         self._queue.handed_over(buffered.group_id)
 
-    def _assemble(self, group: Group) -> tuple[trajectory_pb2.TrajectoryGroup, BufferedGroup]:
-        trajectories: list[trajectory_pb2.Trajectory] = []
+    def _assemble(self, group: Group) -> tuple[bytes, BufferedGroup]:
+        records: list[TrajectoryRecord] = []
         versions: list[int] = []
         for attempt in group.attempts:
             record = self._store.find(attempt.trajectory_id)
@@ -252,29 +255,24 @@ class Closing:
                 # Never opened: a caller's own group whose sibling ran out of time.
                 continue
             for member in _with_branches(record):
-                trajectories.append(member.message())
+                records.append(member)
                 versions += member.policy_versions()
                 self._store.forget(member.trajectory_id)
-        message = TrajectoryGroup(
-            group_id=group.group_id,
-            task_id=group.task.task_id if group.task is not None else "",
-            trajectories=trajectories,
-            purpose=group.purpose,
-            oldest_weight_version=min(versions, default=0),
-            newest_weight_version=max(versions, default=0),
-        )
+        task_id = group.task.task_id if group.task is not None else ""
+        span = range(min(versions, default=0), max(versions, default=0) + 1)
+        group_bytes = encode_group(group.group_id, task_id, group.purpose, records, span)
         buffered = BufferedGroup(
             group.group_id,
-            message.task_id,
+            task_id,
             group.purpose,
-            InMemory(message),
-            tuple(trajectory.trajectory_id for trajectory in trajectories),
+            InMemory(group_bytes),
+            tuple(record.trajectory_id for record in records),
             group.task,
             group.admitted_version,
             min(versions, default=None),
-            message.ByteSize(),
+            len(group_bytes),
         )
-        return message, buffered
+        return group_bytes, buffered
 
     def _drop_too_large(self, buffered: BufferedGroup) -> None:
         message = (
@@ -283,6 +281,7 @@ class Closing:
         )
         logger.error("%s: dropped", message)
         self._admission.vacate(buffered.group_id)
+        self._queue.known_tasks.leave(buffered.task_id)
         self._buffer.drop(DroppedGroup(buffered.group_id, GROUP_TOO_LARGE, message))
 
     async def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
@@ -291,7 +290,7 @@ class Closing:
         held = self._buffer.find(mark.group_id) if mark is not None and mark.group_id else None
         if held is None or trajectory_id not in held.trajectory_ids:
             return None
-        group = await held.payload.read()
+        group = decode_group(await held.payload.read())
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
 
     def _forget_attempt(self, trajectory_id: str) -> None:

@@ -11,6 +11,10 @@ Delivery is at least once; a group is gone only when a durable checkpoint contai
 trainer refused it. The bound is the staleness gate's: a group is charged when it is admitted, and
 leaves the gate's count when it is taken. Evaluation groups are charged by the task queue.
 
+A group that lies in a journal on the disk is kept in memory too, while there is room for that, until it is
+delivered for the first time: most are wanted as soon as they are finished. Whoever needs the memory gets
+it, and the group is read from the journal then, as it is when it is delivered again.
+
 A group that cannot wait here, because no message can carry it, is dropped: counted, and kept as a line for
 the trainer.
 """
@@ -18,12 +22,13 @@ the trainer.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
 from penstock.server.broadcast import Broadcast
+from penstock.server.group_bytes import group_in
 from penstock.server.journal import Journal, Stored
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
@@ -35,11 +40,11 @@ class Payload(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes of the memory budget."""
+        """What it takes of the memory budget, and cannot give back."""
         ...
 
-    async def read(self) -> trajectory_pb2.TrajectoryGroup:
-        """The group. Raises JOURNAL_CORRUPT."""
+    async def read(self) -> bytes:
+        """The group as a message. Raises JOURNAL_CORRUPT."""
         ...
 
     def release(self) -> None:
@@ -50,33 +55,63 @@ class Payload(Protocol):
 class InMemory:
     """A group that is kept as it is."""
 
-    def __init__(self, group: trajectory_pb2.TrajectoryGroup) -> None:
+    def __init__(self, group: bytes) -> None:
         self._group = group
-        self.memory_bytes = group.ByteSize()
+        self.memory_bytes = len(group)
 
-    async def read(self) -> trajectory_pb2.TrajectoryGroup:
-        """The group."""
+    async def read(self) -> bytes:
+        """The group as a message."""
         return self._group
 
     def release(self) -> None:
         """Nothing to do."""
 
 
-class InJournal:
-    """A group that is read from the journal when it is wanted, and checked."""
+class KeptGroups:
+    """Groups of the journal that are in memory, too, until somebody reads them or needs the room."""
 
-    def __init__(self, journal: Journal, stored: Stored) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._groups: dict[Stored, bytes] = {}
+        self.byte_count = 0
+
+    def keep(self, stored: Stored, group: bytes) -> None:
+        """Keeps a group, where it fits."""
+        if self.byte_count + len(group) <= self._limit_bytes:
+            self._groups[stored] = group
+            self.byte_count += len(group)
+
+    def take(self, stored: Stored) -> bytes | None:
+        """The group, which is kept no longer; None where it was not."""
+        group = self._groups.pop(stored, None)
+        if group is not None:
+            self.byte_count -= len(group)
+        return group
+
+    def clear(self) -> None:
+        """Keeps nothing."""
+        self._groups.clear()
+        self.byte_count = 0
+
+
+class InJournal:
+    """A group that is read from the journal when it is wanted, and checked; unless it is kept."""
+
+    def __init__(self, journal: Journal, stored: Stored, kept: KeptGroups) -> None:
         """The record is held already."""
         self._journal = journal
+        self._kept = kept
         self.stored = stored
         self.memory_bytes = 0
 
-    async def read(self) -> trajectory_pb2.TrajectoryGroup:
-        """The group. Raises JOURNAL_CORRUPT."""
-        return (await self._journal.read(self.stored)).group_finished.group
+    async def read(self) -> bytes:
+        """The group as a message. Raises JOURNAL_CORRUPT."""
+        kept = self._kept.take(self.stored)
+        return group_in(await self._journal.read(self.stored)) if kept is None else kept
 
     def release(self) -> None:
         """Its room may be used for something else."""
+        self._kept.take(self.stored)
         self._journal.release(self.stored)
 
 
@@ -123,7 +158,9 @@ class DroppedGroup:
 class GroupBuffer:
     """Groups from the moment they are finished until nobody can ask for them again."""
 
-    def __init__(self, changed: Broadcast) -> None:
+    def __init__(self, changed: Broadcast, kept_bytes: int = 0) -> None:
+        """`kept_bytes` bounds the groups that lie in a journal and are in memory, too."""
+        self.kept = KeptGroups(kept_bytes)
         self._waiting: OrderedDict[str, BufferedGroup] = OrderedDict()
         self._evaluations: OrderedDict[str, None] = OrderedDict()
         """Those that wait and are evaluation groups."""
@@ -135,7 +172,9 @@ class GroupBuffer:
         """Groups that left without being trained, by reason."""
         self.redeliveries = 0
         self.byte_count = 0
-        """What groups take of the memory budget."""
+        """What groups take of the memory budget, those that are kept beside the journal not among them."""
+        self.on_gone: Callable[[BufferedGroup], None] = lambda _: None
+        """Called with each group that nobody can ask for any more."""
         self._changed = changed
 
     @property
@@ -226,6 +265,7 @@ class GroupBuffer:
     def _gone(self, group: BufferedGroup) -> None:
         self.byte_count -= group.payload.memory_bytes
         group.payload.release()
+        self.on_gone(group)
         # Its room may let another begin.
         self._changed.notify()
 

@@ -38,6 +38,17 @@ _GroupsReceipted = twin(journal_pb2.GroupsReceipted)
 _StepFinal = twin(journal_pb2.StepFinal)
 
 Record = journal_pb2.JournalRecord
+Part = bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRecord:
+    """A record that is bytes already, in pieces that nobody changes any more."""
+
+    parts: tuple[Part, ...]
+
+
+Appended = Record | EncodedRecord
 
 
 class JournalUnreadable(Exception):
@@ -59,7 +70,7 @@ class Stored:
 class Deferred:
     """Records that are made only where they are written, in another thread: of what cannot change."""
 
-    make: Callable[[], Iterable[Record]]
+    make: Callable[[], Iterable[Appended]]
 
 
 SnapshotItem = Record | Stored | Deferred
@@ -92,7 +103,7 @@ class Journal(Protocol):
         """Raises DISK_FULL where records of so many bytes may not fit."""
         ...
 
-    async def append(self, records: Sequence[Record], *, hold_last: bool = False) -> list[Stored]:
+    async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
         """Returns once the records are durable, with where they lie. Raises JOURNAL_FAILED.
 
         Without records: once everything is durable that was appended before. With `hold_last` the last
@@ -101,13 +112,13 @@ class Journal(Protocol):
         ...
 
     def begin_append(
-        self, records: Sequence[Record], *, hold_last: bool = False
+        self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
         """The same, in its place in the order at once. Raises JOURNAL_FAILED."""
         ...
 
-    async def read(self, stored: Stored) -> Record:
-        """A record again. Raises JOURNAL_CORRUPT."""
+    async def read(self, stored: Stored) -> bytes:
+        """A record again, as bytes. Raises JOURNAL_CORRUPT."""
         ...
 
     def hold(self, stored: Stored) -> None:
@@ -152,17 +163,17 @@ class MemoryJournal:
     def check_room(self, byte_count: int) -> None:
         """Memory is bounded elsewhere."""
 
-    async def append(self, records: Sequence[Record], *, hold_last: bool = False) -> list[Stored]:
+    async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
         """Nothing to do."""
         return []
 
     def begin_append(
-        self, records: Sequence[Record], *, hold_last: bool = False
+        self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
         """Nothing to do."""
         return self._appended
 
-    async def read(self, stored: Stored) -> Record:
+    async def read(self, stored: Stored) -> bytes:
         """Nothing was stored."""
         raise LookupError("nothing is kept in memory")
 
@@ -176,7 +187,7 @@ class MemoryJournal:
         """Nothing is queued."""
 
 
-# Records. Those of trajectories and turns are in `trajectory_records`.
+# Records. Those of trajectories and turns are in `trajectory_records`, that of a group in `group_bytes`.
 
 
 def server_started(start: int) -> Record:
@@ -275,25 +286,6 @@ def leases_expired(trajectory_ids: Iterable[str], *, retried: bool) -> Record:
     return JournalRecord(
         leases_expired=_LeasesExpired(trajectory_ids=trajectory_ids, retried=retried)
     )
-
-
-def group_finished(
-    group: trajectory_pb2.TrajectoryGroup,
-    task: task_service_pb2.Task | None,
-    admitted_version: int,
-    *,
-    has_policy_tokens: bool,
-) -> Record:
-    """A group is complete."""
-    record = JournalRecord()
-    finished = record.group_finished
-    # As an argument of its constructor each message would be serialized and parsed again.
-    finished.group.CopyFrom(group)
-    if task is not None:
-        finished.task.CopyFrom(task)
-    finished.admitted_weight_version = admitted_version
-    finished.has_policy_tokens = has_policy_tokens
-    return record
 
 
 def group_dropped(group_id: str, reason: str) -> Record:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,11 @@ FRAME = struct.Struct("<IIQQ")
 MARK = 0x4C4E524A
 ALIGNMENT = 8
 MAX_PAYLOAD = 1 << 30
+# A piece of this size is written as it lies; smaller ones are copied together first.
+LARGE_PIECE = 64 << 10
+
+Payload = tuple[bytes | bytearray, ...]
+"""In pieces that follow each other."""
 
 
 class SegmentCorrupt(Exception):
@@ -60,10 +65,16 @@ def frame_length(payload_length: int) -> int:
     return -(-(FRAME.size + payload_length) // ALIGNMENT) * ALIGNMENT
 
 
-def encode_frame(payload: bytes, durable: int) -> bytes:
-    """A frame of a segment of which `durable` bytes were durable."""
-    head = FRAME.pack(MARK, len(payload), durable, _digest(len(payload), durable, payload))
-    return b"".join((head, payload, bytes(-(FRAME.size + len(payload)) % ALIGNMENT)))
+def payload_length(payload: Payload) -> int:
+    """Bytes of its pieces."""
+    return sum(len(part) for part in payload)
+
+
+def frame_of(payload: Payload, durable: int) -> Payload:
+    """The pieces of a frame, in a segment of which `durable` bytes were durable."""
+    length = payload_length(payload)
+    head = FRAME.pack(MARK, length, durable, _digest(length, durable, payload))
+    return (head, *payload, bytes(-(FRAME.size + length) % ALIGNMENT))
 
 
 def read_frame(data: memoryview, offset: int) -> tuple[Frame, int]:
@@ -77,14 +88,15 @@ def read_frame(data: memoryview, offset: int) -> tuple[Frame, int]:
     if length > MAX_PAYLOAD or begin + length > len(data):
         raise ValueError(f"a frame of {length} bytes does not fit")
     payload = data[begin : begin + length]
-    if _digest(length, durable, payload) != digest:
+    if _digest(length, durable, (payload,)) != digest:
         raise ValueError("its checksum does not match")
     return Frame(offset, frame_length(length), payload), durable
 
 
-def _digest(length: int, durable: int, payload: bytes | memoryview) -> int:
+def _digest(length: int, durable: int, payload: Sequence[bytes | bytearray | memoryview]) -> int:
     digest = xxhash.xxh3_64(struct.pack("<IQ", length, durable))
-    digest.update(payload)
+    for part in payload:
+        digest.update(part)
     return digest.intdigest()
 
 
@@ -170,20 +182,30 @@ class SegmentWriter:
         """Bytes that still fit."""
         return self._size - self.end
 
-    def write(self, payloads: list[bytes]) -> list[tuple[int, int]]:
+    def write(self, payloads: Sequence[Payload]) -> list[tuple[int, int]]:
         """Appends payloads, which fit; returns the offset and length of each frame. Raises OSError."""
-        frames = [encode_frame(payload, self._durable) for payload in payloads]
         places: list[tuple[int, int]] = []
-        offset = self.end
-        for frame in frames:
-            places.append((offset, len(frame)))
-            offset += len(frame)
-        data = memoryview(b"".join(frames))
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._descriptor, data[written:], self.end + written)
-        self.end = offset
+        small: list[bytes | bytearray] = []
+        begin = end = self.end
+        for payload in payloads:
+            places.append((end, frame_length(payload_length(payload))))
+            for part in frame_of(payload, self._durable):
+                if len(part) >= LARGE_PIECE:
+                    self._write_at(begin, b"".join(small))
+                    self._write_at(end, part)
+                    small, begin = [], end + len(part)
+                else:
+                    small.append(part)
+                end += len(part)
+        self._write_at(begin, b"".join(small))
+        self.end = end
         return places
+
+    def _write_at(self, offset: int, data: bytes | bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[written:], offset + written
 
     def sync(self) -> None:
         """Makes durable what was written. Raises OSError, after which nothing can be said of it."""

@@ -43,9 +43,10 @@ from typing import Literal, TypeVar
 from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
+    Appended,
     Deferred,
+    EncodedRecord,
     Journal,
-    JournalRecord,
     JournalUnreadable,
     MemoryJournal,
     Record,
@@ -57,10 +58,12 @@ from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.server.journal_segment import (
     HEADER,
     MAGIC,
+    Payload,
     SegmentCorrupt,
     SegmentWriter,
-    encode_frame,
     frame_length,
+    frame_of,
+    payload_length,
     read_payload,
     sync_folder,
 )
@@ -84,12 +87,16 @@ class JournalInUse(Exception):
 
 @dataclass(eq=False)
 class _Append:
-    payloads: list[bytes]
+    payloads: list[Payload]
     hold_last: bool
     done: asyncio.Future[list[Stored]]
 
 
-def _written_out(items: Iterable[SnapshotItem]) -> Iterator[Record | Stored]:
+def _payload(record: Appended) -> Payload:
+    return record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
+
+
+def _written_out(items: Iterable[SnapshotItem]) -> Iterator[Appended | Stored]:
     for item in items:
         if isinstance(item, Deferred):
             yield from item.make()
@@ -189,14 +196,13 @@ class LogJournal:
                 file.truncate(self._bytes[number])
                 os.fsync(file.fileno())
 
-    async def read(self, stored: Stored) -> Record:
-        """One record again. Raises JOURNAL_CORRUPT."""
+    async def read(self, stored: Stored) -> bytes:
+        """One record again, as bytes. Raises JOURNAL_CORRUPT."""
         loop = asyncio.get_running_loop()
         while True:
             place = (stored.segment, stored.offset, stored.length)
             try:
-                payload = await loop.run_in_executor(None, self._read, *place)
-                break
+                return await loop.run_in_executor(None, self._read, *place)
             except (FileNotFoundError, KeyError):
                 if place == (stored.segment, stored.offset, stored.length):
                     raise
@@ -205,9 +211,6 @@ class LogJournal:
                 raise DomainError(
                     Reason.JOURNAL_CORRUPT, f"a record cannot be read again: {error}"
                 ) from error
-        record = JournalRecord()
-        record.ParseFromString(payload)
-        return record
 
     def _read(self, segment: int, offset: int, length: int) -> bytes:
         return read_payload(self._paths[segment], offset, length)
@@ -246,20 +249,20 @@ class LogJournal:
         free = os.statvfs(self._folder)
         return wanted + self._segment_bytes <= free.f_bavail * free.f_frsize
 
-    async def append(self, records: Sequence[Record], *, hold_last: bool = False) -> list[Stored]:
+    async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
         """Returns once the records are durable, with where they lie."""
         return await self.begin_append(records, hold_last=hold_last)
 
     def begin_append(
-        self, records: Sequence[Record], *, hold_last: bool = False
+        self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
         """Queues records; the future ends as `append` does. Raises JOURNAL_FAILED."""
         if self._failure is not None:
             raise self._failure
-        payloads = [record.SerializeToString() for record in records]
+        payloads = [_payload(record) for record in records]
         done: asyncio.Future[list[Stored]] = asyncio.get_running_loop().create_future()
         self._pending.append(_Append(payloads, hold_last, done))
-        self._pending_bytes += sum(frame_length(len(payload)) for payload in payloads)
+        self._pending_bytes += sum(frame_length(payload_length(payload)) for payload in payloads)
         self._wake.set()
         return done
 
@@ -302,13 +305,13 @@ class LogJournal:
                 append.done.set_result(places[:count])
             places = places[count:]
 
-    def _write(self, payloads: list[bytes]) -> list[Stored]:
+    def _write(self, payloads: list[Payload]) -> list[Stored]:
         """In the thread."""
         places: list[Stored] = []
-        part: list[bytes] = []
+        part: list[Payload] = []
         length = 0
         for payload in payloads:
-            more = frame_length(len(payload))
+            more = frame_length(payload_length(payload))
             assert self._writer is not None
             if length + more > self._writer.room:
                 places += self._write_part(part)
@@ -324,7 +327,7 @@ class LogJournal:
         self._make_spare()
         return places
 
-    def _write_part(self, payloads: list[bytes]) -> list[Stored]:
+    def _write_part(self, payloads: list[Payload]) -> list[Stored]:
         writer = self._writer
         assert writer is not None
         places = writer.write(payloads) if payloads else []
@@ -427,15 +430,16 @@ class LogJournal:
             end = file.write(HEADER.pack(MAGIC, number))
             for item in _written_out(records):
                 if isinstance(item, Stored):
-                    payload = self._read(item.segment, item.offset, item.length)
+                    payload = (self._read(item.segment, item.offset, item.length),)
                 else:
-                    payload = item.SerializeToString()
-                frame = encode_frame(payload, 0)
+                    payload = _payload(item)
+                length = frame_length(payload_length(payload))
                 if isinstance(item, Stored):
-                    moves.append((item, (end, len(frame))))
+                    moves.append((item, (end, length)))
                 else:
-                    other += len(frame)
-                end += file.write(frame)
+                    other += length
+                file.writelines(frame_of(payload, 0))
+                end += length
             file.flush()
             hit("journal.before_snapshot_fsync")
             os.fsync(file.fileno())

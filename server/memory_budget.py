@@ -4,6 +4,8 @@
                          still write; outcomes, until the group is complete
     finished groups      where there is no journal on the disk, until nobody can ask for them again
     tasks                until their group is complete
+    kept                 finished groups that lie in the journal as well, until they are first delivered:
+                         up to a sixteenth of the budget, and only what nobody else needs
 
 Order: a call says what it is about to add -> refused with MEMORY_BUDGET, changing nothing, or added. A
 little before the bound no new group begins, so that those under way can be finished.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from penstock.server.errors import DomainError
 from penstock.wire.reasons import Reason
@@ -24,6 +27,17 @@ from penstock.wire.reasons import Reason
 # No group begins beyond this part of the budget.
 BEGIN_BELOW = 0.8
 OF_PHYSICAL_MEMORY = 4
+# What may be kept that lies on the disk as well: this part of the budget.
+KEPT_PART = 16
+
+
+class Kept(Protocol):
+    """What is in memory for speed only."""
+
+    @property
+    def byte_count(self) -> int: ...
+
+    def clear(self) -> None: ...
 
 
 def default_bytes() -> int:
@@ -38,15 +52,27 @@ class MemoryBudget:
         self.limit_bytes = limit_bytes
         self.parts: Sequence[Callable[[], int]] = ()
         """Each says how many bytes it takes."""
+        self.kept: Kept | None = None
+        """What gives way to any of them."""
 
     @property
     def used_bytes(self) -> int:
-        """What all parts take."""
+        """What all parts take, and what is kept."""
+        return self._needed + (0 if self.kept is None else self.kept.byte_count)
+
+    @property
+    def _needed(self) -> int:
         return sum(part() for part in self.parts)
+
+    def may_keep(self, byte_count: int) -> bool:
+        """Whether there is room for what is not needed."""
+        return self.used_bytes + byte_count <= self.limit_bytes
 
     def check(self, byte_count: int) -> None:
         """Raises MEMORY_BUDGET where so many bytes do not fit."""
-        used = self.used_bytes
+        used = self._needed
+        if self.kept is not None and not self.may_keep(byte_count):
+            self.kept.clear()
         if used + byte_count > self.limit_bytes:
             raise DomainError(
                 Reason.MEMORY_BUDGET,
@@ -57,4 +83,4 @@ class MemoryBudget:
 
     def may_begin(self) -> bool:
         """Whether another group may begin."""
-        return self.used_bytes < BEGIN_BELOW * self.limit_bytes
+        return self._needed < BEGIN_BELOW * self.limit_bytes

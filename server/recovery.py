@@ -32,7 +32,7 @@ from penstock.server.trajectory_records import (
     apply_turn,
     open_record,
     trajectory_opened,
-    turn_changed,
+    whole_turn,
 )
 from penstock.server.trajectory_store import ClosedMark, TrajectoryRecord, outcome_digest
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
@@ -70,8 +70,8 @@ class Recovered:
     """Tasks that wait, and those of the groups under way."""
     pending: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
     """Ids of those that wait, in order."""
-    known: set[str] = field(default_factory=set[str])
-    """Ids of tasks that must not be accepted again."""
+    known: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
+    """Ids of tasks that must not be accepted again, in the order in which they were done with."""
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     """Groups under way."""
     finished: dict[str, FinishedGroup] = field(default_factory=dict[str, FinishedGroup])
@@ -95,7 +95,7 @@ class Recovered:
         elif kind == "task_accepted":
             self._task(record.task_accepted)
         elif kind == "tasks_known":
-            self.known.update(record.tasks_known.task_ids)
+            self.known.update(dict.fromkeys(record.tasks_known.task_ids))
         elif kind == "groups_ended":
             self.ended.update(dict.fromkeys(record.groups_ended.group_ids))
         elif kind == "group_changed":
@@ -138,7 +138,7 @@ class Recovered:
 
     def _task(self, accepted: journal_pb2.TaskAccepted) -> None:
         task = accepted.task
-        self.known.add(task.task_id)
+        self.known[task.task_id] = None
         if task.task_id not in self.tasks:
             self.tasks[task.task_id] = task
         self.pending[task.task_id] = None
@@ -226,6 +226,8 @@ class Recovered:
             if group is not None and group.task is not None
             else ""
         )
+        if task_id in self.known:
+            self.known.move_to_end(task_id)
         if group is not None:
             for record in [r for r in self.trajectories.values() if r.group_id == group_id]:
                 del self.trajectories[record.trajectory_id]
@@ -302,8 +304,9 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
         yield records.session_began(state.run_id, state.trainer_epoch, 0)
     if state.weight_version:
         yield records.weights_activated(state.weight_version)
-    yield records.tasks_known(state.known_tasks)
-    yield records.groups_ended(state.ended_groups)
+    known, ended = list(state.known_tasks), list(state.ended_groups)
+    # Before any group: what is done with is not put under way again.
+    yield Deferred(lambda: (records.tasks_known(known), records.groups_ended(ended)))
     for stored, group_id, step in state.finished:
         yield stored
         if step:
@@ -315,7 +318,7 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
     for trajectory in state.trajectories:
         yield trajectory_opened(trajectory)
         if trajectory.turn is not None:
-            yield turn_changed(trajectory, whole=True)
+            yield whole_turn(trajectory)
     gone: list[tuple[str, ClosedMark]] = []
     for trajectory_id, mark, outcome in state.closed:
         if outcome is None:

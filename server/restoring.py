@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.server.admission import Admission
 from penstock.server.closing import Closing
-from penstock.server.group_buffer import BufferedGroup, GroupBuffer, InJournal
+from penstock.server.group_buffer import BufferedGroup, GroupBuffer, InJournal, KeptGroups
 from penstock.server.journal import Journal, SnapshotItem, Stored
 from penstock.server.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.task_queue import TaskQueue
@@ -34,10 +35,11 @@ class Parts:
         """Fills them with what a journal says; they are empty."""
         self.queue.restore(
             [found.tasks[task_id] for task_id in found.pending],
-            found.known,
             found.groups.values(),
             found.ended,
         )
+        held = (group.task_id for group in found.finished.values() if group.task_id)
+        self.queue.known_tasks.restore(found.known, chain(found.tasks, held))
         for trajectory_id, retried in found.expired.items():
             self.queue.leases.remember_expired([trajectory_id], retried=retried)
         self.store.restore(found.trajectories.values(), found.closed.items())
@@ -51,7 +53,7 @@ class Parts:
             for record in found.trajectories.values()
             if record.closed and not record.group_id and not record.parent_trajectory_id
         )
-        groups = [_buffered(group, journal) for group in found.finished.values()]
+        groups = [_buffered(group, journal, self.buffer.kept) for group in found.finished.values()]
         self.buffer.restore(groups, found.starts * DELIVERY_IDS_PER_START)
         self.admission.restore(
             (group.group_id, group.admitted_version, group.oldest_version)
@@ -91,13 +93,13 @@ class Parts:
             yield group.payload.stored, group.group_id, group.step
 
 
-def _buffered(group: FinishedGroup, journal: Journal) -> BufferedGroup:
+def _buffered(group: FinishedGroup, journal: Journal, kept: KeptGroups) -> BufferedGroup:
     journal.hold(group.stored)
     return BufferedGroup(
         group.group_id,
         group.task_id,
         group.purpose,
-        InJournal(journal, group.stored),
+        InJournal(journal, group.stored, kept),
         group.trajectory_ids,
         group.task,
         group.admitted_version,

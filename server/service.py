@@ -62,7 +62,7 @@ class Call:
     """What a handler may know of the call besides its messages."""
 
     trace: Context
-    write: Callable[[Message], Awaitable[None]]
+    write: Callable[[object], Awaitable[None]]
     """Sends one message of a streamed answer."""
 
 
@@ -127,9 +127,18 @@ async def _write(context: ServicerContext, answer: object, stalled_seconds: floa
         ) from error
 
 
-async def _requests(stream: AsyncIterator[object]) -> AsyncIterator[object]:
-    async for message in stream:
-        yield _checked(message)
+class _Requests:
+    """The messages of a stream, each checked. Not a generator: one that is left before its end takes a task
+    that closes it later on."""
+
+    def __init__(self, stream: AsyncIterator[object]) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        return _checked(await anext(self._stream))
 
 
 def _unary_unary(name: str, handler: Handler) -> Callable[..., Awaitable[Message]]:
@@ -166,7 +175,7 @@ def _stream_stream(
     async def handle(stream: AsyncIterator[object], context: ServicerContext) -> None:
         try:
             with _boundary(name):
-                await handler(_requests(stream), _call(context, stalled_seconds))
+                await handler(_Requests(stream), _call(context, stalled_seconds))
                 await linger(stream)
         except DomainError as error:
             await linger(stream)

@@ -40,7 +40,7 @@ from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
 from penstock.server.journal import Journal, MemoryJournal, server_started, weights_activated
-from penstock.server.memory_budget import MemoryBudget
+from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.recovery import recover
 from penstock.server.reflection import add_reflection
@@ -137,14 +137,16 @@ class Serving:
             max_pending=limits.pending_tasks,
             max_evaluation_groups=limits.evaluation_groups,
         )
-        self.buffer = GroupBuffer(changed)
+        self.buffer = GroupBuffer(changed, limits.memory_bytes // KEPT_PART)
         self.budget = MemoryBudget(limits.memory_bytes)
+        self.budget.kept = self.buffer.kept
         self.budget.parts = (
             lambda: self.store.byte_count,
             lambda: self.queue.byte_count,
             lambda: self.buffer.byte_count,
         )
         self.queue.has_memory = self.budget.may_begin
+        self.buffer.on_gone = lambda group: self.queue.known_tasks.leave(group.task_id)
         self.switch = WeightSwitch(engine)
         self.turns = TurnRunner(
             engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)

@@ -179,7 +179,7 @@ class StalenessGate:
         self._due: Counter[int] = Counter()
         """Outstanding groups by deadline."""
         self._batch: set[str] = set()
-        """Groups taken at the version the trainer holds."""
+        """Groups taken at the version the trainer holds, as many as a step has."""
         self._order = 0
         self._step_began: float | None = None
         self._unmet = 0
@@ -216,7 +216,7 @@ class StalenessGate:
 
     @property
     def taken(self) -> int:
-        """Groups taken at the version the trainer holds."""
+        """Groups taken at the version the trainer holds, at most those of a step."""
         return len(self._batch)
 
     def buffered_lags(self) -> list[int]:
@@ -337,7 +337,9 @@ class StalenessGate:
             taken = tuple(queue[:credit])
         for group_id in taken:
             self._forget_deadline(self._finished.pop(group_id).oldest)
-            self._batch.add(group_id)
+            # Beyond a step's worth none holds a place, and a run whose weights never change keeps no ids.
+            if len(self._batch) < self.contract.groups_per_step:
+                self._batch.add(group_id)
         unmet = min(credit - len(taken), self.contract.groups_per_step - len(self._batch))
         self._watch_starvation(unmet, now)
         if taken and unmet <= 0:

@@ -32,6 +32,7 @@ from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
 from penstock.server.broadcast import Broadcast
 from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.known_tasks import KnownTasks
 from penstock.server.lease_clock import LeaseClock
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.reasons import Reason
@@ -60,7 +61,8 @@ class TaskQueue:
             trajectory_pb2.PURPOSE_TRAIN: deque(),
             trajectory_pb2.PURPOSE_EVAL: deque(),
         }
-        self._known_tasks: set[str] = set()
+        self.known_tasks = KnownTasks()
+        """Ids of the tasks of this run."""
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         """Ids of groups that are complete."""
@@ -97,11 +99,6 @@ class TaskQueue:
         return chain.from_iterable(self._pending.values())
 
     @property
-    def known_tasks(self) -> Iterable[str]:
-        """Ids of every task of this run."""
-        return self._known_tasks
-
-    @property
     def ended_groups(self) -> Iterable[str]:
         """Ids of groups that are complete, oldest first."""
         return self._ended
@@ -109,13 +106,11 @@ class TaskQueue:
     def restore(
         self,
         pending: Iterable[task_service_pb2.Task],
-        known: Iterable[str],
         groups: Iterable[Group],
         ended: Iterable[str],
     ) -> None:
         """Takes up what another server left. Every lease stream was lost with it: whoever holds a lease has
         to call."""
-        self._known_tasks.update(known)
         for task in pending:
             self._pending[_effective(task.purpose)].append(task)
             self.byte_count += task.ByteSize()
@@ -159,7 +154,7 @@ class TaskQueue:
         fresh: dict[str, task_service_pb2.Task] = {}
         duplicates = 0
         for task in tasks:
-            if task.task_id in self._known_tasks or task.task_id in fresh:
+            if task.task_id in self.known_tasks or task.task_id in fresh:
                 duplicates += 1
             else:
                 fresh[task.task_id] = task
@@ -170,8 +165,8 @@ class TaskQueue:
                 {"pending_count": self.pending_count, "limit": self._max_pending},
                 retry_after_seconds=5.0,
             )
-        self._known_tasks.update(fresh)
         for task in fresh.values():
+            self.known_tasks.hold(task.task_id)
             self._pending[_effective(task.purpose)].append(task)
             self.byte_count += task.ByteSize()
         if fresh:
@@ -389,6 +384,7 @@ class TaskQueue:
 
     def resubmit(self, task: task_service_pb2.Task) -> None:
         """Puts a known task back at the head: its group was thrown away for age."""
+        self.known_tasks.hold(task.task_id)
         self._pending[_effective(task.purpose)].appendleft(task)
         self.byte_count += task.ByteSize()
         self._changed.notify()
@@ -398,7 +394,7 @@ class TaskQueue:
         dropped, groups = self.pending_count, list(self._groups.values())
         for tasks in self._pending.values():
             tasks.clear()
-        self._known_tasks.clear()
+        self.known_tasks.clear()
         self.byte_count = 0
         self._waiting.clear()
         for group in groups:

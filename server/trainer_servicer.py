@@ -21,6 +21,7 @@ from penstock.server.admission import Admission
 from penstock.server.broadcast import Broadcast
 from penstock.server.errors import DomainError, FieldInvalid, to_rejection
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
+from penstock.server.group_bytes import Delivery
 from penstock.server.journal import (
     Journal,
     group_dropped,
@@ -59,7 +60,7 @@ MAX_CREDIT = 1 << 20
 MAX_NOTICES = 1_000
 MAX_WAITING_SWITCHES = 4
 
-Write = Callable[[trainer_service_pb2.ExchangeResponse], Awaitable[None]]
+Write = Callable[[trainer_service_pb2.ExchangeResponse | Delivery], Awaitable[None]]
 
 
 class Weights(Protocol):
@@ -96,7 +97,7 @@ class Session:
     )
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def send(self, response: trainer_service_pb2.ExchangeResponse) -> None:
+    async def send(self, response: trainer_service_pb2.ExchangeResponse | Delivery) -> None:
         """Writes one message; a stream takes one write at a time."""
         async with self._lock:
             await self.write(response)
@@ -224,8 +225,9 @@ class TrainerServicer:
     async def _drop_run(self, session: Session) -> None:
         """Another run begins: what the one before left is of no use to it, and is counted."""
         reason = "RUN_REPLACED"
-        tasks, groups = self._queue.drop_all()
         buffered = self._buffer.drop_all()
+        # Last: it forgets the ids of all tasks, those of the groups in the buffer among them.
+        tasks, groups = self._queue.drop_all()
         dropped = [group.group_id for group in (*groups, *buffered)]
         for group_id in dropped:
             self._admission.vacate(group_id)
@@ -358,7 +360,7 @@ class TrainerServicer:
     async def _send(self, session: Session, group: BufferedGroup) -> None:
         """Delivers a group; one that cannot be read again is dropped, and its task waits anew."""
         try:
-            message = await group.payload.read()
+            data = await group.payload.read()
         except DomainError as error:
             logger.error("group %s is dropped: %s", group.group_id, error.message)
             self._buffer.lose(group)
@@ -379,12 +381,7 @@ class TrainerServicer:
             return
         if self.on_delivery is not None:
             self.on_delivery(group)
-        response = ExchangeResponse()
-        # As an argument of its constructor the group would be serialized and parsed again.
-        response.delivery.group.CopyFrom(message)
-        response.delivery.delivery_id = group.delivery_id
-        response.delivery.redelivery_count = group.delivery_count - 1
-        await session.send(response)
+        await session.send(Delivery(data, group.delivery_id, group.delivery_count - 1))
 
     @property
     def connected(self) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Awaitable
 
 from opentelemetry import trace
 
+from penstock.server import group_bytes
 from penstock.server.engine import Delta, Finish
-from penstock.server.journal import Journal, JournalRecord, Record
+from penstock.server.journal import Deferred, EncodedRecord, Journal, JournalRecord, Record
 from penstock.server.requests import MIN_TEMPERATURE
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
@@ -70,28 +71,38 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
     )
 
 
-def turn_changed(record: TrajectoryRecord, *, whole: bool = False) -> Record:
-    """The last turn as it is now, and the tokens since it was last recorded; with `whole`, all of them."""
+def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
+    """The last turn as it is now, and the tokens since it was last recorded."""
+    turn, new = _turn(record), record.pieces_between(record.recorded_end, record.end)
+    turn.token_count = record.recorded_token_count
+    encoded = group_bytes.turn_changed(turn, new)
+    record.recorded_end, record.recorded_token_count = record.end, record.token_count
+    return encoded
+
+
+def whole_turn(record: TrajectoryRecord) -> Deferred:
+    """The last turn as it is now, and all tokens up to here.
+
+    A trajectory is only appended to, so its tokens may be copied later: a server holds many.
+    """
+    turn, end = _turn(record), record.end
+    return Deferred(lambda: [group_bytes.turn_changed(turn, record.pieces_between((0, 0), end))])
+
+
+def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
+    """Without tokens."""
     turn = record.turn
     assert turn is not None
-    begin = (0, 0) if whole else record.recorded_end
-    token_count = 0 if whole else record.recorded_token_count
-    if not whole:
-        record.recorded_end, record.recorded_token_count = record.end, record.token_count
-    return JournalRecord(
-        turn_changed=_TurnChanged(
-            trajectory_id=record.trajectory_id,
-            turn_index=turn.index,
-            sampling_params=_params(turn.sampling),
-            budget=turn.budget,
-            context_token_count=turn.context_token_count,
-            policy_token_count=turn.policy_token_count,
-            request_count=turn.attempts,
-            finish_reason=turn.attempt.finish_reason,
-            turn_count=record.turn_count,
-            token_count=token_count,
-            segments=record.segments_between(begin, record.end),
-        )
+    return _TurnChanged(
+        trajectory_id=record.trajectory_id,
+        turn_index=turn.index,
+        sampling_params=_params(turn.sampling),
+        budget=turn.budget,
+        context_token_count=turn.context_token_count,
+        policy_token_count=turn.policy_token_count,
+        request_count=turn.attempts,
+        finish_reason=turn.attempt.finish_reason,
+        turn_count=record.turn_count,
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -125,16 +125,21 @@ class TrajectoryRecord:
         self, begin: tuple[int, int], end: tuple[int, int]
     ) -> list[trajectory_pb2.Segment]:
         """What lies between two values of `end`, as twin Segments."""
+        pieces = self.pieces_between(begin, end)
+        return [segment.message(start, stop) for segment, start, stop in pieces]
+
+    def pieces_between(
+        self, begin: tuple[int, int], end: tuple[int, int]
+    ) -> Iterator[tuple[SegmentRecord, int, int]]:
+        """What lies between two values of `end`: segments, and from and up to which of their tokens."""
         count, last_token_count = end
         begun, start = begin
-        found: list[trajectory_pb2.Segment] = []
         for index in range(max(0, begun - 1), count):
             segment = self.segments[index]
             stop = last_token_count if index == count - 1 else segment.token_count
             if start < stop:
-                found.append(segment.message(start, stop))
+                yield segment, start, stop
             start = 0
-        return found
 
     def token_array(self) -> NDArray[np.int32]:
         """Every token so far, shape [token_count]."""

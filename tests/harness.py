@@ -166,6 +166,16 @@ class Harness:
             self.wire.Generate(GenerateRequest(trajectory_id=trajectory_id, **fields))
         )
 
+    async def sampled(self, trajectory_id: str, least: int = 1) -> None:
+        """Returns once the last turn has so many tokens: however busy the machine, the engine has it."""
+        async with asyncio.timeout(20):
+            while self._token_count(trajectory_id) < least:
+                await asyncio.sleep(0.002)
+
+    def _token_count(self, trajectory_id: str) -> int:
+        record = self.serving.store.find(trajectory_id)
+        return 0 if record is None or record.turn is None else record.turn.policy_token_count
+
     async def resume(self, trajectory_id: str, **fields: Any) -> Turn:
         return await collect(
             self.wire.Continue(ContinueRequest(trajectory_id=trajectory_id, **fields))
@@ -319,11 +329,16 @@ class Exchange:
 
     def __init__(self, wire: Any) -> None:
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self.call = wire.Exchange(self._requests())
+        self.call = wire.Exchange(self)
 
-    async def _requests(self) -> AsyncIterator[Any]:
-        while (message := await self.outgoing.get()) is not None:
-            yield message
+    def __aiter__(self) -> Exchange:
+        return self
+
+    async def __anext__(self) -> Any:
+        """What is sent next. Not of a generator, which would be closed again where it is left."""
+        if (message := await self.outgoing.get()) is None:
+            raise StopAsyncIteration
+        return message
 
     def send(self, **fields: Any) -> None:
         self.outgoing.put_nowait(ExchangeRequest(**fields))

@@ -31,6 +31,10 @@ def name_of(found: Record) -> str:
     return found.tasks_known.task_ids[0]
 
 
+def read_name(payload: bytes) -> str:
+    return name_of(JournalRecord.FromString(payload))
+
+
 def make(
     folder: Path, *, max_bytes: int = 64 * MEBIBYTE, durability: log_journal.Durability = "fsync"
 ) -> LogJournal:
@@ -64,7 +68,7 @@ def write_segment(folder: Path, payloads: list[bytes], *, sync: bool = True) -> 
     path = folder / "0000000001.log"
     writer.begin(path, 1)
     for payload in payloads:
-        writer.write([payload])
+        writer.write([(payload,)])
         if sync:
             writer.sync()
     writer.close()
@@ -163,7 +167,7 @@ async def test_what_was_appended_is_there_in_its_order(tmp_path: Path) -> None:
         assert all(done.done() for done in waiting)
         await journal.append(())
         first = waiting[3].result()
-        assert name_of(await journal.read(first[1])) == "3b"
+        assert read_name(await journal.read(first[1])) == "3b"
     expected = [f"{i}{part}" for i in range(50) for part in "ab"]
     assert await names_in(tmp_path) == expected
     assert await names_in(tmp_path) == expected
@@ -334,7 +338,7 @@ async def test_what_nobody_needs_is_given_back_while_appends_go_on(tmp_path: Pat
             if i >= 3:
                 journal.release(held.pop(f"group{i - 3}"))
             for name, place in held.items():
-                assert name_of(await journal.read(place)) == name
+                assert read_name(await journal.read(place)) == name
         assert journal.compactions >= 3
         on_disk = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
         assert on_disk < 6 * MEBIBYTE

@@ -399,7 +399,7 @@ def write(folder: Path, number: int, records: list[Any]) -> SegmentWriter:
     writer = SegmentWriter(folder / "spare", 64 * 1024)
     writer.begin(folder / f"{number:010d}.log", number)
     for record in records:
-        writer.write([record.SerializeToString()])
+        writer.write([(record.SerializeToString(),)])
         writer.sync()
     return writer
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.server.memory_budget import KEPT_PART
 from penstock.wire.failure import read_failure
 from tests.harness import (
     GenerateRequest,
@@ -133,6 +134,36 @@ async def test_groups_in_memory_are_counted_until_they_are_final(tmp_path: Path)
         exchange.half_close()
         assert await exchange.call.read() is grpc.aio.EOF
         assert counted(harness) == recounted(harness) == (0, 0, 0)
+
+
+async def test_groups_kept_beside_the_journal_are_counted_and_give_way(tmp_path: Path) -> None:
+    """Each is delivered all the same, and once it is it is kept no longer."""
+    settings = (f"limits.memory_bytes={BUDGET}", f"journal.folder={tmp_path / 'journal'}")
+    async with serve(tmp_path, *settings, max_context=100_000) as harness:
+        kept, budget = harness.serving.buffer.kept, harness.serving.budget
+
+        async def finish(name: str) -> None:
+            await harness.generate(name, [5] * 20_000, group_id=name, group_size=1)
+            await harness.complete(name)
+
+        for name in "abc":
+            await finish(name)
+        assert kept.byte_count > 3 * 80_000
+        assert budget.used_bytes == kept.byte_count
+        exchange = await hello(harness.wire, groups_per_step=1000)
+        exchange.send(demand={"group_count": 1})
+        before = kept.byte_count
+        assert (await exchange.receive("delivery")).group.group_id == "a"
+        assert 0 < kept.byte_count < before
+        budget.check(BUDGET)
+        assert kept.byte_count == budget.used_bytes == 0
+        # Beyond its part of the budget nothing is kept.
+        for number in range(BUDGET // KEPT_PART // 80_000):
+            await finish(f"more-{number}")
+        assert BUDGET // KEPT_PART - 90_000 < kept.byte_count <= BUDGET // KEPT_PART
+        exchange.send(demand={"group_count": 2})
+        names = [(await exchange.receive("delivery")).group.group_id for _ in range(2)]
+        assert names == ["b", "c"]
 
 
 async def test_a_caller_that_reads_nothing_is_cut_off_and_others_do_not_notice(

@@ -15,7 +15,14 @@ import grpc
 import pytest
 
 from penstock.server.attempts import Attempt, Group
-from penstock.server.journal import Stored, group_changed, group_finished, tasks_known
+from penstock.server.group_bytes import group_finished
+from penstock.server.journal import (
+    EncodedRecord,
+    JournalRecord,
+    Stored,
+    group_changed,
+    tasks_known,
+)
 from penstock.server.log_journal import LogJournal, _written_out
 from penstock.server.recovery import Recovered
 from penstock.v1 import trajectory_pb2
@@ -122,7 +129,11 @@ async def state(harness: Harness) -> list[str]:
     journal = harness.serving._journal
     found: list[str] = []
     for item in _written_out(list(harness.serving.parts.snapshot(0, 0))):
-        record = await journal.read(item) if isinstance(item, Stored) else item
+        record = item
+        if isinstance(item, Stored):
+            record = JournalRecord.FromString(await journal.read(item))
+        elif isinstance(item, EncodedRecord):
+            record = JournalRecord.FromString(b"".join(item.parts))
         if record.HasField("tasks_known"):
             record.tasks_known.task_ids[:] = sorted(record.tasks_known.task_ids)
         if record.HasField("leases_expired"):
@@ -143,6 +154,26 @@ async def test_tasks_wait_in_their_order_and_are_known(tmp_path: Path) -> None:
         assert (answer.accepted_count, answer.duplicate_count, answer.pending_count) == (1, 2, 4)
         _, leases = await lease(second, 4)
         assert [given.task.task_id for given in leases] == ["x", "x", "y", "y"]
+
+
+async def test_a_task_that_is_final_is_known_to_the_next_server(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await finish_groups(first, "final", "refused", "used", "waits")
+        exchange = await hello(first.wire, groups_per_step=4)
+        exchange.send(demand={"group_count": 3})
+        ids = [(await exchange.receive("delivery")).delivery_id for _ in range(3)]
+        exchange.send(receipt={"delivery_ids": ids[:1], "step": 1})
+        exchange.send(checkpoint={"step": 1})
+        exchange.send(receipt={"delivery_ids": ids[1:2], "rejection": {"reason": "NO_USE"}})
+        exchange.send(receipt={"delivery_ids": ids[2:], "step": 2})
+        exchange.half_close()
+        assert await exchange.call.read() is grpc.aio.EOF
+        assert list(first.serving.queue.known_tasks)[:2] == ["final", "refused"]
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        assert list(second.serving.queue.known_tasks)[:2] == ["final", "refused"]
+        answer = await submit(second, "final", "refused", "used", "waits", "new")
+        assert (answer.accepted_count, answer.duplicate_count) == (1, 4)
 
 
 async def test_a_group_under_way_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -195,7 +226,7 @@ async def test_leases_that_nobody_calls_on_run_out_and_are_made_again(tmp_path: 
 async def test_a_turn_that_was_cut_off_is_continued_at_its_last_record(tmp_path: Path) -> None:
     async with on_disk(tmp_path / "a", step_seconds=0.005) as first:
         call = asyncio.ensure_future(first.generate("t", sampling_params=sampling(300)))
-        await asyncio.sleep(0.1)
+        await first.sampled("t")
         (turn,) = first.serving.turns.in_flight
         assert turn.policy_token_count
         after = killed(tmp_path / "a")
@@ -214,7 +245,7 @@ async def test_an_aborted_turn_goes_on_at_the_exact_token_with_what_is_left_of_i
 ) -> None:
     async with on_disk(tmp_path / "a", step_seconds=0.005) as first:
         call = asyncio.ensure_future(first.generate("t", sampling_params=sampling(200)))
-        await asyncio.sleep(0.1)
+        await first.sampled("t")
         request = AbortRequest()
         request.all.SetInParent()
         await first.wire.Abort(request)
@@ -352,6 +383,8 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
         with path.open("r+b") as file:
             file.seek(where.offset + where.length // 2)
             file.write(b"rot")
+        # Otherwise it is delivered from memory the first time.
+        harness.serving.buffer.kept.clear()
         exchange = await hello(harness.wire)
         exchange.send(demand={"group_count": 2})
         assert (await exchange.receive("delivery")).group.task_id == "b"
@@ -606,8 +639,9 @@ async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) ->
     group = Group("g", 1, task, trajectory_pb2.PURPOSE_TRAIN, 0)
     group.attempts = [Attempt(group, 0, 0, "g-0-0", leased=True)]
     # The snapshot no longer has the task, for the group is complete; the end of it is queued as well.
-    message = TrajectoryGroup(group_id="g", task_id="t")
-    finished = group_finished(message, task, 0, has_policy_tokens=False)
+    message = TrajectoryGroup(group_id="g", task_id="t").SerializeToString()
+    encoded = group_finished(message, task, 0, has_policy_tokens=False)
+    finished = JournalRecord.FromString(b"".join(encoded.parts))
     for record in (tasks_known(["t"]), group_changed(group), finished):
         found.apply(record, where)
     assert not found.groups and set(found.finished) == {"g"}

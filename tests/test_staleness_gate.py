@@ -207,6 +207,16 @@ def test_groups_with_a_token_past_the_bound_are_discarded_at_selection(policy: L
     gate.admit("b", 2)
 
 
+def test_a_run_whose_weights_never_change_remembers_no_more_than_a_step() -> None:
+    gate = make_gate(1, 3, MASK)
+    for number in range(20):
+        gate.admit(str(number), 0)
+        gate.finish(str(number), 0, 0.0)
+        assert gate.select(1, 0.0).taken == (str(number),)
+    assert (gate.taken, gate.outstanding) == (3, 0)
+    assert gate.may_admit(0)
+
+
 # WAIT.
 
 

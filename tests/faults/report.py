@@ -214,9 +214,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         help=f"weight updates of a soak under load (default {UPDATES})",
     )
     for name, default, what in (
-        ("machine-examples", 500, "runs of the stateful model of a whole run"),
+        ("machine-examples", 2_000, "runs of the stateful model of a whole run"),
         ("fault-seconds", 60, "seconds that slow faults last in a whole run"),
+        ("fuzz-seconds", 3_600, "seconds of bytes led by coverage of a whole run"),
         ("gate-steps", 500, "steps of the gate for each seed of a whole run"),
+        ("soak-groups", 60, "groups of the soak with restarts"),
+        ("soak-restart-seconds", 600, "seconds after which its server is killed"),
     ):
         group.addoption(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
 

@@ -53,7 +53,7 @@ FAULTS = {
     "F13": ("a disk that is full, read-only or fails", ("R1",)),
     "F14": ("power loss", ("R1",)),
     "F16": ("a port in use; a stop under load", ("R7",)),
-    "F17": ("soak", ("R5",)),
+    "F17": ("a soak, with kills of the server", ("R1", "R5")),
     "F18": ("no, expired and wrong credentials", ("R8",)),
     "F19": ("the staleness gate under random lengths and failures", ("R4",)),
 }

@@ -1,0 +1,339 @@
+"""F17: soak. Many groups through a server that is killed and started again, and that never grows.
+
+    make soak GROUPS=1000000
+
+Real processes' worth of everything but the model: `penstock serve` around the fake engine with its journal
+on the disk, in a process of its own; agents and the trainer's own end of `Exchange`, over the wire, in this
+one. The server is killed (-9) every `--soak-restart-seconds`, and at least once; nobody else notices more
+than a pause.
+
+What it remembers of the past is bounded and full before it starts: the journal it begins with was left by a
+server that had served more than it remembers. So what grows afterwards, grows with every group.
+
+Afterwards: each task was trained once, from an array with a byte for each; the journal holds nothing that
+waits; and the server's resident memory, its files and the journal's folder stayed where they were. Memory
+is judged along the median slope (`report.slope`), over the second half of each life, and over the lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.client import connect
+from penstock.client.client import Client
+from penstock.client.errors import PenstockError
+from penstock.client.leases import Attempt
+from penstock.client.outcome import Outcome
+from penstock.client.sampling import SamplingParams
+from penstock.client.tasks import Task
+from penstock.server import known_tasks, task_queue
+from penstock.server.journal import groups_ended, tasks_known, trajectory_closed
+from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.server.log_journal import LogJournal
+from penstock.server.recovery import recover
+from penstock.trainer.exchange import Exchange
+from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.wire.security import open_channel
+from tests.faults.footprint import Footprint, footprint
+from tests.faults.report import Report, slope
+from tests.faults.workload import LOST, PATIENCE
+from tests.harness import StalenessContract
+from tests.processes import Server, server_process
+
+# What takes longer than this is stuck: the run itself may take hours.
+pytestmark = pytest.mark.timeout(0)
+STUCK_SECONDS = 120.0
+
+GROUP_SIZE = 2
+GROUPS_PER_STEP = 32
+STEPS_AHEAD = 4
+AGENTS = 2
+CONCURRENCY = 24
+TOKENS = 32
+SEGMENT_BYTES = 8 << 20
+PAST_BYTES = 64 << 20
+"""Segments in which the past fits without being compacted: it is nobody's state."""
+SAMPLES_OF_A_LIFE = 120
+
+SLOPE_BYTES_PER_HOUR = 1 << 20
+NOISE_BYTES = 4 << 20
+"""What an allocator has not given back at one moment, and has at the next."""
+JOURNAL_BYTES = 192 << 20
+"""What is remembered, four times, and eight segments: see docs/journal.md, "Compaction"."""
+MORE_FILES = 4 + AGENTS + 2
+"""Segments while they are compacted; a connection of each agent and two of the trainer's."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the server took at one time."""
+
+    seconds: float
+    """Since the run began."""
+    process: Footprint
+    journal_bytes: int
+
+
+@dataclass
+class Soak:
+    """One run."""
+
+    server: Server
+    groups: int
+    restart_seconds: float
+    rng: random.Random
+    half: asyncio.Event = field(default_factory=asyncio.Event)
+    """Half of the tasks are trained: by then the server is killed for the first time."""
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+    trained: np.ndarray = field(init=False)
+    """How often each task was; a byte for each."""
+    lives: list[list[Moment]] = field(default_factory=lambda: [[]])
+    lost_attempts: int = 0
+    deliveries: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.trained = np.zeros(self.groups, np.uint8)
+
+    @property
+    def kills(self) -> int:
+        """How often the server was killed."""
+        return len(self.lives) - 1
+
+    async def run(self) -> None:
+        """Until every task is trained."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            others = [tasks.create_task(self._agent(number)) for number in range(AGENTS)]
+            others.append(tasks.create_task(self._fell(began)))
+            await self._trainer()
+            for other in others:
+                other.cancel()
+        self.seconds = time.monotonic() - began
+
+    # The server
+
+    async def _fell(self, began: float) -> None:
+        """Looks at the server, and kills it when its time has come."""
+        while True:
+            since = time.monotonic()
+            while not self._due(since):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.restart_seconds / SAMPLES_OF_A_LIFE):
+                        await (asyncio.Event() if self.kills else self.half).wait()
+                self.lives[-1].append(self._moment(time.monotonic() - began))
+            await asyncio.sleep(self.rng.uniform(0.0, 0.05))
+            await self.server.kill()
+            self.lives.append([])
+            self.killed.set()
+            await self.server.start()
+
+    def _due(self, since: float) -> bool:
+        if self.half.is_set() and not self.kills:
+            return True
+        return time.monotonic() - since >= self.restart_seconds
+
+    def _moment(self, seconds: float) -> Moment:
+        folder = self.server.folder / "journal"
+        journal = 0
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                journal += path.stat().st_blocks * 512
+        return Moment(seconds, footprint(self.server.process.pid), journal)
+
+    # Agents
+
+    async def _agent(self, number: int) -> None:
+        async with connect(self.server.address, patience=PATIENCE) as client:
+            leases = client.lease_tasks(
+                CONCURRENCY, agent_id=f"agent-{number}", resume_aborted=True
+            )
+            async with leases, asyncio.TaskGroup() as attempts:
+                async for attempt in leases:
+                    attempts.create_task(self._attempt(attempt))
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        try:
+            await attempt.trajectory.turn()
+            await attempt.trajectory.complete(Outcome(1.0))
+        except PenstockError as error:
+            if error.reason not in LOST:
+                raise
+            self.lost_attempts += 1
+
+    # The trainer
+
+    async def _trainer(self) -> None:
+        async with (
+            open_channel(self.server.address, None, own_connection=True) as channel,
+            connect(self.server.address, patience=PATIENCE) as client,
+        ):
+            exchange = Exchange(
+                channel,
+                run_id="soak",
+                contract=StalenessContract(max_lag=8, groups_per_step=GROUPS_PER_STEP),
+                in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+                weight_version=0,
+                step=0,
+                give_up_after_seconds=STUCK_SECONDS,
+                stopping=asyncio.Event(),
+            )
+            await exchange.open()
+            reading = asyncio.ensure_future(exchange.run(_nothing_to_restore))
+            stepping = asyncio.ensure_future(self._steps(exchange, client))
+            try:
+                await asyncio.wait([reading, stepping], return_when=asyncio.FIRST_COMPLETED)
+                if not stepping.done():
+                    reading.result()
+                await stepping
+            finally:
+                for task in (reading, stepping):
+                    task.cancel()
+                await asyncio.gather(reading, stepping, return_exceptions=True)
+
+    async def _steps(self, exchange: Exchange, client: Client) -> None:
+        submitted = demanded = used = step = 0
+        while used < self.groups:
+            async with asyncio.timeout(STUCK_SECONDS):
+                ahead = min(self.groups, used + STEPS_AHEAD * GROUPS_PER_STEP)
+                if submitted < ahead:
+                    await client.submit_tasks([_task(n) for n in range(submitted, ahead)])
+                    submitted = ahead
+                wanted = min(self.groups, used + 2 * GROUPS_PER_STEP)
+                if demanded < wanted:
+                    exchange.demand(wanted - demanded)
+                    demanded = wanted
+                count = min(GROUPS_PER_STEP, self.groups - used)
+                batch = [await exchange.next_group() for _ in range(count)]
+            for group in batch:
+                assert len(group.trajectories) == GROUP_SIZE
+                self.trained[int(group.task_id)] += 1
+            used, step = used + count, step + 1
+            exchange.receipt(batch, step)
+            exchange.checkpoint(step)
+            if used * 2 >= self.groups:
+                self.half.set()
+                await self.killed.wait()
+        await exchange.ready()
+        self.deliveries = exchange.delivery_count
+        await exchange.close(timeout_seconds=10.0)
+
+
+def _task(number: int) -> Task:
+    return Task(
+        f"{number:09d}",
+        prompt=[1 + number % 200, 2, 3],
+        group_size=GROUP_SIZE,
+        index=number,
+        sampling=SamplingParams(max_tokens=TOKENS),
+    )
+
+
+async def _nothing_to_restore(_: trainer_service_pb2.Welcome) -> None:
+    """The fake engine's weights never change here."""
+
+
+async def leave_past(folder: Path, count: int) -> None:
+    """A journal whose server had served so many groups, all of which are final."""
+    journal = LogJournal(folder, durability="process", max_bytes=1 << 30, segment_bytes=PAST_BYTES)
+    await journal.start(list)
+    await journal.append([tasks_known(f"p{number:08d}" for number in range(count))])
+    await journal.append([groups_ended(f"{number:016x}" for number in range(count))])
+    names = [f"{number // 2:016x}-{number % 2}-0" for number in range(count)]
+    closed = [
+        trajectory_closed(name, number.to_bytes(32), f"{number // 2:016x}")
+        for number, name in enumerate(names)
+    ]
+    await journal.append(closed)
+    await journal.close()
+
+
+def check_journal(folder: Path) -> None:
+    """Nothing that it holds is left to do."""
+    found = recover(read_records(find_files(folder), Reading()))
+    left = (found.pending, found.groups, found.finished, found.trajectories)
+    assert not any(left), left
+
+
+def by_hour(moments: Sequence[Moment]) -> float:
+    """Median slope of resident memory over the second half, in bytes per hour."""
+    half = moments[len(moments) // 2 :]
+    if len(half) < 2:
+        return 0.0
+    between = (half[-1].seconds - half[0].seconds) / (len(half) - 1)
+    return slope([moment.process.resident_bytes for moment in half]) / between * 3600
+
+
+def over_lives(lives: Sequence[Sequence[Moment]]) -> float:
+    """Median slope of what a life takes, from life to life, in bytes per hour."""
+    if len(lives) < 2:
+        return 0.0
+    taken = [
+        statistics.median(moment.process.resident_bytes for moment in life[len(life) // 2 :])
+        for life in lives
+    ]
+    between = (lives[-1][0].seconds - lives[0][0].seconds) / (len(lives) - 1)
+    return slope(taken) / between * 3600
+
+
+async def test_groups_without_end_do_not_make_the_server_grow(
+    report: Report, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    groups: int = request.config.getoption("soak_groups")
+    restart_seconds: int = request.config.getoption("soak_restart_seconds")
+    past = max(known_tasks.MAX_PAST, task_queue.MAX_REMEMBERED_GROUPS)
+    await leave_past(tmp_path / "journal", past if groups >= past // 100 else 100)
+    options = ("--set", f"journal.segment_bytes={SEGMENT_BYTES}", "--set", "freshness=false")
+    async with server_process(tmp_path, *options) as server:
+        soak = Soak(server, groups, restart_seconds, random.Random(report.seed))
+        await soak.run()
+        server.process.signal(signal.SIGTERM)
+        assert await server.wait() == 0, server.log[-4000:]
+        assert "Traceback" not in server.log
+    check_journal(tmp_path / "journal")
+    assert (soak.trained == 1).all(), np.flatnonzero(soak.trained != 1)[:20]
+    judge(report, soak)
+
+
+def judge(report: Report, soak: Soak) -> None:
+    """Kills, memory, files and the journal's folder."""
+    whole = [life for life in soak.lives if len(life) >= SAMPLES_OF_A_LIFE // 2]
+    slopes = [by_hour(life) for life in whole]
+    within, across = statistics.median(slopes or [0.0]), over_lives(whole)
+    moments = [moment for life in soak.lives for moment in life]
+    files = [moment.process.files for moment in moments]
+    journal = max(moment.journal_bytes for moment in moments)
+    figures = (
+        f"{soak.groups / soak.seconds:.0f} groups/s; {soak.kills} kills; {soak.lost_attempts} attempts "
+        f"lost; {soak.deliveries - soak.groups} groups delivered again; memory {within / 2**20:+.2f} "
+        f"MB/h in a life, {across / 2**20:+.2f} over lives; journal at most {journal >> 20} MiB"
+    )
+    if whole:
+        report.lines += [_life(number, life) for number, life in enumerate(soak.lives, 1) if life]
+        report.lines.append(figures)
+    report.survived("server", "soak with restarts", soak.groups, unit="groups", figures=figures)
+    assert soak.kills >= 1
+    assert journal <= JOURNAL_BYTES
+    assert max(files) - min(files) <= MORE_FILES, files
+    assert within <= SLOPE_BYTES_PER_HOUR + NOISE_BYTES / (soak.restart_seconds / 2 / 3600), slopes
+    assert across <= SLOPE_BYTES_PER_HOUR + NOISE_BYTES / (soak.seconds / 3600)
+
+
+def _life(number: int, life: Sequence[Moment]) -> str:
+    resident = [moment.process.resident_bytes / 2**20 for moment in life]
+    return (
+        f"life {number:<4}{life[-1].seconds - life[0].seconds:8.0f} s  resident "
+        f"{resident[0]:.1f} -> {resident[-1]:.1f} MiB, {by_hour(life) / 2**20:+.2f} MB/h over its second "
+        f"half; {life[-1].process.files} files; journal {max(m.journal_bytes for m in life) >> 20} MiB"
+    )
