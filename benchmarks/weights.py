@@ -4,7 +4,8 @@
 
 A real `penstock serve` and the trainer's own publisher. A version travels from the moment the trainer has
 its tensors until the server has it complete and verified (STAGED): packing, checksums and the check on the
-other side are part of it. Then it is switched to, with turns in flight. Beside it, in the same round:
+other side are part of it; through shared memory they go on at the same time. Then it is switched to, with
+turns in flight. Beside it, in the same round:
 
     one copy of the bytes into shared memory; the packed bytes through TCP on loopback, to which only
     what follows the packing is compared
@@ -43,7 +44,7 @@ from penstock.demo.model import prepare_model
 from penstock.server import vllm_environment
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.payload import Payload
-from penstock.trainer.publisher import Publisher, Weights
+from penstock.trainer.publisher import Announcement, Publisher, Weights
 from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream
 from penstock.v1 import weights_pb2
 
@@ -118,7 +119,8 @@ class Trainer:
         if transport != DELTA:
             publisher.forget_base()
         began = time.perf_counter()
-        await publisher.fill(weights, self.version, DTYPE)
+        announcement = Announcement(EPOCH, IN_FLIGHT)
+        await publisher.fill(weights, self.version, DTYPE, announcement)
         packed = time.perf_counter()
         sent = await publisher.upload(
             self.version, trainer_epoch=lambda: EPOCH, in_flight=IN_FLIGHT

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from penstock.server.engine import StagedWeights
 from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_stage import Staged, WeightStage
+from penstock.server.weight_stage import WeightStage
+from penstock.server.weight_upload import Staged
 
 logger = logging.getLogger(__name__)
 

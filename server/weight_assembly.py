@@ -71,7 +71,7 @@ def assemble(target: Buffer, parts: Sequence[Part]) -> None:
 
 def _write(place: memoryview, part: Part) -> None:
     name = part.tensor.name
-    check = Check(name, part.tensor.dtype, part.xxh3) if part.xxh3 is not None else None
+    check = Check(name, part.tensor.dtype) if part.xxh3 is not None else None
     whole = part.patch is not None or check is None
     offset = part.offset_bytes
     for piece in [place] if whole else pieces(place):
@@ -82,10 +82,10 @@ def _write(place: memoryview, part: Part) -> None:
             check.update(piece)
     if part.patch is not None:
         _apply(place, part.patch, part.tensor)
-    if check is not None:
+    if check is not None and part.xxh3 is not None:
         for piece in pieces(place) if whole else ():
             check.update(piece)
-        check.finish()
+        check.finish(part.xxh3)
 
 
 def _apply(place: memoryview, patch: Patch, tensor: StagedTensor) -> None:

@@ -194,7 +194,7 @@ class Rounds:
             return update
         if kind != "commit":
             raise FieldInvalid("message", "must be a round or the commit here", kind or "unset")
-        self._announced.check_commit(request.commit)
+        self._announced.read_commit(request.commit)
         return None
 
     async def _read(self) -> UploadMessage:

@@ -5,6 +5,7 @@ Whether the version is in order, and its tensors are the model's, is for `weight
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.server.adapter_manifest import AdapterShape, read_adapter
@@ -17,7 +18,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Header
 
-ENCODINGS = {
+ENCODINGS: Mapping[int, Encoding] = {
     weights_pb2.TENSOR_ENCODING_UNSPECIFIED: Encoding.RAW,
     weights_pb2.TENSOR_ENCODING_RAW: Encoding.RAW,
     weights_pb2.TENSOR_ENCODING_SAME: Encoding.SAME,
@@ -49,6 +50,9 @@ class SharedSource:
 
     name: str
     host_namespace: str
+    progress_offset_bytes: int | None = None
+    """Where the progress word of what the uploader is still filling is, zero for nowhere; None where all of
+    it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ class Announced:
     """Zero for a full upload."""
     trainer_epoch: int
     digest: bytes
-    """SHA-256 of the header as it was sent: the same again means the same upload."""
+    """SHA-256 of the header as it was sent: the same again means the same upload, but for one that is
+    still being filled, which has its checksums in the commit."""
     source: Source
     manifest: tuple[ManifestTensor, ...]
     immediate: bool
@@ -88,14 +93,31 @@ class Announced:
     adapter: AdapterShape | None = None
     """None for full weights."""
 
-    def check_commit(self, commit: weights_pb2.WeightCommit) -> None:
-        """That both sides mean the same header. Raises CHECKSUM_MISMATCH."""
+    @property
+    def filling(self) -> bool:
+        """Whether the payload is still being filled, and its checksums come with the commit."""
+        source = self.source
+        return isinstance(source, SharedSource) and source.progress_offset_bytes is not None
+
+    def read_commit(self, commit: weights_pb2.WeightCommit) -> tuple[int, ...]:
+        """XXH3-64 of each tensor, in the manifest's order, where both sides mean the same header.
+
+        Raises CHECKSUM_MISMATCH, FIELD_INVALID.
+        """
         if commit.header_sha256 != self.digest:
             raise DomainError(
                 Reason.CHECKSUM_MISMATCH,
                 "header_sha256 is not that of the header this stream began with",
                 {"expected": self.digest.hex(), "actual": commit.header_sha256.hex()},
             )
+        count = len(self.manifest) if self.filling else 0
+        if len(commit.tensor_xxh3) != count:
+            raise FieldInvalid(
+                "commit.tensor_xxh3",
+                f"must have {count} checksums after this header",
+                len(commit.tensor_xxh3),
+            )
+        return tuple(commit.tensor_xxh3) or tuple(tensor.xxh3 for tensor in self.manifest)
 
 
 def read_header(received: Header, description: EngineDescription) -> Announced:
@@ -109,6 +131,8 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
             "must be zero with a checkpoint, which is complete",
             header.base_weight_version,
         )
+    if isinstance(source, SharedSource) and source.progress_offset_bytes is not None:
+        _check_filling(header)
     immediate = _read_activation(header.activation)
     if isinstance(source, CollectiveSource) and not immediate:
         raise FieldInvalid(
@@ -155,7 +179,13 @@ def _read_source(header: weights_pb2.WeightHeader) -> Source:
             raise FieldInvalid("header.inline.length_bytes", "must not be negative", length)
         return InlineSource(length)
     if kind == "shared_memory":
-        return SharedSource(header.shared_memory.name, header.shared_memory.host_namespace)
+        shared = header.shared_memory
+        place = shared.progress_offset_bytes
+        if place and not shared.filling:
+            raise FieldInvalid(
+                "header.shared_memory.progress_offset_bytes", "may only be set with filling", place
+            )
+        return SharedSource(shared.name, shared.host_namespace, place if shared.filling else None)
     if kind == "checkpoint":
         return CheckpointSource(header.checkpoint.path)
     if kind == "collective":
@@ -165,9 +195,24 @@ def _read_source(header: weights_pb2.WeightHeader) -> Source:
     raise FieldInvalid("header.source", "is not one this server takes; see GetServerInfo", kind)
 
 
+def _check_filling(header: weights_pb2.WeightHeader) -> None:
+    if header.base_weight_version:
+        raise FieldInvalid(
+            "header.base_weight_version",
+            "must be zero where memory is still being filled: a delta is there in full",
+            header.base_weight_version,
+        )
+    for spec in header.tensors:
+        if spec.xxh3:
+            raise FieldInvalid(
+                "header.tensors.xxh3",
+                f"of {spec.name} must be zero where memory is still being filled: the commit has it",
+                spec.xxh3,
+            )
+
+
 def _read_tensor(spec: weights_pb2.TensorSpec) -> ManifestTensor:
-    known = {int(number): value for number, value in ENCODINGS.items()}
-    encoding = known.get(spec.encoding)
+    encoding = ENCODINGS.get(spec.encoding)
     if encoding is None:
         raise FieldInvalid(
             "header.tensors.encoding", f"of {spec.name} is unknown", int(spec.encoding)

@@ -47,6 +47,10 @@ FRAME_BYTES = 4096
 PADDING_BYTES = 4096
 
 
+# A progress word.
+PROGRESS_BYTES = 8
+
+
 class WeightRefused(Exception):
     """An upload is refused; what serves is as it was."""
 
@@ -149,6 +153,25 @@ def check_length(manifest: Sequence[ManifestTensor], length_bytes: int) -> None:
             f"inline.length_bytes is {length_bytes}, but the last tensor ends at {end}",
             field="header.inline.length_bytes",
             got=length_bytes,
+        )
+
+
+def check_progress(
+    manifest: Sequence[ManifestTensor], progress_offset_bytes: int, length_bytes: int
+) -> None:
+    """That the progress word of a payload, where there is one, is no part of a tensor.
+
+    Raises WeightRefused.
+    """
+    end = max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
+    inside = end <= progress_offset_bytes <= length_bytes - PROGRESS_BYTES
+    if progress_offset_bytes and not (inside and progress_offset_bytes % PROGRESS_BYTES == 0):
+        raise WeightRefused(
+            Reason.FIELD_INVALID,
+            f"shared_memory.progress_offset_bytes is {progress_offset_bytes}: it has to be a multiple of "
+            f"{PROGRESS_BYTES} between the last tensor, which ends at {end}, and the end at {length_bytes}",
+            field="header.shared_memory.progress_offset_bytes",
+            got=progress_offset_bytes,
         )
 
 

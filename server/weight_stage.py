@@ -11,13 +11,10 @@ always one complete, dense, verified version, whatever it travelled as, and noth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import xxhash
-
 from penstock.server.engine import StagedTensor, StagedWeights, TensorMeta
-from penstock.server.intervals import Intervals
 from penstock.server.shared_memory import SharedFiles
 from penstock.server.stage_memory import Buffer, StageMemory
 from penstock.server.threads import run_to_its_end
@@ -32,33 +29,10 @@ from penstock.server.weight_manifest import (
     check_delta,
     check_full,
     check_length,
+    check_progress,
 )
-from penstock.server.weight_verify import RunningCheck, verify_tensors
+from penstock.server.weight_upload import Staged, Upload, release_all
 from penstock.wire.reasons import Reason
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Staged:
-    """One complete, verified version, and the memory it lies in."""
-
-    weights: StagedWeights
-    hashes: Mapping[str, int]
-    """XXH3-64 of each tensor."""
-    buffer: Buffer
-
-    @property
-    def weight_version(self) -> int:
-        """The version."""
-        return self.weights.weight_version
-
-    def retain(self) -> Staged:
-        """One more holder, who has to release it."""
-        self.buffer.retain()
-        return self
-
-    def release(self) -> None:
-        """One holder less; the last one gives the memory back."""
-        self.buffer.release()
 
 
 class WeightStage:
@@ -105,15 +79,22 @@ class WeightStage:
         host_namespace: str,
         base: Staged | None = None,
         expected: Mapping[str, TensorMeta] | None = None,
+        *,
+        progress_offset_bytes: int | None = None,
     ) -> Upload:
-        """An upload whose payload is a file in memory of this host; see `begin_inline`."""
+        """An upload whose payload is a file in memory of this host; see `begin_inline`. One that is still
+        being filled is a full upload, and has its progress word there; zero is nowhere."""
         descriptor, length, view = self._shared.open(name, host_namespace)
         payload = self._memory.adopt(descriptor, length, view)
         try:
             self._check(manifest, length, base, expected)
+            if progress_offset_bytes is not None:
+                check_progress(manifest, progress_offset_bytes, length)
         except WeightRefused:
             payload.release()
             raise
+        if progress_offset_bytes is not None:
+            return Upload.filling(weight_version, manifest, payload, progress_offset_bytes)
         return await self._begin(weight_version, manifest, payload, base, inline=False)
 
     async def begin_checkpoint(
@@ -135,7 +116,7 @@ class WeightStage:
             places, length = _dense(manifest)
             target = await self._memory.allocate(length)
         except BaseException:
-            _release_all(sources)
+            release_all(sources)
             raise
         files = {source.descriptor: source for source in sources}
         parts = [
@@ -184,7 +165,7 @@ class WeightStage:
             ]
             await _assembled(target, parts)
         finally:
-            _release_all(sources)
+            release_all(sources)
         return Staged(StagedWeights(weight_version, target.path, places), {}, target)
 
     def forget_shared(self) -> None:
@@ -225,133 +206,11 @@ class WeightStage:
             places, length = _dense(manifest)
             target = await self._memory.allocate(length)
         except BaseException:
-            _release_all([payload, base.buffer])
+            release_all([payload, base.buffer])
             raise
         parts = _delta_parts(manifest, places, payload, base)
         sources = (payload, base.buffer)
         return Upload(weight_version, manifest, payload, target, parts, sources, inline=inline)
-
-
-class Upload:
-    """One version on its way in; made by `WeightStage`. A refusal releases it."""
-
-    def __init__(
-        self,
-        weight_version: int,
-        manifest: Sequence[ManifestTensor],
-        payload: Buffer | None,
-        target: Buffer,
-        parts: Sequence[Part] | None,
-        sources: Sequence[Buffer],
-        *,
-        inline: bool,
-    ) -> None:
-        """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
-        self._manifest = manifest
-        self._payload = payload
-        self._target = target
-        self._parts = parts
-        self._sources = sources
-        self._inline = inline
-        self._received = Intervals()
-        self._running = RunningCheck(manifest)
-        self._in_order_bytes = 0
-        self._released = False
-        self.weight_version = weight_version
-        self.length_bytes = (payload or target).length_bytes
-        """What travels, or is read."""
-
-    def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
-        """Takes one slice of an inline payload, in any order but each byte once.
-
-        Raises WeightRefused.
-        """
-        try:
-            room = self._check_chunk(offset_bytes, data, xxh3)
-        except WeightRefused:
-            self.release()
-            raise
-        end = offset_bytes + len(data)
-        room[offset_bytes:end] = data
-        if offset_bytes == self._in_order_bytes and self._parts is None:
-            # While it is in the cache.
-            self._in_order_bytes = end
-            self._running.follow(room, end)
-
-    async def verify(self) -> Staged:
-        """The complete version: nothing missing, each tensor with its checksum, and finite.
-
-        The event loop stays free. Raises WeightRefused.
-        """
-        try:
-            self._check_complete()
-            places = await self._fill_target()
-        except BaseException:
-            self.release()
-            raise
-        self._released = True
-        _release_all(self._sources)
-        weights = StagedWeights(self.weight_version, self._target.path, places)
-        return Staged(weights, {t.name: t.xxh3 for t in self._manifest}, self._target)
-
-    def release(self) -> None:
-        """Gives the memory back, unless it was staged; safe to repeat."""
-        if not self._released:
-            self._released = True
-            _release_all([self._target, *self._sources])
-
-    async def _fill_target(self) -> tuple[StagedTensor, ...]:
-        target, parts = self._target, self._parts
-        if parts is None:
-            begun = self._running.begun
-            await run_to_its_end(lambda: verify_tensors(target, self._manifest, begun))
-            return tuple(
-                StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
-                for t in self._manifest
-            )
-        await run_to_its_end(lambda: assemble(target, parts))
-        return tuple(part.tensor for part in parts)
-
-    def _check_complete(self) -> None:
-        if self._inline and (gap := self._received.first_gap(self.length_bytes)):
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"chunks: bytes {gap[0]} to {gap[1]} of the payload never came",
-                field="chunk.offset_bytes",
-                begin=gap[0],
-                end=gap[1],
-            )
-
-    def _check_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> memoryview:
-        """What it may be written to."""
-        end = offset + len(data)
-        room = self._payload.view if self._payload is not None else None
-        if not self._inline or self._released or room is None:
-            raise WeightRefused(
-                Reason.FIELD_INVALID, "chunk: this upload takes none", field="chunk"
-            )
-        if offset < 0 or end > self.length_bytes or not data:
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"chunk: bytes {offset} to {end} of a payload of {self.length_bytes}",
-                field="chunk.offset_bytes",
-                got=offset,
-            )
-        if not self._received.add(offset, end):
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"chunk: some of bytes {offset} to {end} had come before",
-                field="chunk.offset_bytes",
-                got=offset,
-            )
-        if (got := xxhash.xxh3_64_intdigest(data)) != xxh3:
-            raise WeightRefused(
-                Reason.CHECKSUM_MISMATCH,
-                f"chunk at {offset}: XXH3 is {got:016x}, announced {xxh3:016x}",
-                field="chunk.data",
-                offset_bytes=offset,
-            )
-        return room
 
 
 def _dense(manifest: Sequence[ManifestTensor]) -> tuple[tuple[StagedTensor, ...], int]:
@@ -385,8 +244,3 @@ async def _assembled(target: Buffer, parts: Sequence[Part]) -> None:
     except BaseException:
         target.release()
         raise
-
-
-def _release_all(buffers: Sequence[Buffer]) -> None:
-    for buffer in buffers:
-        buffer.release()

@@ -2,11 +2,13 @@
 
 Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload (chunks of this
 stream, a shared file, or a folder) -> commit -> every tensor verified, off the event loop, while
-generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE.
+generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE. What of a shared file its
+uploader is still filling is verified as it comes, and the commit has the checksums.
 
 What a failure does: anything refused, and a stream that ends without a commit, releases what was
 staged and leaves the version in use exactly as it was. The same version and header again is answered with
-what became of it. One upload runs at a time; an upload or switch of an older trainer is refused.
+what became of it, at the commit where that has the checksums, which then have to be the same too. One
+upload runs at a time; an upload or switch of an older trainer is refused.
 
 By a collective (see `weight_collective`) no byte passes here: header -> gate closed, engine paused ->
 READY -> rounds -> commit -> ACTIVE. Nothing is staged, and nothing held afterwards.
@@ -39,8 +41,9 @@ from penstock.server.weight_header import (
     read_header,
 )
 from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_stage import Staged, Upload, WeightStage
+from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import Switched
+from penstock.server.weight_upload import Staged, Upload
 from penstock.server.weight_versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
 from penstock.wire.codec import twin
@@ -101,7 +104,7 @@ class WeightUploads:
                 raise FieldInvalid("message", "must be a header or a join first")
 
     async def _take(self, announced: Announced, requests: Requests, respond: Respond) -> None:
-        if await self._repeated(announced, respond):
+        if await self._repeated(announced, requests, respond):
             return
         self._check_order(announced)
         self._versions.check_kind(announced)
@@ -114,7 +117,31 @@ class WeightUploads:
             self._tell_trainer_version(announced.weight_version)
             await self._activate_and_tell(accepted, respond)
 
-    async def _repeated(self, announced: Announced, respond: Respond) -> bool:
+    async def _repeated(self, announced: Announced, requests: Requests, respond: Respond) -> bool:
+        """Whether this was taken before, and is answered."""
+        earlier = self._versions.staged(announced) or self._versions.active(announced)
+        if earlier is None:
+            return False
+        if not announced.filling:
+            return await self._tell_what_became(announced, respond)
+        # Its bytes are not looked at again: that they are the same, their checksums say.
+        version = announced.weight_version
+        await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
+        checksums = await self._payload(announced, None, requests)
+        if checksums is None:
+            return True
+        same = checksums == tuple(earlier.hashes[tensor.name] for tensor in announced.manifest)
+        if same and await self._tell_what_became(announced, respond):
+            return True
+        # Other weights under the same number.
+        self._versions.check_order(version)
+        raise DomainError(
+            Reason.WEIGHT_VERSION_NOT_STAGED,
+            f"version {version} was let go of meanwhile",
+            {"weight_version": version, "active": self._versions.active_version},
+        )
+
+    async def _tell_what_became(self, announced: Announced, respond: Respond) -> bool:
         if (staged := self._versions.staged(announced)) is not None:
             await respond(self._staged_response(staged))
             if announced.immediate:
@@ -166,12 +193,13 @@ class WeightUploads:
         upload = await self._begin(announced)
         try:
             await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
-            if not await self._payload(announced, upload, requests):
+            checksums = await self._payload(announced, upload, requests)
+            if checksums is None:
                 return None
-            staged = await upload.verify()
+            staged = await upload.verify(checksums)
         finally:
             # Nothing, once it is staged.
-            upload.release()
+            await upload.end()
         return self._versions.accept(announced, staged, upload.length_bytes)
 
     async def _begin(self, announced: Announced) -> Upload:
@@ -201,7 +229,13 @@ class WeightUploads:
             )
         if isinstance(source, SharedSource):
             return await self._stage.begin_shared(
-                version, manifest, source.name, source.host_namespace, base, expected
+                version,
+                manifest,
+                source.name,
+                source.host_namespace,
+                base,
+                expected,
+                progress_offset_bytes=source.progress_offset_bytes,
             )
         assert isinstance(source, CheckpointSource)
         return await self._stage.begin_checkpoint(version, manifest, source.path)
@@ -223,21 +257,26 @@ class WeightUploads:
             )
         return base
 
-    async def _payload(self, announced: Announced, upload: Upload, requests: Requests) -> bool:
-        """Takes chunks up to the commit; False where the stream ends before it."""
+    async def _payload(
+        self, announced: Announced, upload: Upload | None, requests: Requests
+    ) -> tuple[int, ...] | None:
+        """Takes what comes up to the commit, for `upload` if there is one; returns the checksums of the
+        tensors, or None where the stream ends before it."""
+        expected = "must be a chunk or the commit here"
         async for request in requests:
             if isinstance(request, Chunk):
                 if not isinstance(announced.source, InlineSource):
                     raise FieldInvalid("chunk", "may only follow a header with an inline source")
-                upload.write_chunk(request.offset_bytes, request.data, request.xxh3)
+                if upload is not None:
+                    upload.write_chunk(request.offset_bytes, request.data, request.xxh3)
                 continue
             if isinstance(request, Header):
-                raise FieldInvalid("message", "must be a chunk or the commit here", "header")
-            if (kind := request.WhichOneof("message")) != "commit":
-                raise FieldInvalid("message", "must be a chunk or the commit here", kind or "unset")
-            announced.check_commit(request.commit)
-            return True
-        return False
+                raise FieldInvalid("message", expected, "header")
+            kind = request.WhichOneof("message")
+            if kind != "commit":
+                raise FieldInvalid("message", expected, kind or "unset")
+            return announced.read_commit(request.commit)
+        return None
 
     # By a collective
 

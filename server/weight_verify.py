@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 
 import numpy as np
 import xxhash
@@ -11,6 +11,7 @@ import xxhash
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_manifest import (
     FLOATS,
+    PROGRESS_BYTES,
     ManifestTensor,
     WeightRefused,
     checksum_mismatch,
@@ -25,11 +26,10 @@ multiple of every itemsize."""
 class Check:
     """Follows one tensor's bytes as they come by."""
 
-    def __init__(self, name: str, dtype: str, xxh3: int) -> None:
+    def __init__(self, name: str, dtype: str) -> None:
         self._name = name
         self._layout = FLOATS[dtype]
         self._signed = np.dtype(f"<i{self._layout.bits.itemsize}")
-        self._announced = xxh3
         self._digest = xxhash.xxh3_64()
         self._finite = True
 
@@ -38,10 +38,10 @@ class Check:
         self._digest.update(piece)
         self._finite = self._finite and self._is_finite(piece)
 
-    def finish(self) -> None:
+    def finish(self, xxh3: int) -> None:
         """Raises WeightRefused where the whole is not what was announced, or not finite."""
-        if (got := self._digest.intdigest()) != self._announced:
-            raise checksum_mismatch(self._name, self._announced, got)
+        if (got := self._digest.intdigest()) != xxh3:
+            raise checksum_mismatch(self._name, xxh3, got)
         if not self._finite:
             raise WeightRefused(
                 Reason.NOT_FINITE,
@@ -75,9 +75,7 @@ class RunningCheck:
             if end < tensor.offset_bytes:
                 return
             check, begin = self.begun.get(tensor.name) or begin_check(tensor)
-            stop = min(end, tensor.offset_bytes + tensor.length_bytes)
-            # Whole elements; what is left of one is looked at with its rest.
-            stop -= (stop - tensor.offset_bytes) % FLOATS[tensor.dtype].bits.itemsize
+            stop = whole_elements(tensor, end)
             for piece in pieces(payload[begin:stop]):
                 check.update(piece)
             self.begun[tensor.name] = check, stop
@@ -88,7 +86,14 @@ class RunningCheck:
 
 def begin_check(tensor: ManifestTensor) -> tuple[Check, int]:
     """The check of a tensor, and where in the payload it begins."""
-    return Check(tensor.name, tensor.dtype, tensor.xxh3), tensor.offset_bytes
+    return Check(tensor.name, tensor.dtype), tensor.offset_bytes
+
+
+def whole_elements(tensor: ManifestTensor, end: int) -> int:
+    """How far in the payload a tensor can be looked at whose bytes are there up to `end`; what is left of
+    an element is looked at with its rest."""
+    stop = min(end, tensor.offset_bytes + tensor.length_bytes)
+    return stop - (stop - tensor.offset_bytes) % FLOATS[tensor.dtype].bits.itemsize
 
 
 def verify_tensors(
@@ -100,26 +105,46 @@ def verify_tensors(
 
     `begun` has what a `RunningCheck` looked at before.
     """
-    room = None if source.view is not None else memoryview(bytearray(PIECE_BYTES))
+    reader = Reader(source)
     for tensor in manifest:
         check, offset = begun.get(tensor.name) or begin_check(tensor)
-        _look_through(source, tensor, check, offset, room)
-        check.finish()
-
-
-def _look_through(
-    source: Buffer, tensor: ManifestTensor, check: Check, offset: int, room: memoryview | None
-) -> None:
-    end = tensor.offset_bytes + tensor.length_bytes
-    if room is None and source.view is not None:
-        for piece in pieces(source.view[offset:end]):
+        for piece in reader.read(offset, tensor.offset_bytes + tensor.length_bytes, tensor.name):
             check.update(piece)
-        return
-    while room is not None and offset < end:
-        piece = room[: end - offset]
-        read_into(piece, source, offset, tensor.name)
-        check.update(piece)
-        offset += len(piece)
+        check.finish(tensor.xxh3)
+
+
+class Reader:
+    """Reads a payload piece by piece: where it lies, or, where it cannot be mapped, into a room of its
+    own."""
+
+    def __init__(self, source: Buffer) -> None:
+        self._source = source
+        self._room = None if source.view is not None else memoryview(bytearray(PIECE_BYTES))
+
+    def read(self, begin: int, end: int, name: str) -> Generator[memoryview]:
+        """The bytes from `begin` to `end`, of the tensor `name`; a piece is good until the next.
+
+        Raises WeightRefused where they are not there.
+        """
+        if self._room is None:
+            if self._source.view is not None:
+                yield from pieces(self._source.view[begin:end])
+            return
+        while begin < end:
+            piece = self._room[: end - begin]
+            read_into(piece, self._source, begin, name)
+            yield piece
+            begin += len(piece)
+
+
+def read_word(source: Buffer, offset: int) -> int:
+    """A little-endian unsigned number of 8 bytes; zero where the file ends before it."""
+    if source.view is not None:
+        return int.from_bytes(source.view[offset : offset + PROGRESS_BYTES], "little")
+    try:
+        return int.from_bytes(os.pread(source.descriptor, PROGRESS_BYTES, offset), "little")
+    except OSError:
+        return 0
 
 
 def read_into(target: memoryview, source: Buffer, offset: int, name: str) -> None:

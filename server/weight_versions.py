@@ -25,8 +25,9 @@ from penstock.server.own_tasks import OwnTasks
 from penstock.server.turns import TurnRunner
 from penstock.server.weight_header import Announced
 from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_stage import Staged, WeightStage
+from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import InFlight, Load, Switched, WeightSwitch
+from penstock.server.weight_upload import Staged
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -54,16 +54,23 @@ class Received:
     """What the server is to say of it."""
     header: Any = None
     payload: bytearray = field(default_factory=bytearray)
+    progress: list[int] = field(default_factory=list)
+    """What the progress word said, from its beginning on."""
+    on_progress: Callable[[], None] = lambda: None
+    """Called when some bytes are there, and not all of them."""
 
     async def take(self, requests: AsyncIterator[Any], context: Any) -> None:
         """An upload whose payload comes in chunks, or elsewhere."""
         self.header = (await anext(requests)).header
         version = self.header.weight_version
         await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
+        following = asyncio.create_task(self._follow())
         async for request in requests:
             if request.WhichOneof("message") == "commit":
                 digest = hashlib.sha256(self.header.SerializeToString(deterministic=True)).digest()
                 assert request.commit.header_sha256 == digest
+                following.cancel()
+                self._take_checksums(request.commit.tensor_xxh3)
                 if self.header.WhichOneof("source") == "shared_memory":
                     self._map()
                 await context.write(
@@ -81,6 +88,29 @@ class Received:
             self.payload += chunk.data
         raise AssertionError("no commit")
 
+    async def _follow(self) -> None:
+        """Reads the progress word while it moves."""
+        source = self.header.shared_memory
+        if not source.filling:
+            return
+        with Path(source.name).open("rb", buffering=0) as file:
+            while True:
+                file.seek(source.progress_offset_bytes)
+                said = int.from_bytes(file.read(8), "little")
+                if said != (self.progress or [None])[-1]:
+                    self.progress.append(said)
+                if 0 < said < source.progress_offset_bytes:
+                    self.on_progress()
+                await asyncio.sleep(0.001)
+
+    def _take_checksums(self, checksums: Any) -> None:
+        """They are the header's where that has none."""
+        filling = self.header.shared_memory.filling
+        assert len(checksums) == (len(self.header.tensors) if filling else 0)
+        for spec, xxh3 in zip(self.header.tensors if filling else (), checksums, strict=True):
+            assert not spec.xxh3
+            spec.xxh3 = xxh3
+
     def _map(self) -> None:
         """Reads the memory as another process would."""
         source = self.header.shared_memory
@@ -88,6 +118,9 @@ class Received:
         path = Path(source.name)
         assert source.host_namespace == f"{boot_id}:{path.stat().st_dev}"
         self.payload = bytearray(path.read_bytes())
+        if not self.header.base_weight_version:
+            # A payload, and unlike a difference it has a progress word behind it.
+            del self.payload[-8:]
 
     def tensors(self, base: dict[str, bytes] | None = None) -> dict[str, bytes]:
         """The bytes of every tensor of this version, differences applied to the base."""

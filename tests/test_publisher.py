@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
 from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Publisher, Sent
+from penstock.trainer.publisher import Announcement, Publisher, Sent
 from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, Transport
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
@@ -28,7 +30,14 @@ from penstock.wire.channel import client_options
 from penstock.wire.memory_file import MemoryFile
 from penstock.wire.upload import NotStaged
 from penstock.wire.upload import upload as wire_upload
-from tests.harness import Harness, SwitchWeights, hello, serve
+from tests.harness import (
+    GetServerInfoRequest,
+    Harness,
+    SwitchWeights,
+    hello,
+    serve,
+    weights_of,
+)
 from tests.scripted_trainer_server import Progress, Received, ScriptedServer, refuse
 
 KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
@@ -151,6 +160,7 @@ async def test_an_upload_that_is_in_the_way_is_waited_out() -> None:
 
 async def test_a_version_the_server_holds_already_is_not_sent_again() -> None:
     async def stale(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
         await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "WEIGHT_VERSION_STALE")
 
     async with ScriptedServer() as server, publishing(server) as publisher:
@@ -394,7 +404,7 @@ async def test_without_memory_for_two_every_version_goes_whole(
         uploads(server, 3)
         await publish(publisher, weights, 1)
         (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     70 kB\n")
-        monkeypatch.setattr("penstock.trainer.publisher.MEMORY_INFO", tmp_path / "meminfo")
+        monkeypatch.setattr("penstock.trainer.payloads.MEMORY_INFO", tmp_path / "meminfo")
         assert [(await publish(publisher, weights, v)).delta for v in (2, 3)] == [False, False]
         assert len(publisher._payloads) == 1
     assert caplog.text.count("no memory for a second copy") == 1
@@ -412,6 +422,132 @@ async def test_bytes_of_attempts_that_failed_are_counted() -> None:
         server.uploads = [breaks, Received().take]
         sent = await publish(publisher, changing(100_000), 1)
         assert sent.bytes_sent == 2 * sent.dense_bytes
+
+
+# Uploads that begin before the payload is filled.
+
+
+ANNOUNCED = Announcement(17, KEEP)
+
+
+class Halting(Weights):
+    """Weights of which the second tensor comes only when it may, once it is known what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self._known = False
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor) in enumerate(self.tensors.items()):
+            assert not index or not self._known or self.go_on.wait(20)
+            yield name, tensor
+        self._known = True
+
+
+async def test_the_server_sees_what_is_filled_while_the_rest_is_still_copied() -> None:
+    weights = Halting()
+    received = Received(on_progress=weights.go_on.set)
+    async with ScriptedServer() as server, publishing(server, SharedMemory) as publisher:
+        server.uploads = [received.take]
+        # Goes on only when the server has seen the first tensor.
+        async with asyncio.timeout(20):
+            await publisher.fill(weights, 1, "float32", ANNOUNCED)
+        sent = await upload(publisher, 1)
+        assert sent is not None
+        assert (sent.bytes_sent, sent.delta) == (publisher.length_bytes, False)
+    assert 700 * 500 * 4 in received.progress
+    assert received.progress == sorted(received.progress)
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(received.tensor(name), tensor)
+    assert received.header.trainer_epoch == 17
+
+
+@pytest.mark.parametrize("reason", ["UPLOAD_IN_PROGRESS", "FIELD_INVALID", "SOURCE_UNAVAILABLE"])
+async def test_what_was_begun_and_refused_is_sent_again_when_it_is_filled(reason: str) -> None:
+    async def refuses(requests: AsyncIterator[Any], context: Any) -> None:
+        header = (await anext(requests)).header
+        assert header.shared_memory.filling
+        await refuse(context, grpc.StatusCode.ABORTED, reason)
+
+    weights, received = Weights(), Received()
+    async with ScriptedServer() as server, publishing(server) as publisher:
+        server.uploads = [refuses, received.take]
+        await publisher.fill(weights, 1, "float32", ANNOUNCED)
+        assert await upload(publisher, 1)
+    assert received.header.WhichOneof("source") == "shared_memory"
+    assert not received.header.shared_memory.filling
+    assert torch.equal(received.tensor("a.weight"), weights.tensors["a.weight"])
+
+
+async def test_a_server_that_was_lost_since_it_was_begun_is_sent_all_of_it() -> None:
+    async def breaks(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    weights, received = Weights(), Received()
+    async with ScriptedServer() as server, publishing(server) as publisher:
+        server.uploads = [breaks, breaks, received.take]
+        await publisher.fill(weights, 1, "float32", ANNOUNCED)
+        with pytest.raises(ServerLost):
+            await upload(publisher, 1)
+        assert await upload(publisher, 1)
+    assert torch.equal(received.tensor("c.weight"), weights.tensors["c.weight"])
+
+
+@pytest.mark.parametrize("how", ["filled again", "relabelled", "closed", "failed"])
+async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(how: str) -> None:
+    ended = asyncio.get_running_loop().create_future()
+
+    async def forgotten(requests: AsyncIterator[Any], context: Any) -> None:
+        header = (await anext(requests)).header
+        await context.write(
+            Progress(weight_version=header.weight_version, state=weights_pb2.WEIGHT_STATE_READY)
+        )
+        try:
+            async for _ in requests:
+                raise AssertionError("nothing was to be committed")
+        finally:
+            ended.set_result(header.weight_version)
+
+    class Broken(Weights):
+        def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a.weight", self.tensors["a.weight"]
+            raise ArithmeticError
+
+    weights, received = Weights(), Received()
+    async with ScriptedServer() as server, publishing(server) as publisher:
+        server.uploads = [forgotten, received.take]
+        async with asyncio.timeout(20):
+            if how == "failed":
+                await publisher.fill(weights, 0, "float32")
+                with pytest.raises(ArithmeticError):
+                    await publisher.fill(Broken(), 1, "float32", ANNOUNCED)
+            else:
+                await publisher.fill(weights, 1, "float32", ANNOUNCED)
+                await asyncio.sleep(0.1)
+            if how == "filled again":
+                await publisher.fill(weights, 2, "float32")
+            if how == "relabelled":
+                publisher.relabel(2)
+            if how == "closed":
+                publisher.close()
+            if how != "failed":
+                assert await ended == 1
+            if how in ("filled again", "relabelled"):
+                assert await upload(publisher, 2)
+                assert received.header.weight_version == 2
+
+
+async def test_a_version_goes_through_a_real_server_while_it_is_filled(harness: Harness) -> None:
+    async with publishing(harness, SharedMemory) as publisher:
+        for version in (1, 2):
+            tensors = {n: torch.from_numpy(t) for n, t in weights_of(version).items()}
+            await publisher.fill(Weights(tensors), version, "float32", ANNOUNCED)
+            sent = await upload(publisher, version)
+            assert sent is not None and sent.changed_tensors == len(tensors)
+    info = await harness.wire.GetServerInfo(GetServerInfoRequest())
+    assert list(info.staged_weight_versions) == [1, 2]
 
 
 # Other ways.
@@ -464,6 +600,19 @@ async def test_memory_that_was_shared_can_be_neither_cut_nor_grown() -> None:
         with pytest.raises(PermissionError):
             os.truncate(file.path, 200)
         assert len(file.path.read_bytes()) == len(file.view) == 100
+        assert file.progress_offset_bytes == 0
+    finally:
+        file.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 100])
+async def test_behind_shared_memory_is_a_little_endian_word(length: int) -> None:
+    file = MemoryFile(length, with_progress=True)
+    try:
+        place = 128 if length > 64 else 64
+        assert (len(file.view), file.progress_offset_bytes) == (length, place)
+        file.tell_filled(0x0102030405060708)
+        assert file.path.read_bytes() == bytes([*[0] * place, 8, 7, 6, 5, 4, 3, 2, 1])
     finally:
         file.close()
 

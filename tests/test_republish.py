@@ -52,6 +52,16 @@ class Interrupted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def begin(self, header: Any, payload: Any) -> Any:
+        ahead = self._transport.begin(header, payload)
+        if header.weight_version != KILLED_AT or self._moment not in ("filling", "staged"):
+            return ahead
+        moment, self._moment = self._moment, ""
+        if moment == "staged":
+            return InterruptedAhead(ahead, self._server)
+        asyncio.get_running_loop().call_later(0.002, self._server.process.kill)
+        return ahead
+
     async def send(self, header: Any, parcel: Any) -> Any:
         moment = self._moment if header.weight_version == KILLED_AT else ""
         if moment:
@@ -61,6 +71,21 @@ class Interrupted:
         staged = await self._transport.send(header, parcel)
         if moment == "staged":
             self._server.process.kill()
+        return staged
+
+
+class InterruptedAhead:
+    """An upload that began ahead, and whose server is killed when it has staged it."""
+
+    def __init__(self, ahead: Any, server: Server) -> None:
+        self._ahead, self._server = ahead, server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ahead, name)
+
+    async def commit(self) -> Any:
+        staged = await self._ahead.commit()
+        self._server.process.kill()
         return staged
 
 
@@ -85,6 +110,7 @@ async def started_again(server: Server) -> AsyncGenerator[None]:
     ("moment", "transport"),
     [
         ("uploading", "stream"),
+        ("filling", "shared_memory"),
         ("staged", "shared_memory"),
         ("switching", "checkpoint"),
     ],

@@ -46,8 +46,9 @@ from penstock.server.vllm_engine import (
 )
 from penstock.server.weight_manifest import Encoding, ManifestTensor
 from penstock.server.weight_probe import Probe
-from penstock.server.weight_stage import Staged, WeightStage
+from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import InFlight, ProbeMismatch, WeightSwitch
+from penstock.server.weight_upload import Staged
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
@@ -641,6 +642,12 @@ async def running(path: Path) -> AsyncIterator[tuple[VllmEngine, psutil.Process]
         await engine.close()
 
 
+def is_engine(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name().startswith("VLLM::Engine")
+    return False
+
+
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
     """Its children that are no helper of multiprocessing's own."""
     return [
@@ -746,7 +753,8 @@ async def test_a_server_killed_while_it_starts_takes_its_engine_along(
     models: dict[tuple[bool, int], Path], tmp_path: Path
 ):
     async with server_process(tmp_path, models[True, 0]) as process:
-        while not engine_processes(psutil.Process(process.pid)):
+        # What is started to look at the machine comes and goes.
+        while not any(is_engine(c) for c in engine_processes(psutil.Process(process.pid))):
             await asyncio.sleep(0.02)
         await kill_and_check(process)
 

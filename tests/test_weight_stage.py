@@ -20,10 +20,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.server import shared_memory, stage_memory, weight_stage
+from penstock.server import shared_memory, stage_memory, weight_upload
 from penstock.server.engine import TensorMeta
 from penstock.server.weight_manifest import Encoding, ManifestTensor, WeightRefused
-from penstock.server.weight_stage import Staged, Upload, WeightStage
+from penstock.server.weight_stage import WeightStage
+from penstock.server.weight_upload import Staged, Upload
 from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
 
@@ -554,7 +555,7 @@ async def test_a_cancelled_check_gives_its_memory_back_only_when_it_has_ended(
         loop.call_soon_threadsafe(begun.set)
         go_on.wait()
 
-    monkeypatch.setattr(weight_stage, "verify_tensors", slowly)
+    monkeypatch.setattr(weight_upload, "verify_tensors", slowly)
     verifying = asyncio.ensure_future(upload.verify())
     await begun.wait()
     for _ in range(3):

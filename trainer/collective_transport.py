@@ -19,6 +19,7 @@ import grpc
 
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.parcel import Parcel
+from penstock.trainer.payload import Payload
 from penstock.trainer.weight_sync import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed
 from penstock.v1 import weights_pb2
 from penstock.wire.gloo_group import GroupBroken
@@ -85,6 +86,9 @@ class CollectiveTransport:
         self._source: PayloadSource | None = None
         self._thread = _SendingThread()
         self.bytes_sent = 0
+
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
+        """Generation would stand still while the payload is filled."""
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel

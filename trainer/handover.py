@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.trainer.errors import ServerLost, SwitchRejected, WeightsRefused
 from penstock.trainer.exchange import Exchange, SwitchReceipt
-from penstock.trainer.publisher import Publisher, Sent
+from penstock.trainer.publisher import Announcement, Publisher, Sent
 from penstock.trainer.stopping import unless
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
@@ -49,6 +49,11 @@ class Handover:
         self._exchange = exchange
         self._publisher = publisher
         self._in_flight = in_flight
+
+    @property
+    def announcement(self) -> Announcement:
+        """What an upload that begins now says of itself."""
+        return Announcement(self._exchange.trainer_epoch, self._in_flight)
 
     async def upload(self, weight_version: int) -> Sent | None:
         """One attempt; see `Publisher.upload`."""

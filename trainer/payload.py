@@ -1,12 +1,16 @@
 """One weight version as packed bytes, in memory that another process of this host can read.
 
-The memory is allocated once and reused, because fresh pages cost several times the copy.
+The memory is allocated once and reused, because fresh pages cost several times the copy. Its progress word
+says how far `fill` has come, so that a reader who follows it closely has what is new from the cache:
+
+    begin (the word is zero) -> the upload begins -> fill (piece, word, piece, word ...) -> commit
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Copied and hashed at a time: few enough to be in the cache still when they are hashed.
-PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 512 * 1024
 # So that no tensor straddles a cache line it need not, whatever its dtype.
 ALIGNMENT = 64
 # What tells apart bit patterns of a width, whatever they mean.
@@ -47,53 +51,84 @@ class Payload:
         self._dtype_name = dtype
         self._dtype = _torch_dtype(dtype)
         self._places, self.length_bytes = _lay_out(tensors, self._dtype)
-        self.file = MemoryFile(self.length_bytes)
-        self._specs: tuple[weights_pb2.TensorSpec, ...] = ()
+        self.file = MemoryFile(self.length_bytes, with_progress=True)
+        self._views = [np.frombuffer(self._bytes(place), np.uint8) for place in self._places]
+        self._announced = tuple(map(self._announce, self._places))
+        self._checksums: tuple[int, ...] = ()
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return self._dtype.itemsize
 
+    @cached_property
+    def announcement(self) -> bytes:
+        """What a header says of a payload that is being filled: tensors and source, serialized."""
+        source = weights_pb2.SharedMemorySource(
+            name=str(self.file.path),
+            host_namespace=self.file.host_namespace,
+            filling=True,
+            progress_offset_bytes=self.file.progress_offset_bytes,
+        )
+        header = weights_pb2.WeightHeader(tensors=self._announced, shared_memory=source)
+        return header.SerializeToString()
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """XXH3-64 of each tensor, in the order of `specs`; as of the last `fill`."""
+        return self._checksums
+
     @property
     def specs(self) -> tuple[weights_pb2.TensorSpec, ...]:
         """What lies where, with checksums; as of the last `fill`."""
-        return self._specs
+        found: list[weights_pb2.TensorSpec] = []
+        for announced, xxh3 in zip(self._announced, self._checksums, strict=True):
+            spec = weights_pb2.TensorSpec(xxh3=xxh3)
+            spec.MergeFrom(announced)
+            found.append(spec)
+        return tuple(found)
+
+    @property
+    def digest(self) -> str:
+        """Checksum of the whole, equal for equal weights; as of the last `fill`."""
+        digest = xxhash.xxh3_64()
+        for place, xxh3 in zip(self._places, self._checksums, strict=True):
+            digest.update(f"{place.name} {self._dtype_name} {xxh3:x}\n".encode())
+        return digest.hexdigest()
+
+    def begin(self) -> None:
+        """Nothing of the next version is filled yet: what the progress word has to say before anybody is
+        told to follow it."""
+        self.file.tell_filled(0)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrites the payload; the names and shapes are those of the constructor, in their
-        order."""
-        specs: list[weights_pb2.TensorSpec] = []
-        for place, (name, tensor) in zip(self._places, tensors, strict=True):
+        """Overwrites the payload; the names and shapes are those of the constructor, in their order."""
+        self.begin()
+        checksums: list[int] = []
+        for index, (place, (name, tensor)) in enumerate(zip(self._places, tensors, strict=True)):
             if (place.name, place.shape) != (name, tuple(tensor.shape)):
                 raise ValueError(f"{name} {tuple(tensor.shape)}: the payload expects {place}")
-            xxh3 = self._copy(place, tensor.detach())
-            specs.append(
-                weights_pb2.TensorSpec(
-                    name=name,
-                    shape=place.shape,
-                    dtype=self._dtype_name,
-                    offset_bytes=place.offset,
-                    length_bytes=place.length,
-                    encoding=weights_pb2.TENSOR_ENCODING_RAW,
-                    xxh3=xxh3,
-                )
-            )
-        self._specs = tuple(specs)
+            checksums.append(self._copy(index, tensor.detach()))
+        self._checksums = tuple(checksums)
 
-    def _copy(self, place: _Place, tensor: Tensor) -> int:
-        """Puts a tensor in its place; returns the XXH3-64 of its bytes there."""
+    def _copy(self, index: int, tensor: Tensor) -> int:
+        """Puts a tensor in its place; returns the checksum of its bytes."""
+        place, target, tell_filled = self._places[index], self._views[index], self.file.tell_filled
         if tensor.dtype != self._dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
             self._tensor(place).copy_(tensor)
-            return xxhash.xxh3_64_intdigest(self._bytes(place))
+            tell_filled(place.offset + place.length)
+            return xxhash.xxh3_64_intdigest(target.data)
         # What only needs a copy is not worth torch's threads.
         source = tensor.reshape(-1).view(torch.uint8).numpy()
-        target = self._bytes(place)
         digest = xxhash.xxh3_64()
         for begin in range(0, place.length, PIECE_BYTES):
-            piece = target[begin : begin + PIECE_BYTES]
-            np.copyto(np.frombuffer(piece, np.uint8), source[begin : begin + PIECE_BYTES])
-            digest.update(piece)
+            piece = source[begin : begin + PIECE_BYTES]
+            copied = target[begin : begin + PIECE_BYTES]
+            np.copyto(copied, piece)
+            tell_filled(place.offset + begin + len(copied))
+            # Of what was copied, and not of the copy: it is in the cache either way, and a copy that
+            # went wrong is noticed on the other side.
+            digest.update(piece.data)
         return digest.intdigest()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -111,6 +146,16 @@ class Payload:
 
     def _bytes(self, place: _Place) -> memoryview:
         return self.file.view[place.offset : place.offset + place.length]
+
+    def _announce(self, place: _Place) -> weights_pb2.TensorSpec:
+        return weights_pb2.TensorSpec(
+            name=place.name,
+            shape=place.shape,
+            dtype=self._dtype_name,
+            offset_bytes=place.offset,
+            length_bytes=place.length,
+            encoding=weights_pb2.TENSOR_ENCODING_RAW,
+        )
 
     def _tensor(self, place: _Place) -> Tensor:
         return torch.frombuffer(self._bytes(place), dtype=self._dtype).view(place.shape)

@@ -2,6 +2,11 @@
 
     fill (compute thread) -> upload: whole, or as a difference -> STAGED -> switched
 
+Where the transport can and nothing in the header has to be known first, `fill` begins the upload ahead:
+the server verifies what is there while the rest is copied, and `upload` only commits. Until then the
+server may forget it, and does where `cancel` says so: a payload that is filled again, gets another number
+or is closed. What came to nothing, for whatever reason, is sent once more in full, as any other version.
+
 The switch itself travels on the exchange. The payload keeps the bytes of the newest version until
 the next `fill`, so that a server that comes back empty can be given them again without the model.
 
@@ -18,20 +23,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
-import xxhash
-from torch import Tensor
 
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
 from penstock.trainer.parcel import Delta, Held, Parcel, can_differ, difference, whole
 from penstock.trainer.payload import Payload
+from penstock.trainer.payloads import Payloads, Weights
 from penstock.trainer.probe import Probe
-from penstock.trainer.transports import SharedMemory, Stream, Transport
+from penstock.trainer.transports import Ahead, SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
@@ -39,9 +42,6 @@ from penstock.wire.reasons import Reason
 from penstock.wire.upload import NotStaged
 
 log = logging.getLogger(__name__)
-
-# Every tensor of a full upload with its name, in an order that does not change.
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
@@ -54,9 +54,6 @@ NOT_THE_BASE = (Reason.BASE_VERSION_MISMATCH, Reason.CHECKSUM_MISMATCH)
 REFUSALS_IN_A_ROW = 3
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.2
-# Memory beyond a second payload that has to be free before it is allocated.
-SPARE_MEMORY_RATIO = 0.25
-MEMORY_INFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +74,14 @@ class Sent:
     """How long generation stood still, where the transport switches as it sends."""
     probe_difference: float | None = None
     """Of the probe, in nats, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a header says that goes out before the payload is filled."""
+
+    trainer_epoch: int
+    in_flight: weights_pb2.InFlightPolicy.ValueType
 
 
 class Publisher:
@@ -105,7 +110,7 @@ class Publisher:
         self._anchor_every = anchor_every
         self._probe = probe
         self._adapter = adapter
-        self._payloads: list[Payload] = []
+        self._payloads = Payloads()
         self._filled: Payload | None = None
         self._filled_version = 0
         self._base: Held | None = None
@@ -113,6 +118,7 @@ class Publisher:
         self._refused_in_a_row = 0
         self._whole_only = False
         self._measured: weights_pb2.WeightProbe | None = None
+        self._ahead: Ahead | None = None
         self._lock = asyncio.Lock()
 
     @property
@@ -123,10 +129,7 @@ class Publisher:
     @property
     def digest(self) -> str:
         """Checksum of the payload, equal for equal weights; empty before the first."""
-        digest = xxhash.xxh3_64()
-        for spec in self._filled.specs if self._filled else ():
-            digest.update(f"{spec.name} {spec.dtype} {spec.xxh3:x}\n".encode())
-        return digest.hexdigest() if self._filled else ""
+        return self._filled.digest if self._filled else ""
 
     @property
     def length_bytes(self) -> int:
@@ -154,20 +157,37 @@ class Publisher:
         except grpc.aio.AioRpcError as error:
             raise _lost_or(error, "GetServerInfo") from error
 
-    async def fill(self, weights: Weights, weight_version: int, dtype: str) -> None:
+    async def fill(
+        self,
+        weights: Weights,
+        weight_version: int,
+        dtype: str,
+        announcement: Announcement | None = None,
+    ) -> None:
         """Copies weights into the payload as this version, in the dtype the server named, and scores
-        the probe with them.
+        the probe with them. With an announcement the upload begins meanwhile, where it can.
 
         Waits for an upload that is under way.
         """
         async with self._lock:
             # Before the copy begins, so that nobody takes what it overwrites for a whole version.
             self._filled_version = weight_version
-            await self._compute.run(self._fill, weights, dtype)
+            self._leave_ahead()
+            payload = self._reusable_payload()
+            if payload is None:
+                payload = await self._compute.run(self._free_payload, weights, dtype)
+            self._filled = payload
+            self._begin_ahead(payload, announcement)
+            try:
+                await self._compute.run(self._fill, payload, weights)
+            except BaseException:
+                self._leave_ahead()
+                raise
 
     def relabel(self, weight_version: int) -> None:
         """The bytes of the version before are this version's too: the step changed nothing."""
         self._filled_version = weight_version
+        self._leave_ahead()
 
     async def upload(
         self,
@@ -185,7 +205,7 @@ class Publisher:
             if self._filled_version != weight_version:
                 return None
             try:
-                return await self._upload(trainer_epoch, in_flight)
+                return await self._commit_ahead() or await self._upload(trainer_epoch, in_flight)
             except grpc.aio.AioRpcError as error:
                 raise _lost_or(error, f"version {weight_version}") from error
             except NotStaged as error:
@@ -203,45 +223,29 @@ class Publisher:
 
     def close(self) -> None:
         """Frees the payloads."""
-        for payload in self._payloads:
-            payload.close()
-        self._payloads, self._filled, self._base = [], None, None
+        self._leave_ahead()
+        self._payloads.close()
+        self._filled = self._base = None
         for transport in self._transports:
             transport.close()
 
     # In the compute thread.
 
-    def _fill(self, weights: Weights, dtype: str) -> None:
-        self._filled = self._free_payload(weights, dtype)
-        self._filled.fill(weights())
+    def _fill(self, payload: Payload, weights: Weights) -> None:
+        payload.fill(weights())
         if self._probe is not None:
-            self._measured = self._probe.measure(self._filled.tensors())
+            self._measured = self._probe.measure(payload.tensors())
 
     def _free_payload(self, weights: Weights, dtype: str) -> Payload:
         """One that does not hold the base, where the base is to be kept."""
-        base = self._base
-        if base is None:
-            while self._whole_only and len(self._payloads) > 1:
-                self._payloads.pop().close()
-            # Until a switch makes a base of one, the first is enough.
-            return self._payloads[0] if self._payloads else self._allocate(weights, dtype)
-        for payload in self._payloads:
-            if payload is not base.payload:
-                return payload
-        try:
-            _check_memory(base.payload.length_bytes)
-            return self._allocate(weights, dtype)
-        except OSError as error:
-            log.warning(
-                "no memory for a second copy of the weights (%s): every version is sent whole",
-                error.strerror,
-            )
-            self._whole_only, self._base = True, None
-            return base.payload
-
-    def _allocate(self, weights: Weights, dtype: str) -> Payload:
-        payload = Payload(weights(), dtype)
-        self._payloads.append(payload)
+        if self._base is None and self._whole_only:
+            self._payloads.keep_one()
+        payload = self._payloads.free(weights, dtype, self._base.payload if self._base else None)
+        if payload is not None:
+            return payload
+        assert self._base is not None
+        payload = self._base.payload
+        self._whole_only, self._base = True, None
         return payload
 
     def _pack(self) -> Parcel:
@@ -254,6 +258,47 @@ class Publisher:
 
     # On the event loop.
 
+    def _reusable_payload(self) -> Payload | None:
+        """What `_free_payload` returns where it has nothing to do: the upload begins the sooner."""
+        if self._whole_only:
+            return None
+        return self._payloads.reusable(self._base.payload if self._base else None)
+
+    def _begin_ahead(self, payload: Payload, announcement: Announcement | None) -> None:
+        """Begins the upload of what is about to be filled, where nothing speaks against it."""
+        if announcement is None or self._base is not None:
+            return
+        if self._probe is not None and self._probe.token_ids:
+            # The header has its score, which takes longer than what would be gained.
+            return
+        header = self._header(
+            self._filled_version, 0, announcement.trainer_epoch, announcement.in_flight
+        )
+        self._ahead = self._transport.begin(header, payload)
+
+    async def _commit_ahead(self) -> Sent | None:
+        """Ends what was begun ahead; None where there is nothing, or it came to nothing."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        before = self._bytes_sent
+        try:
+            answer = await ahead.commit()
+        except (grpc.aio.AioRpcError, NotStaged) as error:
+            log.info(
+                "version %d was begun while it was filled, and is sent anew: %s",
+                self._filled_version,
+                error.details() if isinstance(error, grpc.aio.AioRpcError) else error,
+            )
+            return None
+        self._deltas_since_anchor = 0
+        return _sent(whole(ahead.payload, ahead.weight_version), self._bytes_sent - before, answer)
+
+    def _leave_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+
     async def _upload(
         self,
         trainer_epoch: Callable[[], int],
@@ -263,7 +308,9 @@ class Publisher:
         before = self._bytes_sent
         answer: weights_pb2.UpdateWeightsResponse | None = None
         for attempt in range(ATTEMPTS):
-            header = self._header(parcel, trainer_epoch(), in_flight)
+            header = self._header(
+                parcel.weight_version, parcel.base_weight_version, trainer_epoch(), in_flight
+            )
             try:
                 answer = await self._transport.send(header, parcel)
                 break
@@ -284,28 +331,19 @@ class Publisher:
         self._deltas_since_anchor = self._deltas_since_anchor + 1 if parcel.is_delta else 0
         if parcel.is_delta:
             self._refused_in_a_row = 0
-        return Sent(
-            bytes_sent=self._bytes_sent - before,
-            dense_bytes=parcel.payload.length_bytes,
-            delta=parcel.is_delta,
-            changed_elements_ratio=parcel.changed_elements_ratio,
-            changed_tensors=answer.changed_tensor_count if answer else None,
-            pause_seconds=answer.pause.ToNanoseconds() / 1e9 if answer else 0.0,
-            probe_difference=(
-                answer.probe.mean_difference if answer and answer.HasField("probe") else None
-            ),
-        )
+        return _sent(parcel, self._bytes_sent - before, answer)
 
     def _header(
         self,
-        parcel: Parcel,
+        weight_version: int,
+        base_weight_version: int,
         trainer_epoch: int,
         in_flight: weights_pb2.InFlightPolicy.ValueType,
     ) -> weights_pb2.WeightHeader:
         """All but the tensors and their source."""
         return weights_pb2.WeightHeader(
-            weight_version=parcel.weight_version,
-            base_weight_version=parcel.base_weight_version,
+            weight_version=weight_version,
+            base_weight_version=base_weight_version,
             activation=weights_pb2.ACTIVATION_STAGED,
             in_flight=in_flight,
             trainer_epoch=trainer_epoch,
@@ -350,6 +388,10 @@ class Publisher:
         """Whether another attempt may succeed, or none is needed."""
         if failure.reason == Reason.WEIGHT_VERSION_STALE:
             return await self._is_held()
+        if failure.code == grpc.StatusCode.INTERNAL and not failure.reason:
+            # What grpc makes of a refusal that comes while a message is being written: another attempt
+            # is told why.
+            return True
         return failure.reason in (*PASSING, *self._transport.passing)
 
     async def _is_held(self) -> bool:
@@ -359,23 +401,28 @@ class Publisher:
         return self._filled_version in held
 
 
+def _sent(
+    parcel: Parcel, bytes_sent: int, answer: weights_pb2.UpdateWeightsResponse | None
+) -> Sent:
+    return Sent(
+        bytes_sent=bytes_sent,
+        dense_bytes=parcel.payload.length_bytes,
+        delta=parcel.is_delta,
+        changed_elements_ratio=parcel.changed_elements_ratio,
+        changed_tensors=answer.changed_tensor_count if answer else None,
+        pause_seconds=answer.pause.ToNanoseconds() / 1e9 if answer else 0.0,
+        probe_difference=(
+            answer.probe.mean_difference if answer and answer.HasField("probe") else None
+        ),
+    )
+
+
 def _cannot_read(failure: Failure) -> bool:
     """What a server answers that does not see the memory, or does not know such a source."""
     if failure.reason == Reason.FIELD_INVALID:
         field = failure.metadata.get("field", "header.source")
         return field.startswith(("header.source", "header.shared_memory"))
     return failure.reason == Reason.SOURCE_UNAVAILABLE
-
-
-def _check_memory(length_bytes: int) -> None:
-    """Raises OSError where allocating so much would leave too little: the kernel would rather end a
-    process than refuse."""
-    for line in MEMORY_INFO.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            available = int(value.split()[0]) * 1024
-            if available < length_bytes * (1 + SPARE_MEMORY_RATIO):
-                raise OSError(0, f"{available >> 20} MiB are free, {length_bytes >> 20} needed")
 
 
 def _lost_or(error: grpc.aio.AioRpcError, subject: str) -> ServerLost | WeightsRefused:

@@ -6,12 +6,14 @@
     CollectiveTransport  a group that the trainer and the engine's workers join; in a module of its own
 
 A transport makes one call of `UpdateWeights`, from the header to the version being staged. What is sent,
-when, and what follows a refusal, is the publisher's.
+when, and what follows a refusal, is the publisher's. Through shared memory the call can begin before the
+payload is filled, so that the server verifies what is there while the rest is copied.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -21,10 +23,11 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from penstock.trainer.checkpoint import replace_folder
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.parcel import Parcel
+from penstock.trainer.payload import Payload
 from penstock.v1 import weights_pb2
 from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
-from penstock.wire.upload import upload
+from penstock.wire.upload import Filling, upload
 
 MODEL_FILE = "model.safetensors"
 
@@ -57,6 +60,10 @@ class Transport(Protocol):
         """
         ...
 
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead | None:
+        """Begins to send a payload that is about to be filled; None where it has to be filled first."""
+        ...
+
     def switched(self, weight_version: int) -> None:
         """The server samples this version now."""
         ...
@@ -64,6 +71,31 @@ class Transport(Protocol):
     def close(self) -> None:
         """Frees what it holds."""
         ...
+
+
+class Ahead:
+    """An upload that began before its payload was filled; on the event loop."""
+
+    def __init__(
+        self, call: Filling, payload: Payload, weight_version: int, on_sent: Callable[[int], None]
+    ) -> None:
+        self._call = call
+        self.payload = payload
+        self._on_sent = on_sent
+        self.weight_version = weight_version
+
+    async def commit(self) -> weights_pb2.UpdateWeightsResponse:
+        """The payload is filled; as `Transport.send`."""
+        try:
+            staged = await self._call.commit(self.payload.checksums)
+        finally:
+            self._call.cancel()
+        self._on_sent(self.payload.length_bytes)
+        return staged
+
+    def cancel(self) -> None:
+        """The server forgets what it was told."""
+        self._call.cancel()
 
 
 class Stream:
@@ -84,6 +116,9 @@ class Stream:
         header.tensors.extend(parcel.specs)
         header.inline.length_bytes = parcel.length_bytes
         return await upload(self._channel, header, parcel.pieces, on_sent=self._count)
+
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
+        """A stream is fastest with nothing beside it."""
 
     def switched(self, weight_version: int) -> None:
         """Nothing is left to do."""
@@ -115,8 +150,15 @@ class SharedMemory:
         header.shared_memory.name = str(file.path)
         header.shared_memory.host_namespace = file.host_namespace
         staged = await upload(self._channel, header)
-        self.bytes_sent += parcel.length_bytes
+        self._count(parcel.length_bytes)
         return staged
+
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead:
+        """See `Transport`."""
+        payload.begin()
+        header.MergeFromString(payload.announcement)
+        call = Filling(self._channel, header)
+        return Ahead(call, payload, header.weight_version, self._count)
 
     def switched(self, weight_version: int) -> None:
         """The server reads a difference no more."""
@@ -125,6 +167,9 @@ class SharedMemory:
     def close(self) -> None:
         """Frees the memory of a difference."""
         self._release()
+
+    def _count(self, length: int) -> None:
+        self.bytes_sent += length
 
     def _pack(self, parcel: Parcel) -> MemoryFile:
         self._release()
@@ -173,6 +218,9 @@ class CheckpointFolder:
         staged = await upload(self._channel, header)
         self.bytes_sent += parcel.payload.length_bytes
         return staged
+
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
+        """A folder is written from the payload."""
 
     def switched(self, weight_version: int) -> None:
         """Removes versions beyond those to keep."""

@@ -64,6 +64,7 @@ class Source(Enum):
 
     INLINE = "inline"
     SHARED = "shared"
+    FILLING = "filling"
     CHECKPOINT = "checkpoint"
     DELTA = "delta"
     DELTA_SHARED = "delta_shared"
@@ -78,7 +79,7 @@ class Source(Enum):
 
     @property
     def has_file(self) -> bool:
-        return self in (Source.SHARED, Source.DELTA_SHARED)
+        return self in (Source.SHARED, Source.FILLING, Source.DELTA_SHARED)
 
 
 @dataclass
@@ -108,6 +109,8 @@ class Attempt:
         """What a checkpoint's folder holds, where that is not what is announced."""
         self.policy = rng.choice(list(POLICIES))
         self.staged = rng.random() < 0.3
+        self.has_progress = True
+        """Whether a payload that is being filled has a progress word."""
         self.takes_effect = False
         """Whether its version is the active one in the end."""
         self.pause_seconds: float | None = None
@@ -169,11 +172,24 @@ class Attempt:
             path = Path(name)
             self._cleanup.callback(path.unlink, missing_ok=True)
             path.write_bytes(self.upload.data)
+            if self.source is Source.FILLING:
+                self.tell_filled(0, path)
             return path
         folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory()))
         path = folder / "model.safetensors"
         save_file(self.tensors if self.stored is None else self.stored, path)
         return path
+
+    def tell_filled(self, end_bytes: int, path: Path | None = None) -> None:
+        """Says so in the progress word."""
+        with (path or self.file).open("r+b") as file:
+            file.seek(progress_offset(len(self.upload.data)))
+            file.write(end_bytes.to_bytes(8, "little"))
+
+    def some_progress(self) -> int:
+        """What a progress word can say, truthful or not."""
+        length = len(self.upload.data)
+        return self.rng.choice([0, self.rng.randrange(length), length, length + 1, (1 << 64) - 1])
 
     @cached_property
     def messages(self) -> list[Any]:
@@ -183,10 +199,24 @@ class Attempt:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             head.shared_memory.name = str(self.file)
             head.shared_memory.host_namespace = f"{boot}:{self.file.stat().st_dev}"
+            if self.source is Source.FILLING:
+                return self._filling(head)
         elif self.source is Source.CHECKPOINT:
             head.checkpoint.path = str(self.file.parent)
         data = bytes(self.upload.data) if self.source.has_chunks else b""
         return messages(head, data, 1 + len(data) // self.rng.randint(3, 20))
+
+    def _filling(self, head: Any) -> list[Any]:
+        """The checksums with the commit, the word behind the bytes."""
+        head.shared_memory.filling = True
+        if self.has_progress:
+            head.shared_memory.progress_offset_bytes = progress_offset(len(self.upload.data))
+        checksums = [spec.xxh3 for spec in head.tensors]
+        for spec in head.tensors:
+            spec.ClearField("xxh3")
+        first, commit = messages(head, b"")
+        commit.commit.tensor_xxh3.extend(checksums)
+        return [first, commit]
 
     @property
     def chunks(self) -> list[int]:
@@ -267,6 +297,11 @@ class Attempt:
             yield call, outgoing
         finally:
             call.cancel()
+
+
+def progress_offset(length: int) -> int:
+    """Where the progress word of a payload of this length is."""
+    return -(-length // 64) * 64
 
 
 def flip(data: bytearray, rng: random.Random, begin: int, end: int) -> None:

@@ -27,6 +27,7 @@ from penstock.wire import codec, sparse
 from penstock.wire.failure import read_failure
 from tests.faults import killed_uploader
 from tests.faults.attempts import (
+    ACTIVE,
     READY,
     STAGED,
     Attempt,
@@ -34,6 +35,7 @@ from tests.faults.attempts import (
     flip,
     flip_in_file,
     places_in,
+    progress_offset,
 )
 from tests.harness import TensorSpec, UpdateWeightsRequest, WeightChunk
 
@@ -41,10 +43,10 @@ Fault = Callable[[Attempt], Awaitable[None]]
 FAULTS: dict[str, tuple[Fault, tuple[Source, ...]]] = {}
 """Name -> (what it does, the sources it can happen to)."""
 
-DENSE = (Source.INLINE, Source.SHARED, Source.CHECKPOINT)
+DENSE = (Source.INLINE, Source.SHARED, Source.FILLING, Source.CHECKPOINT)
 DELTAS = (Source.DELTA, Source.DELTA_SHARED)
 STREAMED = (Source.INLINE, Source.DELTA)
-FILES = (Source.SHARED, Source.DELTA_SHARED)
+FILES = (Source.SHARED, Source.FILLING, Source.DELTA_SHARED)
 ALL = tuple(Source)
 SPARSE = weights_pb2.TENSOR_ENCODING_SPARSE
 SAME = weights_pb2.TENSOR_ENCODING_SAME
@@ -139,6 +141,117 @@ async def bytes_beyond(attempt: Attempt) -> None:
     at = attempt.rng.randint(1, len(attempt.messages) - 1)
     attempt.messages.insert(at, chunk_message(offset, b"ab"))
     await attempt.refused("FIELD_INVALID", field="chunk.offset_bytes", got=offset)
+
+
+@fault(Source.FILLING)
+async def progress_ahead(attempt: Attempt) -> None:
+    """The progress word says that all is there when nothing is, and the bytes come before the commit: what
+    is wrong is what was read too soon, if anything was."""
+    data = bytes(attempt.upload.data)
+    _ = attempt.messages
+    attempt.file.write_bytes(bytes(progress_offset(len(data))))
+    attempt.tell_filled(attempt.rng.choice((len(data), (1 << 64) - 1)))
+    found: list[int] = []
+    async with attempt.opened() as (call, outgoing):
+        await asyncio.sleep(attempt.rng.uniform(0.0, 0.002))
+        with attempt.file.open("r+b") as file:
+            file.write(data)
+        outgoing.put_nowait(attempt.messages[1])
+        outgoing.put_nowait(None)
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                found.append(response.state)
+        except grpc.aio.AioRpcError as error:
+            failure = read_failure(error)
+            attempt.is_refusal(failure, "CHECKSUM_MISMATCH", {})
+            assert failure.metadata["tensor"] in attempt.tensors
+            return
+    if attempt.staged:
+        assert found == [STAGED]
+        receipt = await attempt.switch(attempt.version)
+        assert receipt.active_weight_version == attempt.version
+    else:
+        assert found == [STAGED, ACTIVE]
+    attempt.took_effect()
+
+
+@fault(Source.FILLING)
+async def progress_meaningless(attempt: Attempt) -> None:
+    """The progress word never moves, goes back, or says more than there is; or there is none."""
+    attempt.has_progress = attempt.rng.random() < 0.8
+    moving = asyncio.create_task(move_progress(attempt))
+    try:
+        await attempt.accepted()
+    finally:
+        moving.cancel()
+
+
+async def move_progress(attempt: Attempt) -> None:
+    while True:
+        attempt.tell_filled(attempt.some_progress())
+        await asyncio.sleep(0.0005)
+
+
+@fault(Source.SHARED, Source.FILLING, Source.DELTA_SHARED)
+async def progress_misplaced(attempt: Attempt) -> None:
+    """The progress word is in a tensor, outside of the file, or no whole one; or nothing is filled."""
+    _ = attempt.messages
+    size = attempt.file.stat().st_size
+    choice = (-8, 8, 9, size - 4, size - 7, size, 1 << 62)
+    shared = attempt.messages[0].header.shared_memory
+    shared.progress_offset_bytes = attempt.rng.choice(choice)
+    await attempt.refused("FIELD_INVALID", field="header.shared_memory.progress_offset_bytes")
+
+
+@fault(Source.FILLING)
+async def checksum_wrong(attempt: Attempt) -> None:
+    """The commit has another checksum for a tensor, or those of two tensors exchanged."""
+    checksums = attempt.messages[-1].commit.tensor_xxh3
+    first, second = sorted(attempt.rng.sample(range(len(checksums)), 2))
+    if attempt.rng.random() < 0.5:
+        checksums[first] ^= 1 << attempt.rng.randrange(64)
+    else:
+        checksums[first], checksums[second] = checksums[second], checksums[first]
+    await attempt.refused("CHECKSUM_MISMATCH", tensor=attempt.upload.head.tensors[first].name)
+
+
+@fault(*ALL)
+async def checksums_miscounted(attempt: Attempt) -> None:
+    """The commit has more or fewer checksums than belong to it."""
+    checksums = attempt.messages[-1].commit.tensor_xxh3
+    if checksums and attempt.rng.random() < 0.5:
+        checksums.pop()
+    else:
+        checksums.append(attempt.rng.getrandbits(64))
+    await attempt.refused("FIELD_INVALID", field="commit.tensor_xxh3")
+
+
+@fault(Source.FILLING)
+async def filling_malformed(attempt: Attempt) -> None:
+    """The header of what is still being filled is a delta's, or has a checksum."""
+    head = attempt.messages[0].header
+    if attempt.rng.random() < 0.5:
+        head.base_weight_version = attempt.before
+        await attempt.refused("FIELD_INVALID", field="header.base_weight_version")
+        return
+    attempt.rng.choice(head.tensors).xxh3 = attempt.rng.randint(1, (1 << 64) - 1)
+    await attempt.refused("FIELD_INVALID", field="header.tensors.xxh3")
+
+
+@fault(Source.FILLING)
+async def same_number_other_weights(attempt: Attempt) -> None:
+    """What is staged is uploaded again: the same is no work, and other weights are another version."""
+    attempt.staged = True
+    assert [r.state for r in await attempt.send()] == [READY, STAGED]
+    assert [r.state for r in await attempt.send()] == [READY, STAGED]
+    checksums = attempt.messages[-1].commit.tensor_xxh3
+    checksums[attempt.rng.randrange(len(checksums))] ^= 1 << attempt.rng.randrange(64)
+    await attempt.refused(
+        "WEIGHT_VERSION_STALE", weight_version=attempt.version, newest=attempt.version
+    )
+    receipt = await attempt.switch(attempt.version)
+    assert receipt.active_weight_version == attempt.version
+    attempt.took_effect()
 
 
 # Tensors that are not the model's.
@@ -350,7 +463,7 @@ async def file_cut_short(attempt: Attempt) -> None:
     where = places(attempt)
     specs = [spec for spec in attempt.upload.head.tensors if where[spec.name][1]]
     begin = min(begin for begin, _ in where.values())
-    size = attempt.rng.randrange(begin, attempt.file.stat().st_size)
+    size = attempt.rng.randrange(begin, max(end for _, end in where.values()))
     beyond = next(spec.name for spec in specs if where[spec.name][1] > size)
     _ = attempt.messages
     if attempt.rng.random() < 0.5:
@@ -365,7 +478,8 @@ async def file_cut_short(attempt: Attempt) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with attempt.opened() as (call, outgoing):
             os.truncate(attempt.file, size)
-            outgoing.put_nowait(attempt.messages[-1])
+            for message in attempt.messages[1:]:
+                outgoing.put_nowait(message)
             await call.read()
             raise AssertionError("it was accepted")
     attempt.is_refusal(read_failure(caught.value), "SOURCE_UNAVAILABLE", {"tensor": beyond})

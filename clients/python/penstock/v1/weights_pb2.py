@@ -26,27 +26,27 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from penstock.v1 import rejection_pb2 as penstock_dot_v1_dot_rejection__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bpenstock/v1/rejection.proto\"\x82\x02\n\x14UpdateWeightsRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.penstock.v1.WeightHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.penstock.v1.WeightChunkH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.penstock.v1.WeightCommitH\x00\x12+\n\x04join\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.CollectiveJoinH\x00\x12-\n\x05round\x18\x05 \x01(\x0b\x32\x1c.penstock.v1.CollectiveRoundH\x00\x42\t\n\x07message\"\xee\x01\n\x15UpdateWeightsResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.penstock.v1.WeightState\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x03 \x01(\x03\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14\x63hanged_tensor_count\x18\x05 \x01(\x05\x12-\n\x05probe\x18\x06 \x01(\x0b\x32\x1e.penstock.v1.WeightProbeResult\"\x90\x04\n\x0cWeightHeader\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x1b\n\x13\x62\x61se_weight_version\x18\x02 \x01(\x03\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.penstock.v1.TensorSpec\x12+\n\x06inline\x18\x04 \x01(\x0b\x32\x19.penstock.v1.InlineSourceH\x00\x12\x38\n\rshared_memory\x18\x05 \x01(\x0b\x32\x1f.penstock.v1.SharedMemorySourceH\x00\x12\x33\n\ncheckpoint\x18\x06 \x01(\x0b\x32\x1d.penstock.v1.CheckpointSourceH\x00\x12\x33\n\ncollective\x18\x07 \x01(\x0b\x32\x1d.penstock.v1.CollectiveSourceH\x00\x12+\n\nactivation\x18\x08 \x01(\x0e\x32\x17.penstock.v1.Activation\x12.\n\tin_flight\x18\t \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicy\x12\x15\n\rtrainer_epoch\x18\n \x01(\x03\x12\'\n\x05probe\x18\x0b \x01(\x0b\x32\x18.penstock.v1.WeightProbe\x12)\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x18.penstock.v1.LoraAdapterB\x08\n\x06source\"E\n\x0bWeightProbe\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0f\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x11\n\ttolerance\x18\x03 \x01(\x02\"D\n\x11WeightProbeResult\x12\x17\n\x0fmean_difference\x18\x01 \x01(\x02\x12\x16\n\x0emax_difference\x18\x02 \x01(\x02\"[\n\x0bLoraAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x02\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\x12\x17\n\x0frank_stabilized\x18\x04 \x01(\x08\"\xcc\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x05 \x01(\x03\x12-\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x1b.penstock.v1.TensorEncoding\x12\x0c\n\x04xxh3\x18\x07 \x01(\x06\x12)\n\x06sparse\x18\x08 \x01(\x0b\x32\x19.penstock.v1.SparseCoding\"\xa8\x01\n\x0cSparseCoding\x12\x1d\n\x15\x63hanged_element_count\x18\x01 \x01(\x03\x12.\n\x0cindex_coding\x18\x02 \x01(\x0e\x32\x18.penstock.v1.IndexCoding\x12\x1a\n\x12index_length_bytes\x18\x03 \x01(\x03\x12-\n\x0b\x63ompression\x18\x04 \x01(\x0e\x32\x18.penstock.v1.Compression\"$\n\x0cInlineSource\x12\x14\n\x0clength_bytes\x18\x01 \x01(\x03\":\n\x12SharedMemorySource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0ehost_namespace\x18\x02 \x01(\t\" \n\x10\x43heckpointSource\x12\x0c\n\x04path\x18\x01 \x01(\t\"#\n\x10\x43ollectiveSource\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\"Q\n\x0e\x43ollectiveJoin\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x17\n\x0frendezvous_json\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x03\"&\n\x0f\x43ollectiveRound\x12\x13\n\x0bupdate_json\x18\x01 \x01(\t\"?\n\x0bWeightChunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x03 \x01(\x06\"%\n\x0cWeightCommit\x12\x15\n\rheader_sha256\x18\x01 \x01(\x0c\"\xca\x01\n\rWeightReceipt\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x02 \x01(\x03\x12)\n\trejection\x18\x03 \x01(\x0b\x32\x16.penstock.v1.Rejection\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.penstock.v1.WeightProbeResult*[\n\x0bIndexCoding\x12\x1c\n\x18INDEX_CODING_UNSPECIFIED\x10\x00\x12\x15\n\x11INDEX_CODING_GAPS\x10\x01\x12\x17\n\x13INDEX_CODING_BITMAP\x10\x02*@\n\x0b\x43ompression\x12\x1b\n\x17\x43OMPRESSION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPRESSION_ZSTD\x10\x01*u\n\x0bWeightState\x12\x1c\n\x18WEIGHT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHT_STATE_READY\x10\x01\x12\x17\n\x13WEIGHT_STATE_STAGED\x10\x02\x12\x17\n\x13WEIGHT_STATE_ACTIVE\x10\x03*Y\n\nActivation\x12\x1a\n\x16\x41\x43TIVATION_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x43TIVATION_IMMEDIATE\x10\x01\x12\x15\n\x11\x41\x43TIVATION_STAGED\x10\x02*\xa5\x01\n\x0eInFlightPolicy\x12 \n\x1cIN_FLIGHT_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15IN_FLIGHT_POLICY_KEEP\x10\x01\x12\x1e\n\x1aIN_FLIGHT_POLICY_RECOMPUTE\x10\x02\x12\x1a\n\x16IN_FLIGHT_POLICY_DRAIN\x10\x03\x12\x1a\n\x16IN_FLIGHT_POLICY_ABORT\x10\x04*\xc1\x01\n\x10WeightSourceKind\x12\"\n\x1eWEIGHT_SOURCE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19WEIGHT_SOURCE_KIND_INLINE\x10\x01\x12$\n WEIGHT_SOURCE_KIND_SHARED_MEMORY\x10\x02\x12!\n\x1dWEIGHT_SOURCE_KIND_CHECKPOINT\x10\x03\x12!\n\x1dWEIGHT_SOURCE_KIND_COLLECTIVE\x10\x04*\x80\x01\n\x0eTensorEncoding\x12\x1f\n\x1bTENSOR_ENCODING_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_ENCODING_RAW\x10\x01\x12\x18\n\x14TENSOR_ENCODING_SAME\x10\x02\x12\x1a\n\x16TENSOR_ENCODING_SPARSE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bpenstock/v1/rejection.proto\"\x82\x02\n\x14UpdateWeightsRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.penstock.v1.WeightHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.penstock.v1.WeightChunkH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.penstock.v1.WeightCommitH\x00\x12+\n\x04join\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.CollectiveJoinH\x00\x12-\n\x05round\x18\x05 \x01(\x0b\x32\x1c.penstock.v1.CollectiveRoundH\x00\x42\t\n\x07message\"\xee\x01\n\x15UpdateWeightsResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.penstock.v1.WeightState\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x03 \x01(\x03\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14\x63hanged_tensor_count\x18\x05 \x01(\x05\x12-\n\x05probe\x18\x06 \x01(\x0b\x32\x1e.penstock.v1.WeightProbeResult\"\x90\x04\n\x0cWeightHeader\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x1b\n\x13\x62\x61se_weight_version\x18\x02 \x01(\x03\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.penstock.v1.TensorSpec\x12+\n\x06inline\x18\x04 \x01(\x0b\x32\x19.penstock.v1.InlineSourceH\x00\x12\x38\n\rshared_memory\x18\x05 \x01(\x0b\x32\x1f.penstock.v1.SharedMemorySourceH\x00\x12\x33\n\ncheckpoint\x18\x06 \x01(\x0b\x32\x1d.penstock.v1.CheckpointSourceH\x00\x12\x33\n\ncollective\x18\x07 \x01(\x0b\x32\x1d.penstock.v1.CollectiveSourceH\x00\x12+\n\nactivation\x18\x08 \x01(\x0e\x32\x17.penstock.v1.Activation\x12.\n\tin_flight\x18\t \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicy\x12\x15\n\rtrainer_epoch\x18\n \x01(\x03\x12\'\n\x05probe\x18\x0b \x01(\x0b\x32\x18.penstock.v1.WeightProbe\x12)\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x18.penstock.v1.LoraAdapterB\x08\n\x06source\"E\n\x0bWeightProbe\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0f\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x11\n\ttolerance\x18\x03 \x01(\x02\"D\n\x11WeightProbeResult\x12\x17\n\x0fmean_difference\x18\x01 \x01(\x02\x12\x16\n\x0emax_difference\x18\x02 \x01(\x02\"[\n\x0bLoraAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x02\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\x12\x17\n\x0frank_stabilized\x18\x04 \x01(\x08\"\xcc\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x05 \x01(\x03\x12-\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x1b.penstock.v1.TensorEncoding\x12\x0c\n\x04xxh3\x18\x07 \x01(\x06\x12)\n\x06sparse\x18\x08 \x01(\x0b\x32\x19.penstock.v1.SparseCoding\"\xa8\x01\n\x0cSparseCoding\x12\x1d\n\x15\x63hanged_element_count\x18\x01 \x01(\x03\x12.\n\x0cindex_coding\x18\x02 \x01(\x0e\x32\x18.penstock.v1.IndexCoding\x12\x1a\n\x12index_length_bytes\x18\x03 \x01(\x03\x12-\n\x0b\x63ompression\x18\x04 \x01(\x0e\x32\x18.penstock.v1.Compression\"$\n\x0cInlineSource\x12\x14\n\x0clength_bytes\x18\x01 \x01(\x03\"j\n\x12SharedMemorySource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0ehost_namespace\x18\x02 \x01(\t\x12\x0f\n\x07\x66illing\x18\x03 \x01(\x08\x12\x1d\n\x15progress_offset_bytes\x18\x04 \x01(\x03\" \n\x10\x43heckpointSource\x12\x0c\n\x04path\x18\x01 \x01(\t\"#\n\x10\x43ollectiveSource\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\"Q\n\x0e\x43ollectiveJoin\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x17\n\x0frendezvous_json\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x03\"&\n\x0f\x43ollectiveRound\x12\x13\n\x0bupdate_json\x18\x01 \x01(\t\"?\n\x0bWeightChunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x03 \x01(\x06\":\n\x0cWeightCommit\x12\x15\n\rheader_sha256\x18\x01 \x01(\x0c\x12\x13\n\x0btensor_xxh3\x18\x02 \x03(\x06\"\xca\x01\n\rWeightReceipt\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x02 \x01(\x03\x12)\n\trejection\x18\x03 \x01(\x0b\x32\x16.penstock.v1.Rejection\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.penstock.v1.WeightProbeResult*[\n\x0bIndexCoding\x12\x1c\n\x18INDEX_CODING_UNSPECIFIED\x10\x00\x12\x15\n\x11INDEX_CODING_GAPS\x10\x01\x12\x17\n\x13INDEX_CODING_BITMAP\x10\x02*@\n\x0b\x43ompression\x12\x1b\n\x17\x43OMPRESSION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPRESSION_ZSTD\x10\x01*u\n\x0bWeightState\x12\x1c\n\x18WEIGHT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHT_STATE_READY\x10\x01\x12\x17\n\x13WEIGHT_STATE_STAGED\x10\x02\x12\x17\n\x13WEIGHT_STATE_ACTIVE\x10\x03*Y\n\nActivation\x12\x1a\n\x16\x41\x43TIVATION_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x43TIVATION_IMMEDIATE\x10\x01\x12\x15\n\x11\x41\x43TIVATION_STAGED\x10\x02*\xa5\x01\n\x0eInFlightPolicy\x12 \n\x1cIN_FLIGHT_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15IN_FLIGHT_POLICY_KEEP\x10\x01\x12\x1e\n\x1aIN_FLIGHT_POLICY_RECOMPUTE\x10\x02\x12\x1a\n\x16IN_FLIGHT_POLICY_DRAIN\x10\x03\x12\x1a\n\x16IN_FLIGHT_POLICY_ABORT\x10\x04*\xc1\x01\n\x10WeightSourceKind\x12\"\n\x1eWEIGHT_SOURCE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19WEIGHT_SOURCE_KIND_INLINE\x10\x01\x12$\n WEIGHT_SOURCE_KIND_SHARED_MEMORY\x10\x02\x12!\n\x1dWEIGHT_SOURCE_KIND_CHECKPOINT\x10\x03\x12!\n\x1dWEIGHT_SOURCE_KIND_COLLECTIVE\x10\x04*\x80\x01\n\x0eTensorEncoding\x12\x1f\n\x1bTENSOR_ENCODING_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_ENCODING_RAW\x10\x01\x12\x18\n\x14TENSOR_ENCODING_SAME\x10\x02\x12\x1a\n\x16TENSOR_ENCODING_SPARSE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INDEXCODING']._serialized_start=2349
-  _globals['_INDEXCODING']._serialized_end=2440
-  _globals['_COMPRESSION']._serialized_start=2442
-  _globals['_COMPRESSION']._serialized_end=2506
-  _globals['_WEIGHTSTATE']._serialized_start=2508
-  _globals['_WEIGHTSTATE']._serialized_end=2625
-  _globals['_ACTIVATION']._serialized_start=2627
-  _globals['_ACTIVATION']._serialized_end=2716
-  _globals['_INFLIGHTPOLICY']._serialized_start=2719
-  _globals['_INFLIGHTPOLICY']._serialized_end=2884
-  _globals['_WEIGHTSOURCEKIND']._serialized_start=2887
-  _globals['_WEIGHTSOURCEKIND']._serialized_end=3080
-  _globals['_TENSORENCODING']._serialized_start=3083
-  _globals['_TENSORENCODING']._serialized_end=3211
+  _globals['_INDEXCODING']._serialized_start=2418
+  _globals['_INDEXCODING']._serialized_end=2509
+  _globals['_COMPRESSION']._serialized_start=2511
+  _globals['_COMPRESSION']._serialized_end=2575
+  _globals['_WEIGHTSTATE']._serialized_start=2577
+  _globals['_WEIGHTSTATE']._serialized_end=2694
+  _globals['_ACTIVATION']._serialized_start=2696
+  _globals['_ACTIVATION']._serialized_end=2785
+  _globals['_INFLIGHTPOLICY']._serialized_start=2788
+  _globals['_INFLIGHTPOLICY']._serialized_end=2953
+  _globals['_WEIGHTSOURCEKIND']._serialized_start=2956
+  _globals['_WEIGHTSOURCEKIND']._serialized_end=3149
+  _globals['_TENSORENCODING']._serialized_start=3152
+  _globals['_TENSORENCODING']._serialized_end=3280
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=104
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=362
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=365
@@ -66,19 +66,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INLINESOURCE']._serialized_start=1748
   _globals['_INLINESOURCE']._serialized_end=1784
   _globals['_SHAREDMEMORYSOURCE']._serialized_start=1786
-  _globals['_SHAREDMEMORYSOURCE']._serialized_end=1844
-  _globals['_CHECKPOINTSOURCE']._serialized_start=1846
-  _globals['_CHECKPOINTSOURCE']._serialized_end=1878
-  _globals['_COLLECTIVESOURCE']._serialized_start=1880
-  _globals['_COLLECTIVESOURCE']._serialized_end=1915
-  _globals['_COLLECTIVEJOIN']._serialized_start=1917
-  _globals['_COLLECTIVEJOIN']._serialized_end=1998
-  _globals['_COLLECTIVEROUND']._serialized_start=2000
-  _globals['_COLLECTIVEROUND']._serialized_end=2038
-  _globals['_WEIGHTCHUNK']._serialized_start=2040
-  _globals['_WEIGHTCHUNK']._serialized_end=2103
-  _globals['_WEIGHTCOMMIT']._serialized_start=2105
-  _globals['_WEIGHTCOMMIT']._serialized_end=2142
-  _globals['_WEIGHTRECEIPT']._serialized_start=2145
-  _globals['_WEIGHTRECEIPT']._serialized_end=2347
+  _globals['_SHAREDMEMORYSOURCE']._serialized_end=1892
+  _globals['_CHECKPOINTSOURCE']._serialized_start=1894
+  _globals['_CHECKPOINTSOURCE']._serialized_end=1926
+  _globals['_COLLECTIVESOURCE']._serialized_start=1928
+  _globals['_COLLECTIVESOURCE']._serialized_end=1963
+  _globals['_COLLECTIVEJOIN']._serialized_start=1965
+  _globals['_COLLECTIVEJOIN']._serialized_end=2046
+  _globals['_COLLECTIVEROUND']._serialized_start=2048
+  _globals['_COLLECTIVEROUND']._serialized_end=2086
+  _globals['_WEIGHTCHUNK']._serialized_start=2088
+  _globals['_WEIGHTCHUNK']._serialized_end=2151
+  _globals['_WEIGHTCOMMIT']._serialized_start=2153
+  _globals['_WEIGHTCOMMIT']._serialized_end=2211
+  _globals['_WEIGHTRECEIPT']._serialized_start=2214
+  _globals['_WEIGHTRECEIPT']._serialized_end=2416
 # @@protoc_insertion_point(module_scope)

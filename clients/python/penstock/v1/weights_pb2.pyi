@@ -215,7 +215,7 @@ Global___TensorEncoding: _TypeAlias = TensorEncoding  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
-    """One message of an upload: a header, then chunks where the source is inline or rounds where it is a
+    """One message of an upload: a header, then chunks where the source is inline, or rounds where it is a
     collective, then a commit. Or a join, alone.
     """
 
@@ -520,7 +520,7 @@ class TensorSpec(_message.Message):
     encoding: Global___TensorEncoding.ValueType
     """How the payload encodes it."""
     xxh3: _builtins.int
-    """XXH3-64 of the tensor's decoded bytes."""
+    """XXH3-64 of the tensor's decoded bytes; zero where the commit has it."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Dimension sizes."""
@@ -617,19 +617,34 @@ class SharedMemorySource(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     HOST_NAMESPACE_FIELD_NUMBER: _builtins.int
+    FILLING_FIELD_NUMBER: _builtins.int
+    PROGRESS_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Path or segment name."""
     host_namespace: _builtins.str
     """Boot id and device, so that a server on another host refuses instead of misreading."""
+    filling: _builtins.bool
+    """Set means that the uploader is still filling it, so that both sides work at the same time: all of it is
+    there at the commit, which also has the checksums that the header leaves at zero. Only for a full
+    upload. Unset means that all of it is there already.
+    """
+    progress_offset_bytes: _builtins.int
+    """Where, with filling, the progress word is: a little-endian unsigned 64-bit integer at a multiple of 8
+    behind every tensor, zero when the header is sent. It says how many bytes from the beginning on are
+    filled and stay as they are. A hint: the server may read ahead as far as it says, and no verdict depends
+    on it. Zero means that there is none.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         host_namespace: _builtins.str = ...,
+        filling: _builtins.bool = ...,
+        progress_offset_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_namespace", b"host_namespace", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filling", b"filling", "host_namespace", b"host_namespace", "name", b"name", "progress_offset_bytes", b"progress_offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,16 +789,24 @@ class WeightCommit(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_SHA256_FIELD_NUMBER: _builtins.int
+    TENSOR_XXH3_FIELD_NUMBER: _builtins.int
     header_sha256: _builtins.bytes
     """SHA-256 of the serialized header, so that both sides mean the same manifest."""
+    @_builtins.property
+    def tensor_xxh3(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3-64 of every tensor's bytes, in the order of the header, where shared memory was being filled;
+        else empty.
+        """
+
     def __init__(
         self,
         *,
         header_sha256: _builtins.bytes = ...,
+        tensor_xxh3: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header_sha256", b"header_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header_sha256", b"header_sha256", "tensor_xxh3", b"tensor_xxh3"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,17 +12,27 @@ import os
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# So that the progress word has a cache line to itself.
+PROGRESS_ALIGNMENT = 64
+PROGRESS_BYTES = 8
 
 
 class MemoryFile:
     """A file in memory whose length can never change: who maps it needs no fear of SIGBUS."""
 
-    def __init__(self, length_bytes: int) -> None:
-        """Raises OSError where there is not enough memory."""
+    def __init__(self, length_bytes: int, *, with_progress: bool = False) -> None:
+        """With a progress word behind its bytes, where another process is to follow how they are filled.
+
+        Raises OSError where there is not enough memory.
+        """
         self._descriptor = os.memfd_create(
             "penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         )
-        size = max(1, length_bytes)  # An empty file cannot be mapped.
+        # An empty file cannot be mapped, and a word at zero would be none.
+        size = max(1, length_bytes)
+        place = -(-size // PROGRESS_ALIGNMENT) * PROGRESS_ALIGNMENT
+        if with_progress:
+            size = place + PROGRESS_BYTES
         try:
             # Allocates every page now: a sparse file would end in SIGBUS when memory runs out.
             os.posix_fallocate(self._descriptor, 0, size)
@@ -35,10 +45,19 @@ class MemoryFile:
             raise
         self.view = memoryview(self._memory)[:length_bytes]
         """Its bytes, writable."""
+        self.progress_offset_bytes = place if with_progress else 0
+        """Where the progress word is, as SharedMemorySource has it; zero where there is none."""
+        # A view of one number stores it at once, and not byte by byte.
+        self._progress = memoryview(self._memory)[place:size].cast("Q") if with_progress else None
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         device = os.fstat(self._descriptor).st_dev
         self.host_namespace = f"{BOOT_ID.read_text().strip()}:{device}"
         """Boot id and device, as SharedMemorySource has them."""
+
+    def tell_filled(self, end_bytes: int) -> None:
+        """Says in the progress word, where there is one, that all bytes before this one are there."""
+        if self._progress is not None:
+            self._progress[0] = end_bytes
 
     def close(self) -> None:
         """Gives the memory back once the last who reads it has let go of it."""

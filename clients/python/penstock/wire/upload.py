@@ -1,6 +1,7 @@
 """One `UpdateWeights` call, from the side that has the weights.
 
     header -> READY -> chunks, where the source is inline -> commit -> STAGED, and ACTIVE if immediate
+    header -> READY -> commit, likewise: `Filling`, of shared memory that is filled in between
 
 Requests are written as bytes here. A chunk then costs one copy of its data instead of four, and
 the header's checksum is that of the very bytes that are sent. Needs xxhash, which the client does not.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 import grpc
 import xxhash
@@ -22,6 +23,8 @@ CHUNK_BYTES = 1024 * 1024
 UPDATE_WEIGHTS = "/penstock.v1.RolloutService/UpdateWeights"
 
 Piece = bytes | memoryview
+Request = bytes | weights_pb2.WeightCommit
+"""A serialized UpdateWeightsRequest, or the commit, which lacks the header's checksum yet."""
 
 # Tags of the fields that are written here: field number and wire type.
 _HEADER, _CHUNK = b"\x0a", b"\x12"
@@ -44,6 +47,56 @@ async def upload(
     `payload` is what goes into chunks, in order; it is read once the server is ready, and
     `on_sent` is told the length of each chunk. Raises AioRpcError and NotStaged.
     """
+    return await _call(channel, header, lambda: _chunk_requests(payload, on_sent))
+
+
+class Filling:
+    """An upload whose shared memory is filled while the server verifies it; on the event loop.
+
+    `commit` ends it; without, `cancel` has to. Whatever becomes of the call before the commit is heard
+    there.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, header: weights_pb2.WeightHeader) -> None:
+        """Sends the header, whose source is shared memory with `filling` set."""
+        self._checksums: asyncio.Future[Sequence[int] | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._last = asyncio.ensure_future(_call(channel, header, self._requests))
+        self._last.add_done_callback(self._end)
+
+    async def commit(self, tensor_xxh3: Sequence[int]) -> weights_pb2.UpdateWeightsResponse:
+        """All is there; returns the server's last answer, STAGED or ACTIVE.
+
+        Raises AioRpcError and NotStaged.
+        """
+        if not self._checksums.done():
+            self._checksums.set_result(tensor_xxh3)
+        return await self._last
+
+    def cancel(self) -> None:
+        """Ends the call, of which nothing is left at the server; safe to repeat."""
+        self._last.cancel()
+        if self._last.done() and not self._last.cancelled():
+            self._last.exception()  # Nobody waits for it.
+
+    def _end(self, _: object) -> None:
+        # grpc's own task waits for the requests to end, also of a call that is over.
+        if not self._checksums.done():
+            self._checksums.set_result(None)
+
+    async def _requests(self) -> AsyncIterator[Request]:
+        checksums = await self._checksums
+        if checksums is not None:
+            yield weights_pb2.WeightCommit(tensor_xxh3=checksums)
+
+
+async def _call(
+    channel: grpc.aio.Channel,
+    header: weights_pb2.WeightHeader,
+    body: Callable[[], AsyncIterator[Request]],
+) -> weights_pb2.UpdateWeightsResponse:
+    """One call; `body` has what comes once the server is ready, at last the commit."""
     ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     method: grpc.aio.StreamStreamMultiCallable[bytes, weights_pb2.UpdateWeightsResponse] = (
         channel.stream_stream(
@@ -54,7 +107,7 @@ async def upload(
     )
     last: weights_pb2.UpdateWeightsResponse | None = None
     try:
-        async for response in method(_requests(header, payload, ready, on_sent)):
+        async for response in method(_requests(header, body, ready)):
             if response.state != weights_pb2.WEIGHT_STATE_READY:
                 last = response
             elif not ready.done():
@@ -72,14 +125,24 @@ async def upload(
 
 async def _requests(
     header: weights_pb2.WeightHeader,
-    payload: Iterable[Piece],
+    body: Callable[[], AsyncIterator[Request]],
     ready: asyncio.Future[bool],
-    on_sent: Callable[[int], None] | None,
 ) -> AsyncIterator[bytes]:
     data = header.SerializeToString(deterministic=True)
     yield b"".join((_HEADER, _varint(len(data)), data))
     if not await ready:
         return
+    async for request in body():
+        if isinstance(request, weights_pb2.WeightCommit):
+            request.header_sha256 = hashlib.sha256(data).digest()
+            yield weights_pb2.UpdateWeightsRequest(commit=request).SerializeToString()
+        else:
+            yield request
+
+
+async def _chunk_requests(
+    payload: Iterable[Piece], on_sent: Callable[[int], None] | None
+) -> AsyncIterator[Request]:
     offset = 0
     for pieces in _chunks(payload):
         length = sum(map(len, pieces))
@@ -87,8 +150,7 @@ async def _requests(
         offset += length
         if on_sent is not None:
             on_sent(length)
-    commit = weights_pb2.WeightCommit(header_sha256=hashlib.sha256(data).digest())
-    yield weights_pb2.UpdateWeightsRequest(commit=commit).SerializeToString()
+    yield weights_pb2.WeightCommit()
 
 
 def _chunks(payload: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -1,0 +1,212 @@
+"""One weight version on its way in, from its first byte to being verified.
+
+    write_chunk   a slice of an inline payload            )
+    (nothing)     what is there already, is read then, or ) -> verify -> Staged
+                  has been filled and looked at meanwhile )
+
+Whatever is refused, and whoever is cancelled, `end` gives the memory back once nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from penstock.server.engine import StagedTensor, StagedWeights
+from penstock.server.intervals import Intervals
+from penstock.server.stage_memory import Buffer
+from penstock.server.threads import run_to_its_end
+from penstock.server.weight_assembly import Part, assemble
+from penstock.server.weight_filling import Filling
+from penstock.server.weight_manifest import ManifestTensor, WeightRefused
+from penstock.server.weight_verify import RunningCheck, verify_tensors
+from penstock.wire.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """One complete, verified version, and the memory it lies in."""
+
+    weights: StagedWeights
+    hashes: Mapping[str, int]
+    """XXH3-64 of each tensor."""
+    buffer: Buffer
+
+    @property
+    def weight_version(self) -> int:
+        """The version."""
+        return self.weights.weight_version
+
+    def retain(self) -> Staged:
+        """One more holder, who has to release it."""
+        self.buffer.retain()
+        return self
+
+    def release(self) -> None:
+        """One holder less; the last one gives the memory back."""
+        self.buffer.release()
+
+
+class Upload:
+    """One version on its way in; made by `WeightStage`. A refusal releases it."""
+
+    def __init__(
+        self,
+        weight_version: int,
+        manifest: Sequence[ManifestTensor],
+        payload: Buffer | None,
+        target: Buffer,
+        parts: Sequence[Part] | None,
+        sources: Sequence[Buffer],
+        *,
+        inline: bool,
+        filling: Filling | None = None,
+    ) -> None:
+        """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
+        self._manifest = manifest
+        self._payload = payload
+        self._target = target
+        self._parts = parts
+        self._sources = sources
+        self._inline = inline
+        self._filling = filling
+        self._received = Intervals()
+        self._running = RunningCheck(manifest)
+        self._in_order_bytes = 0
+        self._released = False
+        self.weight_version = weight_version
+        self.length_bytes = (payload or target).length_bytes
+        """What travels, or is read."""
+
+    @classmethod
+    def filling(
+        cls,
+        weight_version: int,
+        manifest: Sequence[ManifestTensor],
+        payload: Buffer,
+        progress_offset_bytes: int,
+    ) -> Upload:
+        """One whose payload somebody else is still filling, which has to be ended."""
+        filling = Filling(payload, manifest, progress_offset_bytes)
+        return cls(
+            weight_version, manifest, payload, payload, None, (), inline=False, filling=filling
+        )
+
+    def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
+        """Takes one slice of an inline payload, in any order but each byte once.
+
+        Raises WeightRefused.
+        """
+        try:
+            room = self._check_chunk(offset_bytes, data, xxh3)
+        except WeightRefused:
+            self.release()
+            raise
+        end = offset_bytes + len(data)
+        room[offset_bytes:end] = data
+        if offset_bytes == self._in_order_bytes and self._parts is None:
+            # While it is in the cache.
+            self._in_order_bytes = end
+            self._running.follow(room, end)
+
+    async def verify(self, xxh3: Sequence[int] = ()) -> Staged:
+        """The complete version: nothing missing, each tensor with its checksum, and finite.
+
+        `xxh3` has the checksums where the manifest does not. The event loop stays free. Raises
+        WeightRefused.
+        """
+        hashes = dict(
+            zip(
+                (tensor.name for tensor in self._manifest),
+                xxh3 or [tensor.xxh3 for tensor in self._manifest],
+                strict=True,
+            )
+        )
+        try:
+            self._check_complete()
+            if self._filling is not None:
+                await self._filling.finish(list(hashes.values()))
+            places = await self._fill_target()
+        except BaseException:
+            await self.end()
+            raise
+        self._released = True
+        release_all(self._sources)
+        weights = StagedWeights(self.weight_version, self._target.path, places)
+        return Staged(weights, hashes, self._target)
+
+    async def end(self) -> None:
+        """As `release`, once nobody reads the payload."""
+        try:
+            if self._filling is not None:
+                await self._filling.end()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Gives the memory back, unless it was staged; safe to repeat."""
+        if not self._released:
+            self._released = True
+            release_all([self._target, *self._sources])
+
+    async def _fill_target(self) -> tuple[StagedTensor, ...]:
+        target, parts = self._target, self._parts
+        if parts is None:
+            if self._filling is None:
+                begun = self._running.begun
+                await run_to_its_end(lambda: verify_tensors(target, self._manifest, begun))
+            return tuple(
+                StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
+                for t in self._manifest
+            )
+        await run_to_its_end(lambda: assemble(target, parts))
+        return tuple(part.tensor for part in parts)
+
+    def _check_complete(self) -> None:
+        if self._inline and (gap := self._received.first_gap(self.length_bytes)):
+            raise WeightRefused(
+                Reason.FIELD_INVALID,
+                f"chunks: bytes {gap[0]} to {gap[1]} of the payload never came",
+                field="chunk.offset_bytes",
+                begin=gap[0],
+                end=gap[1],
+            )
+
+    def _check_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> memoryview:
+        """What it may be written to."""
+        end = offset + len(data)
+        room = self._payload.view if self._payload is not None else None
+        if not self._inline or self._released or room is None:
+            raise WeightRefused(
+                Reason.FIELD_INVALID, "chunk: this upload takes none", field="chunk"
+            )
+        if offset < 0 or end > self.length_bytes or not data:
+            raise WeightRefused(
+                Reason.FIELD_INVALID,
+                f"chunk: bytes {offset} to {end} of a payload of {self.length_bytes}",
+                field="chunk.offset_bytes",
+                got=offset,
+            )
+        if not self._received.add(offset, end):
+            raise WeightRefused(
+                Reason.FIELD_INVALID,
+                f"chunk: some of bytes {offset} to {end} had come before",
+                field="chunk.offset_bytes",
+                got=offset,
+            )
+        if (got := xxhash.xxh3_64_intdigest(data)) != xxh3:
+            raise WeightRefused(
+                Reason.CHECKSUM_MISMATCH,
+                f"chunk at {offset}: XXH3 is {got:016x}, announced {xxh3:016x}",
+                field="chunk.data",
+                offset_bytes=offset,
+            )
+        return room
+
+
+def release_all(buffers: Sequence[Buffer]) -> None:
+    """Gives back one reference to each."""
+    for buffer in buffers:
+        buffer.release()
