@@ -186,6 +186,8 @@ def package_folders() -> dict[str, str]:
 
 def link(place: Path, target: Path) -> None:
     """Puts a link to `target` in the place of what is there."""
+    if place.resolve() == target.resolve():
+        return  # Also where it lies within another link: then it is the target itself.
     if place.is_symlink():
         place.unlink()
     elif place.exists():

@@ -604,8 +604,8 @@ async def test_callers_are_counted_apart(tmp_path: Path, made: Authorities):
 
 # Everywhere that product code turns a name, or bytes, into code.
 LOADS_CODE = {
-    # `--reward` and `--generate`, from the command line.
-    "client/functions.py": {"import_module"},
+    # `--reward` and `--generate`, and a loss or an advantage of the trainer's own configuration.
+    "wire/functions.py": {"import_module"},
     # The command line's own modules, by names written there.
     "client/__main__.py": {"import_module"},
 }

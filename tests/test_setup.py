@@ -101,6 +101,15 @@ def test_a_package_is_one_link_to_its_folder(setup: ModuleType) -> None:
     )
 
 
+def test_a_link_within_a_link_is_left_alone(setup: ModuleType, tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "module.py").write_text("")
+    setup.link(tmp_path / "links", tmp_path / "outer")
+    setup.link(tmp_path / "links" / "inner", inner)
+    assert (inner / "module.py").exists() and not inner.is_symlink()
+
+
 def test_what_pip_installs_is_links_within_the_environment(setup: ModuleType) -> None:
     make_venv(setup)
     setup.link_project()

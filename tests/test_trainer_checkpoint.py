@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.trainer.batching import MicroBatch, Sample, TrainingGroup, build_micro_batches
+from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.checkpoint import (
     TrainerState,
     read_state,
@@ -23,6 +26,7 @@ from penstock.trainer.checkpoint import (
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
+from penstock.trainer.planning import StepPlan, plan_step
 from tests.tiny_model import make_tiny_model
 
 
@@ -36,10 +40,10 @@ def policy_of(model: Path, dtype: Any = "float32", **train: Any) -> FsdpPolicy:
     return FsdpPolicy(ModelConfig(path=str(model), dtype=dtype), settings, total_steps=10, seed=0)
 
 
-def batches(seed: int, behaviour: float = -5.0) -> tuple[list[MicroBatch], int]:
+def plan(seed: int, behaviour: float = -5.0, **algorithm: Any) -> StepPlan:
     rng = np.random.default_rng(seed)
     samples = []
-    for advantage in (1.0, -1.0, 0.5):
+    for reward in (1.0, -1.0, 0.5):
         ids = np.concatenate([[1, 2, 3], rng.integers(0, 256, 6)]).astype(np.int32)
         trained = np.arange(9) > 2
         samples.append(
@@ -49,11 +53,12 @@ def batches(seed: int, behaviour: float = -5.0) -> tuple[list[MicroBatch], int]:
                 trained,
                 np.where(trained, behaviour, 0).astype(np.float32),
                 np.ones(9, np.float32),
-                advantage,
+                reward,
             )
         )
     group = TrainingGroup(tuple(samples), (), 0, 18, 0, np.zeros(18, np.int64))
-    return build_micro_batches([group], token_budget=1000), group.trained_tokens
+    objective = Objective(AlgorithmConfig.model_validate(algorithm))
+    return plan_step([group], objective, token_budget=1000)
 
 
 def state(step: int = 3) -> TrainerState:
@@ -67,14 +72,14 @@ def weights(policy: FsdpPolicy) -> dict[str, torch.Tensor]:
 def test_a_resumed_run_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     first = policy_of(model, warmup_steps=4)
     for seed in range(3):
-        assert first.step(*batches(seed)).applied
+        assert first.step(plan(seed)).applied
     path = save_checkpoint(tmp_path, state(), first.save, keep=2)
     drawn = torch.rand(3)
-    expected = [first.step(*batches(seed)) for seed in range(3, 6)]
+    expected = [first.step(plan(seed)) for seed in range(3, 6)]
     second = policy_of(model, warmup_steps=4)
     second.load(path)
     assert torch.equal(torch.rand(3), drawn)
-    found = [second.step(*batches(seed)) for seed in range(3, 6)]
+    found = [second.step(plan(seed)) for seed in range(3, 6)]
     assert found == expected
     for name, tensor in weights(second).items():
         assert torch.equal(tensor, weights(first)[name]), name
@@ -83,7 +88,7 @@ def test_a_resumed_run_goes_on_exactly(model: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_a_model_folder(model: Path, tmp_path: Path) -> None:
     policy = policy_of(model)
-    policy.step(*batches(0))
+    policy.step(plan(0))
     path = save_checkpoint(tmp_path, state(), policy.save, keep=1)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     own = weights(policy)
@@ -170,30 +175,33 @@ def test_another_count_of_threads_than_before_is_worth_a_line(
 def test_without_a_gradient_nothing_moves(model: Path) -> None:
     policy = policy_of(model, warmup_steps=5)
     before = weights(policy)
-    result = policy.step([], 0)
+    nothing = StepPlan((), plan(0).rewards, groups_without_gradient=1)
+    result = policy.step(nothing)
     assert not result.applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
     # Neither does the schedule.
-    assert policy.step(*batches(0)).learning_rate == pytest.approx(1e-3 / 5)
+    assert policy.step(plan(0)).learning_rate == pytest.approx(1e-3 / 5)
 
 
-def test_a_gradient_that_is_not_finite_is_thrown_away(model: Path) -> None:
+@pytest.mark.parametrize("behaviour", [-math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_thrown_away(model: Path, behaviour: float) -> None:
     policy = policy_of(model)
     before = weights(policy)
-    result = policy.step(*batches(0, behaviour=-math.inf))
+    result = policy.step(plan(0, behaviour))
     assert not result.applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
-    after = policy.step(*batches(0))
+    after = policy.step(plan(0))
     assert after.applied and math.isfinite(after.grad_norm)
 
 
 def test_bfloat16_is_the_arithmetic_and_not_the_weights(model: Path) -> None:
     exact, rounded = policy_of(model), policy_of(model, "bfloat16")
-    (batch,), count = batches(0)
+    step = plan(0)
+    (batch,) = step.updates[0].batches
     with torch.no_grad():
         difference = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
     assert 0 < float(difference.max()) < 0.2
-    rounded.step([batch], count)
+    rounded.step(step)
     assert all(tensor.dtype == torch.float32 for _, tensor in rounded.weights())
 
 
@@ -201,22 +209,23 @@ def test_gradient_checkpointing_changes_no_gradient(model: Path) -> None:
     plain = policy_of(model)
     config = ModelConfig(path=str(model), dtype="float32", gradient_checkpointing=True)
     checkpointed = FsdpPolicy(config, TrainConfig(learning_rate=1e-3), total_steps=10, seed=0)
-    first, second = plain.step(*batches(1)), checkpointed.step(*batches(1))
+    first, second = plain.step(plan(1)), checkpointed.step(plan(1))
     assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
 
 
 def test_repeated_steps_make_good_answers_likelier(model: Path) -> None:
     policy = policy_of(model)
-    (batch,), count = batches(2)
+    step = plan(2)
+    (update,) = step.updates
+    (batch,) = update.batches
     good = batch.advantages_N > 0
     with torch.no_grad():
         before = policy.logprobs(batch)[good].mean()
         fresh = policy.logprobs(batch)
-    on_policy = MicroBatch(
-        **{**{f: getattr(batch, f) for f in batch.__slots__}, "behaviour_logprobs_N": fresh}
-    )
+    on_policy = replace(batch, behaviour_logprobs_N=fresh)
+    step = replace(step, updates=(replace(update, batches=(on_policy,)),))
     for _ in range(3):
-        policy.step([on_policy], count)
+        policy.step(step)
     with torch.no_grad():
         assert policy.logprobs(batch)[good].mean() > before
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.__main__ import train
+from penstock.trainer.algorithm_config import PpoClip
 from penstock.trainer.config import TrainerConfig, load_config, render_config
 from penstock.trainer.errors import ConfigInvalid
 
@@ -27,7 +28,7 @@ def write(folder: Path, text: str = MINIMAL) -> Path:
 
 def test_everything_has_a_default_but_model_and_data(tmp_path: Path) -> None:
     config = load_config(write(tmp_path))
-    assert config.train.clip_high == 0.28
+    assert config.algorithm.loss == PpoClip(clip_high=0.28)
     assert config.staleness.late_policy == "mask"
     assert config.data.reasoning_gym is not None
     assert config.data.reasoning_gym.config == {"min_digits": 1, "max_digits": 2}
@@ -72,6 +73,9 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("weights.anchor_every=0", ["weights.anchor_every", "0"]),
         ("weights={transport = 'checkpoint', delta = 'on'}", ["weights", 'delta = "on"']),
         ("data.jsonl.path=x", ["data", "exactly one", "reasoning_gym", "jsonl"]),
+        ("data.mixture=[{weight = 0, jsonl = {path = 'x'}}]", ["data.mixture.0.weight", "0"]),
+        ("data.mixture=[{weight = 1}]", ["data.mixture.0", "exactly one"]),
+        ("data.python.function=x", ["data.python.function", "'x'"]),
         ("train", ["section.key=value", "'train'"]),
         ("run.seed.deep=1", ["run.seed"]),
     ],
@@ -96,8 +100,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_the_command_says_so_and_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(write(tmp_path), ["train.clip_low=7"], False, False) == 2
-    assert "train.clip_low" in capsys.readouterr().err
+    assert train(write(tmp_path), ["algorithm.loss.clip_low=7"], False, False) == 2
+    assert "algorithm.loss.ppo_clip.clip_low" in capsys.readouterr().err
     assert train(write(tmp_path), [], False, True) == 0
     shown = capsys.readouterr().out
     assert 'name = "basic_arithmetic"' in shown

@@ -20,7 +20,7 @@ from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig, load_config
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
-from tests.test_trainer_checkpoint import batches, policy_of, state, weights
+from tests.test_trainer_checkpoint import plan, policy_of, state, weights
 from tests.test_trainer_config import MINIMAL, write
 from tests.test_trainer_end_to_end import (
     configure,
@@ -126,16 +126,16 @@ def test_it_begins_as_the_model_it_is_added_to(model: Path) -> None:
     found = policy.score(weights(policy), TOKENS)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     np.testing.assert_allclose(found, scores(base), atol=1e-5)
-    first, _ = batches(0)
-    full = policy_of(model).logprobs(first[0])
-    torch.testing.assert_close(policy.logprobs(first[0]), full, atol=1e-5, rtol=0)
+    (batch,) = plan(0).updates[0].batches
+    full = policy_of(model).logprobs(batch)
+    torch.testing.assert_close(policy.logprobs(batch), full, atol=1e-5, rtol=0)
 
 
 def test_a_step_changes_the_adapter_alone(model: Path) -> None:
     policy = lora_policy(model)
     before = {name: p.clone() for name, p in policy._module.named_parameters()}
     for seed in range(2):
-        assert policy.step(*batches(seed)).applied
+        assert policy.step(plan(seed)).applied
     changed = {
         name for name, p in policy._module.named_parameters() if not torch.equal(p, before[name])
     }
@@ -145,7 +145,7 @@ def test_a_step_changes_the_adapter_alone(model: Path) -> None:
 def test_what_it_leaves_is_an_adapter_as_peft_loads_it(model: Path, tmp_path: Path) -> None:
     policy = lora_policy(model, {"rank_stabilized": True})
     for seed in range(3):
-        policy.step(*batches(seed))
+        policy.step(plan(seed))
     policy.save_model(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -160,12 +160,12 @@ def test_a_resumed_run_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     settings = {"dropout": 0.2}
     first = lora_policy(model, settings)
     for seed in range(3):
-        assert first.step(*batches(seed)).applied
+        assert first.step(plan(seed)).applied
     path = save_checkpoint(tmp_path, state(), first.save, keep=2)
-    expected = [first.step(*batches(seed)) for seed in range(3, 6)]
+    expected = [first.step(plan(seed)) for seed in range(3, 6)]
     second = lora_policy(model, settings)
     second.load(path)
-    found = [second.step(*batches(seed)) for seed in range(3, 6)]
+    found = [second.step(plan(seed)) for seed in range(3, 6)]
     assert found == expected
     for name, tensor in weights(second).items():
         assert torch.equal(tensor, weights(first)[name]), name
@@ -198,7 +198,7 @@ def test_prefixes_are_shared_and_activations_recomputed_as_without_an_adapter(mo
     assert lora_policy(model, {"dropout": 0.5}).supports_trees()
     saving = lora_policy(model, gradient_checkpointing=True)
     for seed in range(2):
-        one, two = plain.step(*batches(seed)), saving.step(*batches(seed))
+        one, two = plain.step(plan(seed)), saving.step(plan(seed))
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert one.grad_norm > 0
 

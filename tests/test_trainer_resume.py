@@ -24,6 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from penstock.client import Task, Trajectory
 from penstock.server.engine import AdapterLimits
 from penstock.server.errors import DomainError
 from penstock.trainer.checkpoint import TrainerState, restore, save_checkpoint, verify
@@ -40,6 +41,7 @@ from penstock.trainer.loop import IN_FLIGHT
 from penstock.trainer.random_states import load_random_states, save_random_states, seed_all
 from penstock.wire.channel import client_options
 from penstock.wire.reasons import Reason
+from tests.faults import trainers
 from tests.faults.trainers import (
     GROUPS_PER_STEP,
     KILLED,
@@ -54,7 +56,7 @@ from tests.faults.trainers import (
     standing,
 )
 from tests.scripted_trainer_server import ScriptedServer, Session
-from tests.test_trainer_end_to_end import records, serving
+from tests.test_trainer_end_to_end import letters, records, serving
 from tests.tiny_model import make_tiny_model
 from tests.trainer_walk import delivery, greet
 
@@ -241,6 +243,62 @@ async def test_an_adapter_with_dropout_goes_on_bitwise_too(
             check_lineage(stand)
             assert stand.server.engine.versions == list(range(1, STEPS + 1))
     assert left[0] == left[1]
+
+
+@one_loop
+async def test_groups_that_were_dropped_stay_dropped(
+    model: Path, nursery: Nursery, undisturbed: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    usual = float(np.median([record["reward_mean"] for record in undisturbed[2]]))
+    left: list[tuple[dict[str, bytes], list[dict[str, int]]]] = []
+    # After a refusal is on disk and before the server hears of it; and in the middle of what follows.
+    points = ["ledger.after_fsync=kill@3", "train.gathered=kill@3", "ledger.after_fsync=kill@2"]
+    for name, kills in (("whole", []), ("killed", points)):
+        groups = {"min_mean_reward": usual}
+        async with synchronous(tmp_path / name, model, groups=groups) as stand:
+            for place, point in enumerate(kills):
+                code = await go(nursery, stand, resume=place > 0, failpoints=point)
+                assert code == KILLED, (point, stand.said)
+            assert await go(nursery, stand, resume=bool(kills)) == 0, stand.said
+            dropped = [record["groups_dropped"] for record in records(tmp_path / name)]
+            left.append((model_of(stand), dropped))
+            check_once(stand)
+    assert left[0][0] == left[1][0] != undisturbed[0]
+    assert sum(each.get("MEAN_TOO_LOW", 0) for each in left[0][1]) > 0
+
+
+async def fails_at_first(task: Task, trajectory: Trajectory) -> float:
+    """One sibling of each third prompt fails, until the prompt is asked again."""
+    if task.index % 3 == 0 and trajectory.sample_index == 1 and "~" not in task.task_id:
+        raise RuntimeError("not this time")
+    return await letters(task, trajectory)
+
+
+@one_loop
+async def test_a_prompt_that_is_asked_again_is_trained_once_whoever_dies(
+    model: Path, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainers, "judge", fails_at_first)
+    groups = {"failed_siblings": "replace"}
+    # The refusal is on disk and the prompt not submitted again; later, when it is.
+    points = ["ledger.after_fsync=kill@1", "ledger.after_fsync=kill@2", "train.published=kill@4"]
+    async with synchronous(tmp_path, model, groups=groups) as stand:
+        for place, point in enumerate(points):
+            code = await go(nursery, stand, resume=place > 0, failpoints=point)
+            assert code == KILLED, (point, stand.said)
+        assert await go(nursery, stand) == 0, stand.said
+    entries = read_ledger(tmp_path / "out" / "ledger.jsonl")
+    refused = {e.task_id for e in entries if isinstance(e, RefusedEntry)}
+    assert {"run/0", "run/3"} <= refused
+    assert all("~" not in task_id for task_id in refused)
+    trained = [g.task_id for e in entries if isinstance(e, StepEntry) for g in e.groups]
+    indices = [int(task_id.rpartition("/")[2].partition("~")[0]) for task_id in trained]
+    assert len(set(indices)) == len(indices) == STEPS * GROUPS_PER_STEP
+    assert "run/0~+1" in trained and not refused & set(trained)
+    # What was asked again and is not trained yet waits: no prompt was passed over.
+    left = restore(tmp_path / "out" / "checkpoints")
+    assert left is not None
+    assert set(range(left.state.next_index)) == set(indices) | set(left.state.outstanding)
 
 
 @one_loop

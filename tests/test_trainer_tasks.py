@@ -1,36 +1,21 @@
-"""Data sources, and keeping tasks waiting at the server."""
+"""Tasks: what they say, and keeping them waiting at the server."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 import reasoning_gym
 from google.protobuf import json_format
 
-from penstock.trainer.config import (
-    DataConfig,
-    JsonlConfig,
-    ReasoningGymConfig,
-    SamplingConfig,
-)
-from penstock.trainer.errors import ConfigInvalid
-from penstock.trainer.tasks import (
-    DataSource,
-    JsonlSource,
-    Problem,
-    ReasoningGymSource,
-    TaskFeeder,
-    build_task,
-    identify_data,
-    open_source,
-)
-from penstock.v1 import conversation_pb2
+from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, SamplingConfig
+from penstock.trainer.sources.opening import open_source
+from penstock.trainer.sources.problem import Problem
+from penstock.trainer.sources.procedural import ReasoningGymSource
+from penstock.trainer.tasks import TaskFeeder, build_task
 from penstock.wire.channel import client_options
 from tests.scripted_trainer_server import ScriptedServer, refuse
 
@@ -45,25 +30,20 @@ DATA = DataConfig(
 class Numbers:
     """Problem n is the text of n."""
 
+    name = identity = "numbers"
+
     def problem(self, index: int) -> Problem:
         return Problem((("user", str(index)),), {"answer": index}, "numbers")
 
 
 def feeder(channel: grpc.aio.Channel, target: int, **rest: Any) -> TaskFeeder:
-    source: DataSource = Numbers()
-    return TaskFeeder(channel, source, DATA, run_id="r", pending_target=target, **rest)
+    return TaskFeeder(channel, Numbers(), DATA, run_id="r", pending_target=target, **rest)
 
 
 @contextlib.asynccontextmanager
 async def connected(server: ScriptedServer) -> AsyncGenerator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
         yield channel
-
-
-def write(folder: Path, *lines: Any) -> JsonlConfig:
-    path = folder / "data.jsonl"
-    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
-    return JsonlConfig(path=path)
 
 
 def test_a_reasoning_gym_task_carries_what_its_reward_needs() -> None:
@@ -97,60 +77,13 @@ def test_a_task_is_the_same_whenever_it_is_built() -> None:
     assert first.problem(7).messages == first.problem(2).messages
 
 
-def test_unknown_data_sets_and_settings_are_named() -> None:
-    with pytest.raises(ConfigInvalid, match="'nonsense'"):
-        ReasoningGymSource(ReasoningGymConfig(name="nonsense"))
-    with pytest.raises(ConfigInvalid, match="min_foo"):
-        ReasoningGymSource(ReasoningGymConfig(name="chain_sum", config={"min_foo": 1}))
-
-
-def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
-    config = write(
-        tmp_path,
-        {"prompt": "one?", "answer": 1},
-        "",
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two?"}]},
-    )
-    source = JsonlSource(config.model_copy(update={"shuffle": False}), seed=0)
-    assert source.problem(0) == Problem((("user", "one?"),), {"answer": 1}, "data")
-    task = build_task(source.problem(1), run_id="r", index=1, config=DATA)
-    roles = [message.role for message in task.conversation.messages]
-    assert roles == [
-        conversation_pb2.ROLE_SYSTEM,
-        conversation_pb2.ROLE_SYSTEM,
-        conversation_pb2.ROLE_USER,
-    ]
-
-
-def test_each_pass_over_a_file_has_its_own_order_and_misses_nothing(tmp_path: Path) -> None:
-    config = write(tmp_path, *({"prompt": str(n)} for n in range(20)))
-    source = JsonlSource(config, seed=1)
-    passes = [[source.problem(20 * p + i).messages[0][1] for i in range(20)] for p in range(3)]
-    assert all(sorted(each, key=int) == [str(n) for n in range(20)] for each in passes)
-    assert passes[0] != passes[1]
-    # Jumping back gives the same problem again.
-    assert source.problem(3).messages[0][1] == passes[0][3]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", r":1: "),
-        ("[1]", "an object is needed"),
-        ({"text": "x"}, "needs 'messages', or a text in 'prompt'"),
-        ({"prompt": 3}, "a text in 'prompt'"),
-        ({"messages": []}, "a list of messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
-    with pytest.raises(ConfigInvalid, match=words):
-        JsonlSource(write(tmp_path, line), seed=0)
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match="holds no line"):
-        JsonlSource(write(tmp_path, ""), seed=0)
+def test_a_task_says_which_source_it_is_of() -> None:
+    task = build_task(Numbers().problem(3), run_id="r", index=3, config=DATA)
+    assert task.data_source == "numbers" == task.metadata["data_source"]
+    # Rows of some data sets say so themselves, which their rewards read.
+    own = Problem((("user", "?"),), {"data_source": "gsm8k"}, "train")
+    task = build_task(own, run_id="r", index=3, config=DATA)
+    assert (task.data_source, task.metadata["data_source"]) == ("train", "gsm8k")
 
 
 async def test_tasks_are_topped_up_as_groups_arrive() -> None:
@@ -230,24 +163,6 @@ async def test_a_task_whose_groups_are_forgotten_gets_an_id_that_the_server_does
         tasks.settled("r/4~12")
         assert tasks.outstanding == (7,)
         assert tasks.place("r/7") < tasks.place("r/8~2") < tasks.place("another/1")
-
-
-def test_data_are_known_by_what_they_say_and_how_they_are_ordered(tmp_path: Path) -> None:
-    config = write(tmp_path, {"prompt": "one?"})
-    data = DataConfig(jsonl=config)
-    name = identify_data(data, seed=1)
-    assert identify_data(data, seed=1) == name != identify_data(data, seed=2)
-    unshuffled = DataConfig(jsonl=config.model_copy(update={"shuffle": False}))
-    assert identify_data(unshuffled, seed=1) == identify_data(unshuffled, seed=2) != name
-    write(tmp_path, {"prompt": "two?"})
-    assert identify_data(data, seed=1) != name
-    other = DATA.model_copy(
-        update={"reasoning_gym": ReasoningGymConfig(name="chain_sum", size=5, seed=4)}
-    )
-    assert identify_data(DATA, seed=1) != identify_data(other, seed=1)
-    config.path.unlink()
-    with pytest.raises(ConfigInvalid, match=r"data\.jsonl\.path"):
-        identify_data(data, seed=1)
 
 
 async def test_a_full_queue_is_enough() -> None:

@@ -62,7 +62,7 @@ class StillPolicy:
         self.computing, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
 
-    def step(self, batches: Sequence[Any], token_count: int) -> StepResult:
+    def step(self, plan: Any) -> StepResult:
         self.computing.set()
         assert self.may_end.wait(20)
         self.steps += 1
@@ -120,12 +120,14 @@ async def running(
     probe: Sequence[int] = (),
     policy: StillPolicy | None = None,
     weights: dict[str, object] | None = None,
+    groups: dict[str, object] | None = None,
 ) -> AsyncGenerator[Run]:
     config = TrainerConfig.model_validate(
         {
             "run": {"steps": steps, "out": str(folder)},
             "model": {"path": "none"},
             "data": {"group_size": 2, "reasoning_gym": {"name": "chain_sum"}},
+            "groups": groups or {},
             "train": {"groups_per_step": 1},
             "weights": {"transport": "stream", **(weights or {})},
             "checkpoint": {"every_steps": 50},

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.trainer.metrics import MetricsWriter
     from penstock.trainer.probe import Probe
     from penstock.trainer.publisher import Publisher
+    from penstock.trainer.sources.problem import Source
     from penstock.trainer.tasks import TaskFeeder
     from penstock.v1 import weights_pb2
     from penstock.wire.security import Security
@@ -100,6 +101,7 @@ class _Start:
 
     policy: FsdpPolicy
     state: TrainerState
+    source: Source
     ledger: Ledger
     share_prefixes: bool
     passed_over: int
@@ -183,7 +185,7 @@ def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
     """The policy, from the newest whole checkpoint where the run resumes. In the compute thread."""
     from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
     from penstock.trainer.fsdp_policy import FsdpPolicy
-    from penstock.trainer.tasks import identify_data
+    from penstock.trainer.sources.opening import open_source
 
     run, folder = config.run, config.run.out / "checkpoints"
     if not resume and has_checkpoints(folder):
@@ -192,9 +194,16 @@ def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
             "go on from them with --resume, or choose another folder"
         )
     checkpoint = restore(folder) if resume else None
-    data = identify_data(config.data, run.seed)
+    source = open_source(config.data, run.seed)
+    data = source.identity
     state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
-    policy = FsdpPolicy(config.model, config.train, total_steps=run.steps, seed=run.seed)
+    policy = FsdpPolicy(
+        config.model,
+        config.train,
+        algorithm=config.algorithm,
+        total_steps=run.steps,
+        seed=run.seed,
+    )
     if checkpoint is not None:
         state = checkpoint.state
         _check_same_run(checkpoint.folder, state, run.id, data)
@@ -213,7 +222,7 @@ def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
     if config.train.share_prefixes and not share_prefixes:
         log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
     passed_over = checkpoint.passed_over if checkpoint is not None else 0
-    return _Start(policy, state, ledger, share_prefixes, passed_over)
+    return _Start(policy, state, source, ledger, share_prefixes, passed_over)
 
 
 def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -> None:
@@ -239,13 +248,13 @@ def _wire(
     from torch.utils.tensorboard import SummaryWriter
 
     from penstock.trainer.checkpoint import TrainerState, save_checkpoint
+    from penstock.trainer.gathering import settle_refused
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter, keep_until
     from penstock.trainer.probe import Probe
-    from penstock.trainer.tasks import ALL_FAILED
 
     run, state = config.run, start.state
-    tasks = _make_feeder(config, state, channel)
+    tasks = _make_feeder(config, start, channel)
     exchange = _make_exchange(config, start, channel, stopping)
     probe = Probe(
         start.policy.score,
@@ -254,9 +263,7 @@ def _wire(
         token_ids=state.probe,
     )
     publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
-    for refused in start.ledger.refused:
-        if refused.reason == ALL_FAILED:
-            tasks.settled(refused.task_id)
+    settle_refused(tasks, start.ledger.refused)
     keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
@@ -349,20 +356,18 @@ def _security(server: ServerConfig) -> Security:
     return security
 
 
-def _make_feeder(
-    config: TrainerConfig, state: TrainerState, channel: grpc.aio.Channel
-) -> TaskFeeder:
-    from penstock.trainer.tasks import TaskFeeder, open_source
+def _make_feeder(config: TrainerConfig, start: _Start, channel: grpc.aio.Channel) -> TaskFeeder:
+    from penstock.trainer.tasks import TaskFeeder
 
     batches = config.staleness.max_lag + 1 + SPARE_BATCHES
     return TaskFeeder(
         channel,
-        open_source(config.data, config.run.seed),
+        start.source,
         config.data,
         run_id=config.run.id,
         pending_target=batches * config.train.groups_per_step,
-        next_index=state.next_index,
-        outstanding=state.outstanding,
+        next_index=start.state.next_index,
+        outstanding=start.state.outstanding,
     )
 
 

@@ -6,8 +6,9 @@ of its parameters; files and the wire leave it out.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -28,6 +29,12 @@ class _Wrap(Protocol):
     """The part of PEFT that is used here, which carries no types."""
 
     def __call__(self, model: nn.Module, config: object) -> nn.Module: ...
+
+
+class _Switchable(Protocol):
+    """The part of PEFT's model that is used here."""
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Adapter:
@@ -69,6 +76,12 @@ class Adapter:
             target_modules=targets,
             rank_stabilized=self._config.rank_stabilized,
         )
+
+    @contextlib.contextmanager
+    def switched_off(self) -> Generator[None]:
+        """Has the model compute as if it had no adapter meanwhile."""
+        with cast("_Switchable", self.model).disable_adapter():
+            yield
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of it, live, in an order that stays."""

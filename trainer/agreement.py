@@ -148,11 +148,18 @@ class Agreement:
                 self._exchange.repeat_switch()
         await self._tasks.submit_again()
 
-    async def fill(self, weight_version: int) -> None:
+    async def fill(self, weight_version: int, *, uploads: bool = False) -> None:
         """Copies the policy's weights into the payload, as this version. The base model is not copied:
-        every server has it."""
+        every server has it. With `uploads` the upload begins meanwhile, unless the server may turn out
+        to have these weights."""
         if weight_version:
-            await self._publisher.fill(self._policy.weights, weight_version, self._weight_dtype)
+            begins = uploads and weight_version > self._ahead_version
+            await self._publisher.fill(
+                self._policy.weights,
+                weight_version,
+                self._weight_dtype,
+                self._handover.announcement if begins else None,
+            )
 
     def is_held(self, entry: StepEntry) -> bool:
         """Whether the server has these very weights already, from the trainer before, under this number."""

@@ -2,6 +2,8 @@
 
     TrajectoryGroup -> Sample per trajectory -> Row (a tree of tokens) -> MicroBatch
 
+Between the first two arrows `planning` makes advantages, which may need all groups of a step.
+
 Siblings begin with the same prompt, and often with the same words. A row therefore is a prefix
 tree: each distinct prefix is one position, which attends to its ancestors alone, so that what
 siblings share is computed once. Its results are those of the sequences one by one; on short
@@ -20,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.trainer.advantage import group_advantages
+from penstock.trainer.algorithms.batches import Sequences
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec, staleness
 
@@ -40,16 +42,29 @@ class Sample:
     """Log-probability under the policy that sampled the token; zero where there is none."""
     temperatures: NDArray[np.float32]
     """Temperature to recompute the log-probability at; one where there is none."""
-    advantage: float
+    reward: float
+    counts_in_baseline: bool = True
+    """False for a trajectory that branches from another."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSample:
+    """A sample with its advantages and its place in the step; K are its trained tokens."""
+
+    sample: Sample
+    advantages_K: NDArray[np.float32]
+    first_token: int
+    """Index of its first trained token among those of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """One delivered group with its advantages, and what is worth counting about it."""
+    """One delivered group, and what is worth counting about it."""
 
     samples: tuple[Sample, ...]
     """Every trajectory that did not fail."""
     rewards: tuple[float, ...]
+    """Theirs, as the agents gave them; a sample's own may be less, for its length."""
     failures: int
     """Trajectories that failed."""
     policy_tokens: int
@@ -57,18 +72,6 @@ class TrainingGroup:
     """Policy tokens older than the bound."""
     lags: NDArray[np.int64]
     """Lag of each policy token that is not masked."""
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any sample can move the policy."""
-        return any(sample.advantage != 0.0 and sample.trained.any() for sample in self.samples)
-
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens in the loss: those of the whole group, or none where it has no gradient."""
-        if not self.has_gradient:
-            return 0
-        return sum(int(sample.trained.sum()) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,36 +92,24 @@ class MicroBatch:
     """Index into M for each trained token: siblings that agree share a prediction."""
     behaviour_logprobs_N: Tensor
     advantages_N: Tensor
+    tokens_N: Tensor
+    """Index of each among the trained tokens of the step, int64."""
+    sequences: Sequences
+    """Those whose trained tokens are here; each is here with all of them."""
 
 
 def read_group(
-    group: trajectory_pb2.TrajectoryGroup,
-    *,
-    trainer_version: int,
-    max_lag: int,
-    normalize_std: bool = True,
+    group: trajectory_pb2.TrajectoryGroup, *, trainer_version: int, max_lag: int
 ) -> TrainingGroup:
     """Reads a delivered group. `trainer_version` is what the trainer held when it took the
     group."""
-    scored = [t for t in group.trajectories if t.outcome.WhichOneof("result") == "reward"]
-    rewards = [
-        t.outcome.reward if t.outcome.WhichOneof("result") == "reward" else None
-        for t in group.trajectories
-    ]
-    advantages = group_advantages(
-        rewards,
-        counts_in_baseline=[not t.parent_trajectory_id for t in group.trajectories],
-        normalize_std=normalize_std,
-    )
     lags: list[NDArray[np.int64]] = []
     samples: list[Sample] = []
     policy_tokens = masked_tokens = 0
-    for trajectory, reward, advantage in zip(group.trajectories, rewards, advantages, strict=True):
-        if reward is None:
+    for trajectory in group.trajectories:
+        if trajectory.outcome.WhichOneof("result") != "reward":
             continue
-        sample, token_lags = _read_trajectory(
-            trajectory, float(advantage), trainer_version, max_lag
-        )
+        sample, token_lags = _read_trajectory(trajectory, trainer_version, max_lag)
         young = token_lags[token_lags <= max_lag]
         policy_tokens += len(token_lags)
         masked_tokens += len(token_lags) - len(young)
@@ -126,8 +117,8 @@ def read_group(
         samples.append(sample)
     return TrainingGroup(
         samples=tuple(samples),
-        rewards=tuple(t.outcome.reward for t in scored),
-        failures=len(rewards) - len(scored),
+        rewards=tuple(sample.reward for sample in samples),
+        failures=len(group.trajectories) - len(samples),
         policy_tokens=policy_tokens,
         masked_tokens=masked_tokens,
         lags=np.concatenate(lags) if lags else np.zeros(0, np.int64),
@@ -135,7 +126,7 @@ def read_group(
 
 
 def _read_trajectory(
-    trajectory: trajectory_pb2.Trajectory, advantage: float, trainer_version: int, max_lag: int
+    trajectory: trajectory_pb2.Trajectory, trainer_version: int, max_lag: int
 ) -> tuple[Sample, NDArray[np.int64]]:
     """One trajectory and the lag of each of its policy tokens."""
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
@@ -171,9 +162,23 @@ def _read_trajectory(
         mask,
         np.concatenate(behaviour),
         np.concatenate(temperatures),
-        advantage,
+        trajectory.outcome.reward,
+        not trajectory.parent_trajectory_id,
     )
     return sample, np.concatenate(lags)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A trained token of a row."""
+
+    prediction: int
+    behaviour_logprob: float
+    advantage: float
+    token: int
+    """Its index in the step."""
+    sequence: int
+    """Its sequence in the row."""
 
 
 @dataclass(slots=True)
@@ -188,8 +193,8 @@ class _Row:
         default_factory=dict[tuple[int, int, float], int]
     )
     """(node that predicts, token, temperature) -> its place among the row's predictions."""
-    trained: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
-    """(prediction, behaviour log-probability, advantage) of each trained token."""
+    trained: list[_Trained] = field(default_factory=list[_Trained])
+    sequences: int = 0
     chain: bool = True
     """Whether every node's parent is the node before it, which needs no mask."""
 
@@ -203,22 +208,29 @@ class _Row:
             node, shared = child, shared + 1
         return len(ids) - shared
 
-    def add(self, sample: Sample) -> None:
-        node, last = -1, len(sample.token_ids) - 1
+    def add(self, placed: PlacedSample, length: int) -> None:
+        """The first `length` tokens of a sequence, which has at least one that is trained."""
+        sample, sequence = placed.sample, self.sequences
+        self.sequences += 1
+        advantages = iter(placed.advantages_K.tolist())
+        node, index = -1, placed.first_token
         rows = zip(
-            sample.token_ids.tolist(),
-            sample.trained.tolist(),
-            sample.behaviour_logprobs.tolist(),
-            sample.temperatures.tolist(),
+            sample.token_ids[:length].tolist(),
+            sample.trained[:length].tolist(),
+            sample.behaviour_logprobs[:length].tolist(),
+            sample.temperatures[:length].tolist(),
             strict=True,
         )
         for depth, (token, trained, behaviour, temperature) in enumerate(rows):
             if trained:
                 key = (node, token, temperature)
                 prediction = self.predictions.setdefault(key, len(self.predictions))
-                self.trained.append((prediction, behaviour, sample.advantage))
+                self.trained.append(
+                    _Trained(prediction, behaviour, next(advantages), index, sequence)
+                )
+                index += 1
             # The last token is predicted and predicts nothing: it needs no position.
-            if depth < last:
+            if depth < length - 1:
                 node = self._extend(node, token, depth)
 
     def _extend(self, parent: int, token: int, depth: int) -> int:
@@ -243,12 +255,12 @@ class _Row:
 
 
 def build_micro_batches(
-    groups: Sequence[TrainingGroup], *, token_budget: int, share_prefixes: bool = True
+    groups: Sequence[Sequence[PlacedSample]], *, token_budget: int, share_prefixes: bool = True
 ) -> list[MicroBatch]:
-    """Cuts what carries a gradient into micro-batches of at most `token_budget` padded tokens.
+    """Cuts samples, group by group, into micro-batches of at most `token_budget` padded tokens.
 
-    A sequence longer than the budget gets a micro-batch of its own. Samples without advantage cost
-    no forward pass. Rows of similar length share a micro-batch, which keeps padding small.
+    A sequence longer than the budget gets a micro-batch of its own; one without trained tokens none. Rows
+    of similar length share a micro-batch, which keeps padding small.
     """
     rows = [row for group in groups for row in _build_rows(group, token_budget, share_prefixes)]
     # Trees before chains: a micro-batch of chains alone needs no mask.
@@ -263,13 +275,14 @@ def build_micro_batches(
     return [_assemble(rows[a:b]) for a, b in pairwise([*cuts, len(rows)]) if b > a]
 
 
-def _build_rows(group: TrainingGroup, token_budget: int, share_prefixes: bool) -> list[_Row]:
-    if not group.has_gradient:
-        return []
+def _build_rows(
+    group: Sequence[PlacedSample], token_budget: int, share_prefixes: bool
+) -> list[_Row]:
     budget = min(token_budget, MAX_TREE_TOKENS)
     rows: list[_Row] = []
-    for sample in group.samples:
-        if sample.advantage == 0.0 or not sample.trained.any():
+    for placed in group:
+        sample = placed.sample
+        if not sample.trained.any():
             continue
         row = rows[-1] if rows else None
         # Past its last trained token a sequence has no part in the loss.
@@ -278,19 +291,8 @@ def _build_rows(group: TrainingGroup, token_budget: int, share_prefixes: bool) -
         if row is None or not share_prefixes or len(row.tokens) + row.new_tokens(seen) > budget:
             row = _Row()
             rows.append(row)
-        row.add(_cut(sample, length))
+        row.add(placed, length)
     return rows
-
-
-def _cut(sample: Sample, length: int) -> Sample:
-    return Sample(
-        sample.trajectory_id,
-        sample.token_ids[:length],
-        sample.trained[:length],
-        sample.behaviour_logprobs[:length],
-        sample.temperatures[:length],
-        sample.advantage,
-    )
 
 
 def _assemble(rows: Sequence[_Row]) -> MicroBatch:
@@ -300,7 +302,10 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
     sources: list[int] = []
     targets: list[int] = []
     temperatures: list[float] = []
-    trained: list[tuple[int, float, float]] = []
+    trained: list[_Trained] = []
+    predictions: list[int] = []
+    sequences: list[int] = []
+    sequence_count = 0
     for b, row in enumerate(rows):
         length, offset = len(row.tokens), len(sources)
         token_ids_BT[b, :length] = row.tokens
@@ -309,11 +314,13 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
             sources.append(b * width + node)
             targets.append(token)
             temperatures.append(temperature)
-        trained += [(offset + p, logprob, advantage) for p, logprob, advantage in row.trained]
+        trained += row.trained
+        predictions += [offset + t.prediction for t in row.trained]
+        sequences += [sequence_count + t.sequence for t in row.trained]
+        sequence_count += row.sequences
     mask = None
     if not all(row.chain for row in rows):
         mask = torch.as_tensor(np.stack([row.mask(width) for row in rows])).unsqueeze(1)
-    predictions, behaviour, advantages = zip(*trained, strict=True)
     return MicroBatch(
         token_ids_BT=torch.as_tensor(token_ids_BT),
         positions_BT=torch.as_tensor(positions_BT),
@@ -322,6 +329,10 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         targets_M=torch.tensor(targets, dtype=torch.int64),
         temperatures_M=torch.tensor(temperatures, dtype=torch.float32),
         predictions_N=torch.tensor(predictions, dtype=torch.int64),
-        behaviour_logprobs_N=torch.tensor(behaviour, dtype=torch.float32),
-        advantages_N=torch.tensor(advantages, dtype=torch.float32),
+        behaviour_logprobs_N=torch.tensor(
+            [t.behaviour_logprob for t in trained], dtype=torch.float32
+        ),
+        advantages_N=torch.tensor([t.advantage for t in trained], dtype=torch.float32),
+        tokens_N=torch.tensor([t.token for t in trained], dtype=torch.int64),
+        sequences=Sequences(torch.tensor(sequences, dtype=torch.int64), sequence_count),
     )

@@ -8,24 +8,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.group_config import GroupsConfig
+from penstock.trainer.section import Section
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
 # Transports that know neither differences nor adapters.
 ALWAYS_WHOLE = ("checkpoint", "collective")
-
-Scalar = bool | int | float | str
-
-
-class Section(BaseModel):
-    """A part of the configuration: immutable, and strict about its keys."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class ServerConfig(Section):
@@ -112,76 +106,13 @@ class ModelConfig(Section):
     it all weights are trained."""
 
 
-class SamplingConfig(Section):
-    """How the policy is sampled."""
-
-    temperature: float = Field(default=1.0, ge=0)
-    """Temperature; zero is greedy, which leaves nothing to learn from."""
-    max_tokens: int = Field(default=256, ge=1)
-    """Upper bound on policy tokens in one turn."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; one keeps every token."""
-    top_k: int = Field(default=0, ge=0)
-    """Tokens to choose from; zero means no limit."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a turn."""
-
-
-class ReasoningGymConfig(Section):
-    """A procedural data set of reasoning-gym."""
-
-    name: str = Field(min_length=1)
-    """Name of the data set, such as "basic_arithmetic"."""
-    size: int = Field(default=10_000, ge=1)
-    """Problems before they repeat."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the problems."""
-    config: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
-    """Settings of the data set itself, such as min_digits."""
-
-
-class JsonlConfig(Section):
-    """A file with one JSON object per line."""
-
-    path: Path
-    """The file."""
-    prompt_field: str = "prompt"
-    """Field with the text of the user's message; used where `messages_field` is absent."""
-    messages_field: str = "messages"
-    """Field with a list of {"role", "content"} objects."""
-    shuffle: bool = True
-    """Whether each pass over the file has an order of its own, drawn from the run's seed."""
-
-
-class DataConfig(Section):
-    """What is asked of the policy: exactly one source."""
-
-    group_size: int = Field(default=8, ge=2)
-    """Trajectories sampled for one prompt."""
-    system_prompt: str = ""
-    """Text of a system message before each prompt; empty for none."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How to sample where the agent leaves it unset."""
-    reasoning_gym: ReasoningGymConfig | None = None
-    """A procedural data set."""
-    jsonl: JsonlConfig | None = None
-    """A file."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        given = [name for name in ("reasoning_gym", "jsonl") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of reasoning_gym, jsonl is needed, got {given}")
-        return self
-
-
 class TrainConfig(Section):
     """The optimizer step."""
 
     groups_per_step: int = Field(default=8, ge=1)
-    """Groups in one optimizer step."""
+    """Groups in one step, which makes one version of the weights."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer updates in one step, each of an equal share of its groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens, padding counted, in one forward and backward pass; bounds memory, changes no
     result."""
@@ -204,12 +135,6 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm that gradients are clipped to."""
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The probability ratio counts down to 1 - clip_low."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """The probability ratio counts up to 1 + clip_high."""
-    normalize_std: bool = True
-    """Whether advantages are divided by the group's standard deviation (GRPO; not in Dr. GRPO)."""
 
 
 class StalenessConfig(Section):
@@ -315,8 +240,12 @@ class TrainerConfig(Section):
     """The policy."""
     data: DataConfig
     """What is asked of the policy."""
+    groups: GroupsConfig = GroupsConfig()
+    """What becomes of a group that was delivered."""
     train: TrainConfig = TrainConfig()
     """The optimizer step."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What a step makes of its rewards."""
     staleness: StalenessConfig = StalenessConfig()
     """How old a trained token may be."""
     weights: WeightsConfig = WeightsConfig()

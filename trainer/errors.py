@@ -55,3 +55,7 @@ class SwitchRejected(WeightsRefused):
 
 class EverythingFailed(TrainerError):
     """Every trajectory of too many groups in a row failed."""
+
+
+class EverythingDropped(TrainerError):
+    """Too many groups of a step were of no use, and the run is to stop then."""

@@ -2,15 +2,22 @@
 
     delivery -> task taken -> read -> in the batch
                   |             +---> every trajectory failed: refused, another demanded
+                  |             +---> of no use, see `group_policies`: refused, another demanded, and where
+                  |                   that is the configuration, the prompt asked again
                   +-> aside, for a later batch
                   +-> the task was trained already, by another group: refused, another demanded
+
+Where a step has dropped too many, those that follow are taken as they are, or the run stops. What a refusal
+means for the prompt is in its reason, which is in the ledger before the server hears of it: a
+trainer that resumes does not ask for a prompt that was given up, and asks again for one that was to be.
 
 Groups arrive in the order in which they were finished. Within a batch they are put in the order of
 the data, so that sums come out the same however long each of them took.
 
 A run that resumes finds in its ledger what the trainer that was killed did beyond the checkpoint.
 The server delivers those groups again, among others that wait. While the gatherer follows the
-ledger, it makes the same batches of them: what is not of the step at hand is put aside. It stops
+ledger, it makes the same batches of them: what is not of the step at hand is put aside, and what is was
+not dropped then, so it is not dropped now. It stops
 where all that waited at the server has come and a group is missing, because it was lost there.
 """
 
@@ -19,18 +26,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.trainer.batching import TrainingGroup, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import EverythingFailed
+from penstock.trainer.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.exchange import Exchange
+from penstock.trainer.group_policies import (
+    ASKED_AGAIN,
+    SIBLING_FAILED,
+    load_filter,
+    mask_truncated,
+    penalize_length,
+    reason_to_drop,
+)
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.metrics import StepRecord
 from penstock.trainer.stopping import unless
-from penstock.trainer.tasks import ALL_FAILED, TaskFeeder
+from penstock.trainer.tasks import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -76,6 +92,7 @@ class Gatherer:
         self._deliveries_to_see = 0
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
+        self._filter = load_filter(config.groups.filter)
 
     def follow(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Makes the batches that the ledger has ahead, out of what waits at a server that was just
@@ -107,6 +124,10 @@ class Gatherer:
         """
         held = self._exchange.held_version
         wanted = self._of(record.step)
+        if record.step not in self._ledger.ahead:
+            for entry in self._ledger.take_unfinished():
+                if entry.reason not in (ALL_FAILED, TASK_SETTLED):
+                    _count_dropped(record, entry.reason)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
         while len(found) < self._wanted_count:
             if wanted and not wanted & self._aside.keys() and self._all_seen():
@@ -122,15 +143,16 @@ class Gatherer:
                 delivery,
                 trainer_version=held,
                 max_lag=self._config.staleness.max_lag,
-                normalize_std=self._config.train.normalize_std,
             )
             record.failures += group.failures
-            if group.samples:
-                self._failed_in_a_row = 0
-                found.append((delivery, group))
-            else:
+            if not group.samples:
                 record.groups_failed += 1
                 await self._refuse_failed(delivery)
+                continue
+            self._failed_in_a_row = 0
+            # What this step was made of before, it is made of again.
+            if wanted or not await self._drop_useless(delivery, group, record):
+                found.append((delivery, self._weigh(delivery, group, record)))
         found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
 
@@ -176,6 +198,52 @@ class Gatherer:
         await self._refuse(delivery, TASK_SETTLED, message, instead=instead)
         return False
 
+    async def _drop_useless(
+        self,
+        delivery: trajectory_pb2.TrajectoryGroup,
+        group: TrainingGroup,
+        record: StepRecord,
+    ) -> bool:
+        """Whether the group was refused because it is of no use. Raises EverythingDropped."""
+        config = self._config.groups
+        reason = reason_to_drop(group, config, self._filter)
+        if reason is None:
+            return False
+        if sum(record.groups_dropped.values()) >= config.max_dropped_per_step:
+            counted = ", ".join(f"{r} {n}" for r, n in record.groups_dropped.items())
+            said = f"step {record.step} has dropped as many groups as it may: {counted}"
+            if config.then == "stop":
+                raise EverythingDropped(said)
+            if not record.groups_kept_in_need:
+                log.warning("%s; taking what comes, as it is", said)
+            record.groups_kept_in_need += 1
+            return False
+        message = f"dropped: {reason}"
+        replaces = reason == SIBLING_FAILED and config.failed_siblings == "replace"
+        if replaces and times_asked_again(delivery.task_id) < config.max_replacements:
+            self._tasks.ask_again(delivery.task_id)
+            reason = ASKED_AGAIN
+        else:
+            self._tasks.settled(delivery.task_id)
+        _count_dropped(record, reason)
+        await self._refuse(delivery, reason, message)
+        return True
+
+    def _weigh(
+        self,
+        delivery: trajectory_pb2.TrajectoryGroup,
+        group: TrainingGroup,
+        record: StepRecord,
+    ) -> TrainingGroup:
+        """The group with what long answers lose."""
+        config = self._config.groups
+        if config.overlong is not None:
+            group = penalize_length(group, delivery, config.overlong)
+        if config.mask_truncated:
+            group, masked = mask_truncated(group, delivery)
+            record.tokens_truncated += masked
+        return group
+
     async def _refuse_failed(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
         """A group in which everything failed: not to be sent again, and another one instead of
         it."""
@@ -211,3 +279,16 @@ class Gatherer:
         if instead:
             self._exchange.demand(1)
             await self._handover.retry(self._tasks.fill)
+
+
+def _count_dropped(record: StepRecord, reason: str) -> None:
+    record.groups_dropped[reason] = record.groups_dropped.get(reason, 0) + 1
+
+
+def settle_refused(tasks: TaskFeeder, refused: Iterable[RefusedEntry]) -> None:
+    """What groups that were refused before this process began mean for their prompts."""
+    for entry in refused:
+        if entry.reason == ASKED_AGAIN:
+            tasks.ask_again(entry.task_id)
+        elif entry.reason != TASK_SETTLED:
+            tasks.settled(entry.task_id)

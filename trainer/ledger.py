@@ -107,6 +107,7 @@ class Ledger:
         """Step of each of the last groups that the state resumed from contains, oldest first."""
         self.refused: list[RefusedEntry] = []
         """Groups that were refused before this process began."""
+        self._unfinished: list[RefusedEntry] = []
         self.ahead: dict[int, StepEntry] = {}
         """Steps beyond that state, of a trainer that was killed: from the next one on, without a gap."""
         self._ends: dict[int, int] = {}
@@ -130,7 +131,10 @@ class Ledger:
         for entry, end in _lines(content):
             if isinstance(entry, RefusedEntry):
                 self.refused.append(entry)
-            elif entry.step <= step:
+                self._unfinished.append(entry)
+                continue
+            self._unfinished.clear()
+            if entry.step <= step:
                 self.trained |= dict.fromkeys((g.group_id for g in entry.groups), entry.step)
                 self._length = end
             elif entry.step == step + len(self.ahead) + 1:
@@ -155,6 +159,11 @@ class Ledger:
         with _storage(self.path):
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
+
+    def take_unfinished(self) -> list[RefusedEntry]:
+        """Those that were refused for the step that a killed trainer was gathering; once."""
+        taken, self._unfinished = self._unfinished, []
+        return taken
 
     def write(self, entry: StepEntry) -> None:
         """Notes a step; durable on return. Raises StorageFailed.

@@ -50,13 +50,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 from opentelemetry.trace import Span
 
 from penstock.trainer.agreement import Agreement
-from penstock.trainer.batching import TrainingGroup, build_micro_batches
+from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.exchange import Exchange, SwitchReceipt
@@ -64,6 +65,7 @@ from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, StepEntry, TrainedGroup
 from penstock.trainer.metrics import MetricsWriter, StepRecord
+from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher, Sent
@@ -124,6 +126,7 @@ class TrainingLoop:
         self._checkpoint = checkpoint
         self._stopping = stopping
         self._share_prefixes = share_prefixes
+        self._objective = Objective(config.algorithm)
         self._handover = Handover(exchange, publisher, IN_FLIGHT[config.weights.in_flight])
         self._gatherer = Gatherer(
             config,
@@ -215,36 +218,36 @@ class TrainingLoop:
     async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
         record.time_train_start = time.time()
         self._probe.choose(batch.groups)
-        result = await self._compute.run(self._compute_step, batch.groups)
+        plan, result = await self._compute.run(self._compute_step, batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
-        record.applied, record.loss, record.grad_norm = (
-            result.applied,
-            result.loss,
-            result.grad_norm,
-        )
-        record.learning_rate, record.clip_fraction = result.learning_rate, result.clip_fraction
-        record.logprob_diff_mean = result.logprob_diff_mean
-        record.logprob_diff_max = result.logprob_diff_max
+        record.tokens_trained = plan.trained_tokens
+        record.groups_without_gradient = plan.groups_without_gradient
+        # A record has every field of a result.
+        for name, value in asdict(result).items():
+            setattr(record, name, value)
         return result
 
-    def _compute_step(self, groups: list[TrainingGroup]) -> StepResult:
-        batches = build_micro_batches(
+    def _compute_step(self, groups: list[TrainingGroup]) -> tuple[StepPlan, StepResult]:
+        plan = plan_step(
             groups,
+            self._objective,
             token_budget=self._config.train.micro_batch_tokens,
             share_prefixes=self._share_prefixes,
+            update_count=self._config.train.updates_per_step,
         )
-        return self._policy.step(batches, sum(group.trained_tokens for group in groups))
+        return plan, self._policy.step(plan)
 
     async def _publish(self, batch: Batch, result: StepResult, record: StepRecord) -> None:
-        """Notes the step and uploads its weights, staged: generation goes on meanwhile."""
+        """Notes the step and uploads its weights, staged: generation goes on meanwhile. An upload that
+        begins with the copy is committed only after the note."""
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self._exchange.held_version + 1
         if self._exchange.left.is_set():
             await self._note(_entry(batch, record, ""))
             return
         if result.applied or not self._publisher.filled_version:
-            await self._agreement.fill(record.weight_version)
+            await self._agreement.fill(record.weight_version, uploads=True)
         else:
             self._publisher.relabel(record.weight_version)
         entry = _entry(batch, record, self._publisher.digest)
@@ -338,13 +341,13 @@ def _describe_batch(batch: Batch, record: StepRecord) -> None:
     rewards = np.array([reward for group in groups for reward in group.rewards])
     lags = np.concatenate([group.lags for group in groups])
     record.reward_mean, record.reward_std = float(rewards.mean()), float(rewards.std())
+    trained = np.array([sample.reward for group in groups for sample in group.samples])
+    record.overlong_penalty_mean = float((rewards - trained).mean())
     if len(lags):
         record.lag_mean, record.lag_max = float(lags.mean()), int(lags.max())
     record.tokens = sum(group.policy_tokens for group in groups)
-    record.tokens_trained = sum(group.trained_tokens for group in groups)
     record.tokens_masked = sum(group.masked_tokens for group in groups)
     record.groups = len(groups)
-    record.groups_without_gradient = sum(not group.has_gradient for group in groups)
     record.traceparents = [
         trajectory.traceparent
         for delivery in batch.deliveries

@@ -35,7 +35,7 @@ class StepRecord:
     tokens: int = 0
     """Policy tokens in the batch."""
     tokens_trained: int = 0
-    """Tokens in the loss: young enough, and of a group that has a gradient."""
+    """Tokens in the loss: young enough, and of a group that some term of it moves."""
     tokens_masked: int = 0
     """Policy tokens left out for their age."""
     groups: int = 0
@@ -44,14 +44,34 @@ class StepRecord:
     """Groups refused since the step before, because every trajectory had failed."""
     failures: int = 0
     """Failed trajectories, those of refused groups included."""
+    groups_dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups refused since the step before, because they were of no use, by reason."""
+    groups_kept_in_need: int = 0
+    """Groups in the batch that would have been dropped, had there not been too many of them."""
+    overlong_penalty_mean: float = 0.0
+    """What a trajectory in the batch lost for its length; `reward_mean` is without that."""
+    tokens_truncated: int = 0
+    """Tokens left out because the token budget ended their turn."""
     applied: bool = True
     """Whether the weights changed."""
     loss: float = 0.0
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     clip_fraction: float = 0.0
+    """Part of the tokens in the loss whose ratio was out of its bounds; here and below see
+    `policy.StepResult`."""
+    clip_fraction_low: float = 0.0
+    clip_fraction_high: float = 0.0
     logprob_diff_mean: float = 0.0
     logprob_diff_max: float = 0.0
+    entropy: float = 0.0
+    kl_reference: float | None = None
+    correction_weight_mean: float | None = None
+    correction_weight_max: float | None = None
+    correction_masked: float | None = None
+    correction_clipped: float | None = None
+    critic_loss: float | None = None
+    critic_explained_variance: float | None = None
     seconds: float = 0.0
     """From the beginning of this step's gathering to that of the next one's."""
     seconds_wait: float = 0.0
@@ -128,6 +148,8 @@ class MetricsWriter:
         for name, value in figures.items():
             if isinstance(value, int | float) and not name.startswith("time"):
                 self._scalars.add_scalar(f"train/{name}", float(value), record.step)
+        for reason, count in record.groups_dropped.items():
+            self._scalars.add_scalar(f"train/groups_dropped/{reason}", float(count), record.step)
         self._scalars.flush()
         self._trace(record, span, traceparents)
         self._instruments.record(record)
@@ -191,6 +213,7 @@ class _Instruments:
             "penstock.trainer.weights.unchanged", unit="{version}"
         )
         self._failures = meter.create_counter("penstock.trainer.failures", unit="{trajectory}")
+        self._dropped = meter.create_counter("penstock.trainer.groups_dropped", unit="{group}")
 
     def record(self, record: StepRecord) -> None:
         self._reward.record(record.reward_mean)
@@ -203,6 +226,8 @@ class _Instruments:
         self._bytes.add(record.upload_bytes)
         self._failures.add(record.failures)
         self._unchanged.add(record.unchanged)
+        for reason, count in record.groups_dropped.items():
+            self._dropped.add(count, {"reason": reason})
         if record.probe_difference is not None:
             self._probe.record(record.probe_difference)
 
@@ -238,6 +263,7 @@ class _Display:
             f"  pause {r.pause_seconds:.3f}  {_sent(r)} MB"
             f"  logprob diff {r.logprob_diff_mean:.4f} (max {r.logprob_diff_max:.3f})"
             f"  no gradient {r.groups_without_gradient}/{r.groups}  failed {r.failures}"
+            f"{_dropped(r)}"
             f"{'  unchanged!' if r.unchanged else ''}"
         )
 
@@ -269,6 +295,12 @@ class _Display:
                 str(r.failures),
             )
         return table
+
+
+def _dropped(record: StepRecord) -> str:
+    """Groups that were dropped, by reason; nothing where none was."""
+    counted = ", ".join(f"{reason} {n}" for reason, n in sorted(record.groups_dropped.items()))
+    return f"  dropped {counted}" if counted else ""
 
 
 def _sent(record: StepRecord) -> str:

@@ -1,0 +1,262 @@
+"""Algorithms through a real policy and a real run: reference, proximal policy, updates, figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.algorithms.objective import PolicyOutput
+from penstock.trainer.checkpoint import save_checkpoint
+from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
+from penstock.trainer.planning import StepPlan
+from tests.test_batching import context, group, plan, read, trajectory, written
+from tests.test_trainer_checkpoint import state, weights
+from tests.test_trainer_end_to_end import (
+    configure,
+    letters,
+    records,
+    serving,
+    start_trainer,
+    working,
+)
+from tests.tiny_model import make_tiny_model
+
+KL_IN_LOSS = {"kl": {"kind": "loss", "coefficient": 0.5, "estimator": "k3"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+def policy_of(model: Path, *, lora: bool = False, updates: int = 1, **algorithm: Any) -> FsdpPolicy:
+    adapter = LoraConfig(rank=4, alpha=8.0) if lora else None
+    return FsdpPolicy(
+        ModelConfig(path=str(model), dtype="float32", lora=adapter),
+        TrainConfig(learning_rate=1e-2, updates_per_step=updates),
+        total_steps=10,
+        seed=0,
+        algorithm=AlgorithmConfig.model_validate(algorithm),
+    )
+
+
+def step_of(*spreads: float, updates: int = 1, **algorithm: Any) -> StepPlan:
+    """Groups of two answers, whose rewards lie so far apart."""
+    groups = [
+        read(
+            group(
+                trajectory([context([1, 2, number]), written([9, 8, 7])], spread),
+                trajectory([context([1, 2, number]), written([9, 5])], 0.0),
+            )
+        )
+        for number, spread in enumerate(spreads)
+    ]
+    return plan(groups, update_count=updates, **algorithm)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "adapter"])
+def test_the_reference_is_the_model_the_run_began_from(
+    model: Path, tmp_path: Path, lora: bool
+) -> None:
+    first = policy_of(model, lora=lora, **KL_IN_LOSS)
+    step = step_of(1.0, -1.0, **KL_IN_LOSS)
+    divergences = [first.step(step).kl_reference for _ in range(3)]
+    assert divergences[0] == pytest.approx(0.0, abs=1e-6)
+    assert divergences[1] is not None and divergences[1] > 1e-5
+    # A run that resumes has the same one, which its checkpoint does not contain.
+    path = save_checkpoint(tmp_path, state(), first.save, keep=1)
+    expected = [first.step(step) for _ in range(2)]
+    second = policy_of(model, lora=lora, **KL_IN_LOSS)
+    second.load(path)
+    assert [second.step(step) for _ in range(2)] == expected
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, weights(first)[name]), name
+
+
+def test_an_adapter_switched_off_is_the_model_without_it(model: Path) -> None:
+    policy = policy_of(model, lora=True, **KL_IN_LOSS)
+    step = step_of(1.0, **KL_IN_LOSS)
+    for _ in range(3):
+        policy.step(step)
+    (batch,) = step.updates[0].batches
+    bare = policy_of(model).logprobs(batch)
+    torch.testing.assert_close(policy._reference_logprobs(batch), bare, atol=1e-5, rtol=0)
+    assert not torch.allclose(policy.logprobs(batch), bare, atol=1e-3)
+
+
+def test_kl_holds_the_policy_near_its_reference(model: Path) -> None:
+    def drift(**algorithm: Any) -> float:
+        policy = policy_of(model, **algorithm)
+        step = step_of(1.0, -1.0, **algorithm)
+        (batch,) = step.updates[0].batches
+        before = policy.logprobs(batch)
+        for _ in range(6):
+            policy.step(step)
+        return float((policy.logprobs(batch) - before).abs().mean())
+
+    loss = {"loss": {"kind": "reinforce"}}
+    kl = {"kl": {"kind": "loss", "coefficient": 20.0, "estimator": "k2"}}
+    assert drift(**loss, **kl) < 0.5 * drift(**loss)
+
+
+def test_penalties_make_advantages_where_rewards_have_no_spread(model: Path) -> None:
+    algorithm = {
+        "advantage": {"kind": "reinforce_plus_plus"},
+        "kl": {"kind": "reward", "coefficient": 0.1},
+    }
+    step = step_of(0.0, 0.0, **algorithm)
+    assert step.updates and not step.updates[0].batches[0].advantages_N.any()
+    result = policy_of(model, **algorithm).step(step)
+    # The behaviour policy here is not the model: their KL is the penalty.
+    assert result.applied and result.grad_norm > 0.0
+    assert result.kl_reference is not None and result.kl_reference > 0.5
+
+
+def seen_by(policy: FsdpPolicy) -> list[PolicyOutput]:
+    """What the objective is given from now on."""
+    seen: list[PolicyOutput] = []
+    evaluate = policy._objective.evaluate
+
+    def note(output: PolicyOutput, counts: Any) -> Any:
+        seen.append(output)
+        return evaluate(output, counts)
+
+    policy._objective.evaluate = note  # type: ignore[method-assign]
+    return seen
+
+
+def test_the_proximal_policy_is_that_of_the_steps_beginning(model: Path) -> None:
+    correction = {"correction": {"level": "token", "mode": "clip", "threshold": 1e6}}
+    policy = policy_of(model, updates=2, **correction)
+    step = step_of(1.0, -1.0, updates=2, **correction)
+    assert [update.counts.tokens for update in step.updates] == [5, 5]
+    before = [policy.logprobs(update.batches[0]) for update in step.updates]
+    seen = seen_by(policy)
+    result = policy.step(step)
+    assert seen[0].proximal_logprobs_N is None
+    assert torch.allclose(seen[0].logprobs_N, before[0], atol=1e-6)
+    assert seen[1].proximal_logprobs_N is not None
+    assert torch.equal(seen[1].proximal_logprobs_N, before[1])
+    # By then the policy has moved on.
+    assert not torch.allclose(seen[1].logprobs_N, before[1], atol=1e-4)
+    ratios = torch.cat(
+        [(old - update.batches[0].behaviour_logprobs_N).exp()
+         for old, update in zip(before, step.updates, strict=True)]
+    )  # fmt: skip
+    assert result.correction_weight_mean == pytest.approx(float(ratios.mean()), rel=1e-4)
+    assert result.correction_weight_max == pytest.approx(float(ratios.max()), rel=1e-4)
+    assert policy._steps == 2
+
+
+def test_updates_of_a_step_go_along_the_schedule() -> None:
+    train = TrainConfig(learning_rate=1.0, warmup_steps=1, schedule="cosine", updates_per_step=2)
+    assert [learning_rate(n, train, 3) for n in (0, 1, 2, 6)] == [0.5, 1.0, 1.0, 0.0]
+
+
+def test_groups_that_can_move_nothing_fill_no_update(model: Path) -> None:
+    step = step_of(1.0, 0.0, -1.0, 0.0, updates=2)
+    assert [update.counts.tokens for update in step.updates] == [5, 5]
+    assert step.groups_without_gradient == 2
+    assert step_of(0.0, 0.0, updates=2).updates == ()
+    # With fewer groups than updates there are fewer updates.
+    assert len(step_of(1.0, updates=3).updates) == 1
+
+
+def test_an_entropy_bonus_makes_answers_less_certain(model: Path) -> None:
+    bonus = {"entropy_coefficient": 1.0}
+    policy = policy_of(model, **bonus)
+    step = step_of(0.0, **bonus)
+    entropies = [policy.step(step).entropy for _ in range(6)]
+    assert entropies[-1] > entropies[0] + 0.01
+    assert 0 < entropies[0] < math.log(264)
+
+
+def test_a_correction_that_masks_everything_moves_nothing(model: Path) -> None:
+    mask = {"level": "token", "mode": "mask", "quantity": "kl", "threshold": 1e-9}
+    policy = policy_of(model, correction=mask)
+    before = weights(policy)
+    result = policy.step(step_of(1.0, correction=mask))
+    assert (result.applied, result.correction_masked, result.correction_weight_mean) == (
+        False, 1.0, 0.0,
+    )  # fmt: skip
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())
+
+
+GAE = {"advantage": {"kind": "gae", "critic": {"learning_rate": 1e-2}}}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "adapter"])
+def test_a_critic_learns_what_answers_are_worth_and_goes_on_exactly(
+    model: Path, tmp_path: Path, lora: bool
+) -> None:
+    first = policy_of(model, lora=lora, updates=2, **GAE)
+    step = step_of(1.0, 0.3, -1.0, updates=2, **GAE)
+    results = [first.step(step) for _ in range(6)]
+    # It begins knowing nothing.
+    assert results[0].critic_explained_variance == pytest.approx(0.0, abs=1e-6)
+    explained = [result.critic_explained_variance or 0.0 for result in results]
+    # Two answers begin alike, so that much of it cannot be foretold.
+    assert explained[-1] > 0.1
+    assert (results[-1].critic_loss or 0.0) < (results[0].critic_loss or 0.0)
+    path = save_checkpoint(tmp_path, state(), first.save, keep=1)
+    expected = [first.step(step) for _ in range(2)]
+    second = policy_of(model, lora=lora, updates=2, **GAE)
+    second.load(path)
+    assert [second.step(step) for _ in range(2)] == expected
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, weights(first)[name]), name
+
+
+def test_a_critic_is_no_part_of_what_is_uploaded(model: Path, tmp_path: Path) -> None:
+    plain = policy_of(model)
+    policy = policy_of(model, **GAE)
+    assert list(weights(policy)) == list(weights(plain))
+    # And a checkpoint without one is none for it.
+    path = save_checkpoint(tmp_path, state(), plain.save, keep=1)
+    with pytest.raises(CheckpointUnusable, match="a run without a critic"):
+        policy.load(path)
+
+
+def test_a_function_that_is_not_there_ends_the_run_before_it_begins(model: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"algorithm\.loss\.function no\.module:f"):
+        policy_of(model, loss={"kind": "custom", "function": "no.module:f"})
+
+
+async def test_a_run_tells_the_figures_of_its_algorithm(model: Path, tmp_path: Path) -> None:
+    async with serving(model) as server, working(server.address, letters):
+        path = configure(
+            tmp_path,
+            model,
+            server.address,
+            train={"updates_per_step": 2},
+            algorithm={
+                "advantage": {"kind": "reinforce_plus_plus_baseline"},
+                "loss": {"kind": "custom", "function": "tests.test_loss:cautious"},
+                "aggregation": {"kind": "sequence_mean"},
+                "kl": {"kind": "reward", "coefficient": 0.01},
+                "correction": {
+                    "level": "sequence", "mode": "mask", "quantity": "ratio", "threshold": [1e-6, 1e6],
+                },
+                "entropy_coefficient": 0.001,
+            },
+        )  # fmt: skip
+        code, _, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+    steps = records(tmp_path)
+    assert len(steps) == 3 and all(step["applied"] for step in steps)
+    for step in steps:
+        assert step["groups_without_gradient"] == 0
+        assert step["tokens_trained"] == step["tokens"] - step["tokens_masked"]
+        assert step["entropy"] > 0.0 and step["correction_weight_max"] > 0.0
+        assert 0.0 <= step["correction_masked"] <= 1.0 and step["correction_clipped"] == 0.0
+        assert step["clip_fraction"] == step["clip_fraction_low"] == 0.0
+        assert math.isfinite(step["kl_reference"])
+    assert json.loads(json.dumps(steps)) == steps

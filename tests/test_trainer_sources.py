@@ -1,0 +1,420 @@
+"""Data sources: what is read, in which order, and that a place in them is a number."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.trainer.config import load_config, render_config
+from penstock.trainer.data_config import (
+    DataConfig,
+    HuggingFaceConfig,
+    JsonlConfig,
+    ParquetConfig,
+    PythonConfig,
+    ReasoningGymConfig,
+)
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.sources import own
+from penstock.trainer.sources.jsonl import open_jsonl
+from penstock.trainer.sources.mixture import LONGEST_CYCLE, Interleaving, whole_weights
+from penstock.trainer.sources.opening import open_source
+from penstock.trainer.sources.own import open_own
+from penstock.trainer.sources.problem import Problem, Source
+from penstock.trainer.sources.procedural import ReasoningGymSource
+from penstock.trainer.sources.tables import open_huggingface, open_parquet
+
+HERE = "tests.test_trainer_sources"
+
+
+def texts(source: Source, indices: Any) -> list[str]:
+    return [source.problem(index).messages[-1][1] for index in indices]
+
+
+def write(folder: Path, *lines: Any, name: str = "data") -> JsonlConfig:
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return JsonlConfig(path=path)
+
+
+def numbered(folder: Path, count: int, name: str = "data") -> JsonlConfig:
+    return write(folder, *({"prompt": f"{name} {n}"} for n in range(count)), name=name)
+
+
+# Rows
+
+
+def test_unknown_data_sets_and_settings_are_named() -> None:
+    with pytest.raises(ConfigInvalid, match="'nonsense'"):
+        ReasoningGymSource(ReasoningGymConfig(name="nonsense"))
+    with pytest.raises(ConfigInvalid, match="min_foo"):
+        ReasoningGymSource(ReasoningGymConfig(name="chain_sum", config={"min_foo": 1}))
+
+
+def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        {"prompt": "one?", "answer": 1},
+        "",
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two?"}]},
+    )
+    source = open_jsonl(config.model_copy(update={"shuffle": False}), seed=0)
+    assert source.problem(0) == Problem((("user", "one?"),), {"answer": 1}, "data")
+    # Reading a row leaves it as it is: it comes again.
+    assert source.problem(2) == source.problem(0)
+    assert source.problem(1).messages == (("system", "s"), ("user", "two?"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", r":1: "),
+        ("[1]", "an object is needed"),
+        ({"text": "x"}, "needs 'messages', or a text in 'prompt'"),
+        ({"prompt": 3}, "a text in 'prompt'"),
+        ({"messages": []}, "a list of messages"),
+        ({"messages": ["x"]}, "a role and a content, got 'x'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+        ('{"prompt": "x", "score": NaN}', r":1: .*not JSON compliant"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        open_jsonl(write(tmp_path, line), seed=0)
+
+
+def test_a_text_may_hold_separators_of_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\r\n'.encode())
+    source = open_jsonl(JsonlConfig(path=path, shuffle=False), seed=0)
+    assert texts(source, range(3)) == ["a\u2028b\x85c", "d", "a\u2028b\x85c"]
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match="holds no line"):
+        open_jsonl(write(tmp_path, ""), seed=0)
+
+
+def test_each_pass_over_a_file_has_its_own_order_and_misses_nothing(tmp_path: Path) -> None:
+    source = open_jsonl(numbered(tmp_path, 20), seed=1)
+    passes = [texts(source, range(20 * p, 20 * p + 20)) for p in range(3)]
+    assert all(sorted(each) == sorted(passes[0]) and len(set(each)) == 20 for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+    # Jumping back gives the same problem again.
+    assert texts(source, [3]) == [passes[0][3]]
+
+
+def table(count: int, name: str = "row") -> pyarrow.Table:
+    return pyarrow.table(
+        {
+            "question": [f"{name} {n}" for n in range(count)],
+            "answer": [{"value": n, "on": datetime.date(2020, 1, 1)} for n in range(count)],
+            "messages": pyarrow.array([None] * count, pyarrow.null()),
+        }
+    )
+
+
+def test_parquet_is_read_from_a_file_and_from_a_folder(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(table(3, "b"), tmp_path / "2.parquet")
+    pyarrow.parquet.write_table(table(2, "a"), tmp_path / "1.parquet")
+    config = ParquetConfig(path=tmp_path, prompt_field="question", shuffle=False)
+    source = open_parquet(config, seed=0)
+    assert texts(source, range(6)) == ["a 0", "a 1", "b 0", "b 1", "b 2", "a 0"]
+    answer = {"value": 1, "on": "2020-01-01"}
+    assert source.problem(1).metadata == {"answer": answer}
+    one = open_parquet(config.model_copy(update={"path": tmp_path / "1.parquet"}), seed=0)
+    assert texts(one, range(3)) == ["a 0", "a 1", "a 0"]
+    assert one.identity != source.identity
+    assert source.problem(0).data_source == tmp_path.stem
+
+
+def test_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"holds no file named \*\.parquet"):
+        open_parquet(ParquetConfig(path=tmp_path), seed=0)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
+    with pytest.raises(ConfigInvalid, match=r"data\.parquet\.path: .*a\.parquet"):
+        open_parquet(ParquetConfig(path=tmp_path), seed=0)
+    pyarrow.parquet.write_table(table(3), tmp_path / "a.parquet")
+    with pytest.raises(ConfigInvalid, match=r"row 1: needs 'messages', or a text in 'prompt'"):
+        open_parquet(ParquetConfig(path=tmp_path), seed=0)
+
+
+@pytest.mark.parametrize("how", ["disk", "splits", "jsonl"])
+def test_data_sets_of_hugging_face_are_read(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sums"
+    rows = datasets.Dataset.from_list([{"prompt": f"p {n}", "answer": n} for n in range(5)])
+    if how == "disk":
+        rows.save_to_disk(folder)
+    elif how == "splits":
+        datasets.DatasetDict({"test": rows}).save_to_disk(folder)
+    else:
+        folder.mkdir()
+        rows.to_json(folder / "test.jsonl")
+    config = HuggingFaceConfig(path=str(folder), split="test", shuffle=False)
+    source = open_huggingface(config, seed=0)
+    assert texts(source, range(6)) == [f"p {n}" for n in (0, 1, 2, 3, 4, 0)]
+    assert source.problem(4) == Problem((("user", "p 4"),), {"answer": 4}, "sums")
+    assert open_huggingface(config, seed=0).identity == source.identity
+    if how != "disk":
+        wrong = config.model_copy(update={"split": "nonsense"})
+        with pytest.raises(ConfigInvalid, match=r"data\.huggingface: .*'nonsense'"):
+            open_huggingface(wrong, seed=0)
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigInvalid, match=r"pip install 'penstock\[datasets\]'"):
+        open_huggingface(HuggingFaceConfig(path="x"), seed=0)
+
+
+# Functions of one's own
+
+
+class Squares:
+    """A sequence that raises no IndexError."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {"prompt": f"{index} squared", "answer": np.int64(index**2)}
+
+
+def squares() -> Squares:
+    return Squares()
+
+
+def stories(count: int = 5, word: str = "story") -> Iterator[str]:
+    return (f"{word} {n}" for n in range(count))
+
+
+def endless() -> Iterator[dict[str, object]]:
+    n = 0
+    while True:
+        yield {"prompt": f"endless {n}"}
+        n += 1
+
+
+def broken() -> Iterator[str]:
+    yield from (f"fine {n}" for n in range(70))
+    raise OSError("no more")
+
+
+def nothing() -> list[str]:
+    return []
+
+
+def no_stories() -> Iterator[str]:
+    return iter(())
+
+
+def a_number() -> int:
+    return 3
+
+
+def own_source(name: str, **rest: Any) -> Source:
+    return open_own(PythonConfig(function=f"{HERE}:{name}", **rest), seed=0)
+
+
+def test_a_sequence_of_ones_own_is_looked_up() -> None:
+    source = own_source("squares", shuffle=False)
+    assert texts(source, range(5)) == [f"{n} squared" for n in (0, 1, 2, 3, 0)]
+    assert source.problem(3).metadata == {"answer": 9}
+    shuffled = own_source("squares")
+    assert sorted(texts(shuffled, range(4, 8))) == sorted(texts(source, range(4)))
+
+
+def test_an_iterator_of_ones_own_is_gone_through_pass_after_pass() -> None:
+    source = own_source("stories", options={"count": 3, "word": "tale"})
+    assert texts(source, range(7)) == [f"tale {n}" for n in (0, 1, 2, 0, 1, 2, 0)]
+    other = own_source("stories", options={"count": 3, "word": "yarn"})
+    assert other.identity != source.identity
+
+
+def test_an_iterator_begins_again_for_what_lies_too_far_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own, "ENTRIES_REMEMBERED", 3)
+    source = own_source("endless")
+    assert texts(source, [9, 7, 8]) == ["endless 9", "endless 7", "endless 8"]
+    assert texts(source, [2, 10, 0]) == ["endless 2", "endless 10", "endless 0"]
+    assert len(source._recent) <= 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "there is no row"),
+        ("no_stories", "entry 1: there is no entry"),
+        ("a_number", "it returns a int, not a sequence or iterator"),
+        ("missing", f"{HERE} has no missing"),
+    ],
+)
+def test_a_function_that_is_of_no_use_is_named(name: str, words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        own_source(name)
+
+
+def test_an_iterator_that_fails_says_where() -> None:
+    source = own_source("broken")
+    assert texts(source, [69]) == ["fine 69"]
+    with pytest.raises(ConfigInvalid, match="entry 71: OSError: no more"):
+        source.problem(70)
+
+
+# Mixtures
+
+
+def parts(folder: Path, *weights: float) -> DataConfig:
+    config = {
+        "mixture": [
+            {"weight": weight, "jsonl": numbered(folder, 3 + n, "abcdef"[n]).model_dump()}
+            for n, weight in enumerate(weights)
+        ]
+    }
+    return DataConfig.model_validate(config)
+
+
+def test_a_mixture_names_its_parts_and_goes_through_each_of_them(tmp_path: Path) -> None:
+    source = open_source(parts(tmp_path, 2, 1), seed=5)
+    problems = [source.problem(index) for index in range(12)]
+    assert Counter(problem.data_source for problem in problems) == {"a": 8, "b": 4}
+    own_a = open_source(DataConfig(jsonl=numbered(tmp_path, 3, "a")), seed=5)
+    assert [p for p in problems if p.data_source == "a"] == [own_a.problem(n) for n in range(8)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+def test_no_source_is_a_problem_ahead_of_its_share_and_none_skips(weights: list[int]) -> None:
+    interleaving = Interleaving(weights)
+    given, total = [0] * len(weights), sum(weights)
+    for index in range(2 * total + 3):
+        source, own_index = interleaving.place(index)
+        assert own_index == given[source]
+        given[source] += 1
+        for count, weight in zip(given, weights, strict=True):
+            assert count - (index + 1) * weight / total < 1
+        if (index + 1) % total == 0:
+            assert given == [weight * (index + 1) // total for weight in weights]
+
+
+def test_weights_are_what_they_are_written_as() -> None:
+    assert whole_weights([0.7, 0.3]) == (7, 3)
+    assert whole_weights([2.0, 4.0, 6.0]) == (1, 2, 3)
+    assert whole_weights([1e-3, 1]) == (1, 1000)
+    with pytest.raises(ConfigInvalid, match=f"{LONGEST_CYCLE} at most"):
+        whole_weights([0.33333333, 0.66666667])
+
+
+def test_two_parts_of_one_name_need_names(tmp_path: Path) -> None:
+    part = {"jsonl": numbered(tmp_path, 3).model_dump()}
+    with pytest.raises(ConfigInvalid, match="two parts are named 'data'"):
+        open_source(DataConfig.model_validate({"mixture": [part, part]}), seed=0)
+    named = [{**part, "name": "first"}, {**part, "name": "second"}]
+    source = open_source(DataConfig.model_validate({"mixture": named}), seed=0)
+    assert [source.problem(n).data_source for n in range(3)] == ["first", "second", "first"]
+
+
+def test_a_mixture_is_written_in_the_configuration(tmp_path: Path) -> None:
+    numbered(tmp_path, 3)
+    file = tmp_path / "train.toml"
+    file.write_text(f"""
+        [model]
+        path = "m"
+        [[data.mixture]]
+        weight = 3
+        jsonl.path = "{tmp_path}/data.jsonl"
+        [[data.mixture]]
+        name = "sums"
+        [data.mixture.reasoning_gym]
+        name = "chain_sum"
+    """)
+    config = load_config(file)
+    file.write_text(render_config(config))
+    assert load_config(file) == config
+    source = open_source(config.data, seed=0)
+    assert [source.problem(n).data_source for n in range(4)].count("sums") == 1
+
+
+# Resuming
+
+
+def each_kind(folder: Path) -> Iterator[DataConfig]:
+    yield DataConfig(jsonl=numbered(folder, 7))
+    yield DataConfig(python=PythonConfig(function=f"{HERE}:stories"))
+    yield DataConfig(python=PythonConfig(function=f"{HERE}:squares"))
+    yield DataConfig(reasoning_gym=ReasoningGymConfig(name="chain_sum", size=5))
+    yield DataConfig.model_validate(
+        {
+            "mixture": [
+                {"weight": 2.5, "jsonl": numbered(folder, 7).model_dump()},
+                {"weight": 1.5, "python": {"function": f"{HERE}:endless"}},
+                {"weight": 1, "reasoning_gym": {"name": "chain_sum", "size": 5}},
+            ]
+        }
+    )
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_any_interruption_goes_on_with_the_same_sequence(
+    tmp_path_factory: pytest.TempPathFactory, kind: int
+) -> None:
+    config = list(each_kind(tmp_path_factory.mktemp("data")))[kind]
+    undisturbed = open_source(config, seed=3)
+    expected = [undisturbed.problem(index) for index in range(60)]
+
+    # Each life submits again what it had outstanding, and goes on from where it was.
+    lives = st.lists(st.tuples(st.integers(0, 12), st.sets(st.integers(0, 59))), max_size=5)
+
+    @settings(deadline=None, max_examples=20)
+    @given(lives)
+    def check(lives: list[tuple[int, set[int]]]) -> None:
+        reached = 0
+        for count, again in lives:
+            source = open_source(config, seed=3)
+            assert source.identity == undisturbed.identity
+            indices = [*sorted(i for i in again if i < reached), *range(reached, reached + count)]
+            assert [source.problem(i) for i in indices] == [expected[i] for i in indices]
+            reached += count
+
+    check()
+
+
+def test_data_are_known_by_what_they_say_and_how_they_are_ordered(tmp_path: Path) -> None:
+    config = write(tmp_path, {"prompt": "one?", "ask": "two?"})
+
+    def name(seed: int = 1, **changes: Any) -> str:
+        data = DataConfig(jsonl=config.model_copy(update=changes))
+        return open_source(data, seed).identity
+
+    before = name()
+    assert name() == before != name(seed=2)
+    assert name(shuffle=False) == name(seed=2, shuffle=False) != before
+    assert name(prompt_field="ask") != before
+    write(tmp_path, {"prompt": "two?", "ask": "two?"})
+    assert name() != before
+    gym = [ReasoningGymConfig(name="chain_sum", size=5, seed=seed) for seed in (3, 4)]
+    assert ReasoningGymSource(gym[0]).identity != ReasoningGymSource(gym[1]).identity
+    mixtures = {open_source(parts(tmp_path, *w), 0).identity for w in ((1, 2), (2, 1), (1, 1))}
+    assert len(mixtures) == 3
+    config.path.unlink()
+    with pytest.raises(ConfigInvalid, match=r"data\.jsonl\.path"):
+        name()

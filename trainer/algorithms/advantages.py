@@ -1,0 +1,158 @@
+"""Advantages: how much better than expected each token did. Suffixes as in `batches`.
+
+Computed in float64. Where all rewards that are compared are equal the advantage is zero, exactly: no
+rounding of a mean makes a gradient.
+"""
+# ruff: noqa: N803, N806 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+import numpy as np
+
+from penstock.trainer.algorithm_config import (
+    AdvantageConfig,
+    CustomFunction,
+    DrGrpo,
+    Gae,
+    Grpo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Rloo,
+)
+from penstock.trainer.algorithms.batches import RewardBatch
+from penstock.trainer.algorithms.custom import load_function
+from penstock.trainer.algorithms.values import estimate_gae
+from penstock.trainer.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEVIATION_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
+
+
+class AdvantageFunction(Protocol):
+    """The seam: `[algorithm.advantage]` chooses one."""
+
+    def __call__(self, batch: RewardBatch) -> NDArray[np.floating]:
+        """Advantage of each trained token, shape [N]."""
+        ...
+
+
+def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
+    """What the configuration names. Raises ConfigInvalid."""
+    match config:
+        case Grpo():
+            return grpo
+        case DrGrpo():
+            return dr_grpo
+        case Rloo():
+            return rloo
+        case ReinforcePlusPlus():
+            return reinforce_plus_plus
+        case ReinforcePlusPlusBaseline():
+            return reinforce_plus_plus_baseline
+        case Gae():
+            return partial(gae, discount=config.discount, trace=config.trace, whiten=config.whiten)
+        case CustomFunction():
+            return partial(_call_custom, config, load_function(config, "algorithm.advantage"))
+    assert_never(config)
+
+
+def grpo(batch: RewardBatch) -> NDArray[np.float64]:
+    """The return minus its group's mean, over the group's sample standard deviation (DeepSeekMath, arXiv
+    2402.03300, section 4.1.2)."""
+    return batch.spread(_by_group(batch, _normalized))
+
+
+def dr_grpo(batch: RewardBatch) -> NDArray[np.float64]:
+    """The return minus its group's mean (Dr. GRPO, arXiv 2503.20783)."""
+    return batch.spread(_by_group(batch, _centred))
+
+
+def rloo(batch: RewardBatch) -> NDArray[np.float64]:
+    """The return minus the mean of its siblings' (RLOO, arXiv 2402.14740, equation 8)."""
+    return batch.spread(_by_group(batch, _left_out))
+
+
+def reinforce_plus_plus(batch: RewardBatch) -> NDArray[np.float64]:
+    """The reward minus the penalties from the token on, whitened over the step (REINFORCE++, arXiv
+    2501.03262)."""
+    total_N = np.cumsum(batch.penalties_N)
+    before_N = total_N - batch.penalties_N
+    # Cumulative sums run through the whole step; each sequence wants its own.
+    ends_S = np.cumsum(batch.lengths_S)
+    up_to_S = np.concatenate([[0.0], total_N])[ends_S]
+    to_go_N = batch.spread(up_to_S) - before_N
+    return _whitened(batch.spread(batch.rewards_S) - to_go_N)
+
+
+def reinforce_plus_plus_baseline(batch: RewardBatch) -> NDArray[np.float64]:
+    """The return minus its group's mean, whitened over the step (REINFORCE++ with a baseline, arXiv
+    2501.03262)."""
+    return _whitened(batch.spread(_by_group(batch, _centred)))
+
+
+def gae(batch: RewardBatch, *, discount: float, trace: float, whiten: bool) -> NDArray[np.float64]:
+    """What came of each token beyond what the critic expected (GAE, arXiv 1506.02438)."""
+    found_N = estimate_gae(batch, discount=discount, trace=trace)
+    return _whitened(found_N) if whiten else found_N
+
+
+_OfGroup = Callable[["NDArray[np.float64]", "NDArray[np.bool_]"], "NDArray[np.float64]"]
+
+
+def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
+    """Applies to each group by itself; zero where fewer than two attempts count, or all are equal."""
+    found_S = np.zeros(len(batch.rewards_S))
+    for group in np.unique(batch.groups_S):
+        own = np.flatnonzero(batch.groups_S == group)
+        returns, counted = batch.returns_S[own], batch.counts_in_baseline_S[own]
+        if counted.sum() < 2 or np.all(returns == returns[0]):
+            continue
+        # Returns whose squares overflow end as zero, not as what would poison the step.
+        with np.errstate(over="ignore"):
+            found_S[own] = advantages(returns, counted)
+    return found_S
+
+
+def _centred(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    return returns - returns[counted].mean()
+
+
+def _normalized(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    deviation = returns[counted].std(ddof=1) + DEVIATION_EPSILON
+    return _centred(returns, counted) / deviation
+
+
+def _left_out(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    # One that is not in the baseline leaves nothing out of it.
+    others = counted.sum() - counted
+    sums = returns[counted].sum() - np.where(counted, returns, 0.0)
+    return returns - sums / others
+
+
+def _whitened(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    if len(values_N) < 2 or np.all(values_N == values_N[0]):
+        return np.zeros_like(values_N)
+    with np.errstate(over="ignore"):
+        return (values_N - values_N.mean()) / np.sqrt(values_N.var(ddof=1) + VARIANCE_EPSILON)
+
+
+def _call_custom(
+    config: CustomFunction, function: Callable[..., object], batch: RewardBatch
+) -> NDArray[np.floating]:
+    found_N = np.asarray(function(batch, **config.options))
+    where = f"algorithm.advantage.function {config.function}"
+    if found_N.shape != batch.sequences_N.shape or found_N.dtype.kind not in "fiu":
+        raise ConfigInvalid(
+            f"{where}: returned shape {found_N.shape} of {found_N.dtype}, "
+            f"not a number for each of {len(batch.sequences_N)} tokens"
+        )
+    if not np.isfinite(found_N).all():
+        raise ConfigInvalid(f"{where}: returned an advantage that is not finite")
+    return found_N

@@ -1,0 +1,58 @@
+"""From losses of tokens to that of an update. Suffixes as in `batches`.
+
+The denominators are the whole update's and not the micro-batch's, so that the gradients of micro-batches
+add up to that of the update however it is cut.
+"""
+# ruff: noqa: N803 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol, assert_never
+
+from torch import Tensor
+
+from penstock.trainer.algorithm_config import (
+    AggregationConfig,
+    FixedLength,
+    SequenceMean,
+    TokenMean,
+)
+from penstock.trainer.algorithms.batches import Sequences, StepCounts
+
+
+class Aggregation(Protocol):
+    """The seam: `[algorithm.aggregation]` chooses one."""
+
+    def __call__(self, loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> Tensor:
+        """What a micro-batch adds to the loss of its update, a scalar."""
+        ...
+
+
+def aggregation(config: AggregationConfig) -> Aggregation:
+    """What the configuration names."""
+    match config:
+        case TokenMean():
+            return token_mean
+        case SequenceMean():
+            return sequence_mean
+        case FixedLength():
+            return partial(fixed_length, length=config.length)
+    assert_never(config)
+
+
+def token_mean(loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> Tensor:
+    """Sum over the update's tokens (DAPO, arXiv 2503.14476, equation 8)."""
+    return loss_N.sum() / counts.tokens
+
+
+def sequence_mean(loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> Tensor:
+    """Mean over sequences of the mean over their tokens (GRPO, arXiv 2402.03300, equation 3)."""
+    return sequences.mean(loss_N).sum() / counts.sequences
+
+
+def fixed_length(
+    loss_N: Tensor, sequences: Sequences, counts: StepCounts, *, length: int
+) -> Tensor:
+    """Sum over sequences times a constant (Dr. GRPO, arXiv 2503.20783, appendix A)."""
+    return loss_N.sum() / (counts.sequences * length)

@@ -1,0 +1,114 @@
+"""What a token is worth that another policy sampled. Suffixes as in `batches`.
+
+Two policies are compared: the proximal one, that of the weights at the beginning of the step, and the
+behaviour policy. Their ratio has the token's lag in it, and whatever the engine computes otherwise than
+the trainer.
+"""
+# ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm_config import (
+    ClippedWeight,
+    CorrectionConfig,
+    KlMask,
+    RatioMask,
+    Uncorrected,
+)
+from penstock.trainer.algorithms.batches import Sequences
+from penstock.trainer.algorithms.kl import estimate_kl
+from penstock.trainer.algorithms.losses import LARGEST_LOG_RATIO, log_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What each token's loss is multiplied with. Shape [N]; no gradients."""
+
+    weights_N: Tensor
+    masked_N: Tensor
+    """Tokens of weight zero, bool."""
+    clipped_N: Tensor
+    """Tokens whose weight was cut, bool."""
+
+
+def ratio_is_to_proximal(config: CorrectionConfig) -> bool:
+    """Whether the loss's ratio is to the proximal policy: where weights carry the rest of the way to the
+    behaviour policy, or nothing is to."""
+    match config:
+        case Uncorrected():
+            return config.ratio_to == "proximal"
+        case ClippedWeight():
+            return True
+        case RatioMask():
+            return config.weighted
+        case KlMask():
+            return False
+    assert_never(config)
+
+
+def correct(
+    config: CorrectionConfig, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
+) -> Weights | None:
+    """The weights of tokens, from their log-probabilities under both policies; None for none."""
+    match config:
+        case Uncorrected():
+            return None
+        case ClippedWeight():
+            return clip_weights(config, proximal_N, behaviour_N, sequences)
+        case RatioMask():
+            return mask_by_ratio(config, proximal_N, behaviour_N, sequences)
+        case KlMask():
+            return mask_by_kl(config, proximal_N, behaviour_N, sequences)
+    assert_never(config)
+
+
+def clip_weights(
+    config: ClippedWeight, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
+) -> Weights:
+    """Truncated importance sampling: the ratio, or the product of its sequence's, cut at a bound (AReaL,
+    arXiv 2505.24298; "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
+    if config.level == "token":
+        ratio_N = torch.exp(log_ratio(proximal_N, behaviour_N))
+    else:
+        sum_S = sequences.sum(proximal_N - behaviour_N)
+        bounded_S = sum_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        ratio_N = sequences.spread(torch.exp(bounded_S))
+    clipped_N = ratio_N > config.threshold
+    weights_N = ratio_N.clamp(max=config.threshold)
+    return Weights(weights_N, torch.zeros_like(clipped_N), clipped_N)
+
+
+def mask_by_ratio(
+    config: RatioMask, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
+) -> Weights:
+    """IcePop's mask (Ring-1T, arXiv 2510.18855), or that of sequences by the geometric mean of their
+    ratios; what is left has its own ratio as weight, or one."""
+    ratio_N = torch.exp(log_ratio(proximal_N, behaviour_N))
+    measured_N = ratio_N
+    if config.level == "sequence":
+        mean_S = sequences.mean(proximal_N - behaviour_N)
+        bounded_S = mean_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        measured_N = sequences.spread(torch.exp(bounded_S))
+    low, high = config.threshold
+    masked_N = (measured_N < low) | (measured_N > high)
+    kept_N = ratio_N if config.weighted else torch.ones_like(ratio_N)
+    return Weights(kept_N.masked_fill(masked_N, 0.0), masked_N, torch.zeros_like(masked_N))
+
+
+def mask_by_kl(
+    config: KlMask, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
+) -> Weights:
+    """Leaves out tokens, or sequences by their mean, whose KL of the behaviour policy to the proximal one
+    is too large."""
+    kl_N = estimate_kl(behaviour_N, proximal_N, config.estimator)
+    if config.level == "sequence":
+        kl_N = sequences.spread(sequences.mean(kl_N))
+    masked_N = kl_N > config.threshold
+    weights_N = torch.ones_like(kl_N).masked_fill(masked_N, 0.0)
+    return Weights(weights_N, masked_N, torch.zeros_like(masked_N))

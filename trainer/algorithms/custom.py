@@ -1,0 +1,20 @@
+"""Functions named in the configuration: `pkg.module:function`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.trainer.algorithm_config import CustomFunction
+from penstock.trainer.errors import ConfigInvalid
+from penstock.wire.functions import FunctionInvalid, find_function
+
+
+def load_function(config: CustomFunction, section: str) -> Callable[..., object]:
+    """The function that the section leads to; it must take a batch, and the options by name.
+
+    Raises ConfigInvalid, with the section and the name it got.
+    """
+    try:
+        return find_function(config.function, ("batch",), config.options)
+    except FunctionInvalid as error:
+        raise ConfigInvalid(f"{section}.function {config.function}: {error}") from error

@@ -1,0 +1,215 @@
+"""The objective: what an `AlgorithmConfig` makes of a micro-batch, and what it needs for that.
+
+    loss of a token = policy loss x correction weight + KL coefficient x KL - entropy coefficient x entropy
+
+Every backend calls `evaluate`, whatever computed the log-probabilities. Suffixes as in `batches`.
+"""
+# ruff: noqa: N806, N815 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from penstock.trainer.algorithm_config import (
+    AlgorithmConfig,
+    CustomFunction,
+    Gae,
+    KlInLoss,
+    KlInReward,
+    NoKl,
+    Uncorrected,
+)
+from penstock.trainer.algorithms.advantages import advantage_function
+from penstock.trainer.algorithms.aggregation import aggregation
+from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
+from penstock.trainer.algorithms.correction import Weights, correct, ratio_is_to_proximal
+from penstock.trainer.algorithms.kl import estimate_kl, kl_loss
+from penstock.trainer.algorithms.losses import TokenLoss, loss_function
+from penstock.trainer.algorithms.values import explained_variance, value_targets
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutput:
+    """What is known of the trained tokens of a micro-batch; float32, shape [N]."""
+
+    logprobs_N: Tensor
+    """Under the policy being computed; has a gradient."""
+    entropies_N: Tensor
+    """Of the distribution each token was drawn from; has a gradient where it is in the loss."""
+    behaviour_logprobs_N: Tensor
+    proximal_logprobs_N: Tensor | None
+    """Of the weights at the beginning of the step; None where they are those being computed."""
+    reference_logprobs_N: Tensor | None
+    """None where `Objective.needs_reference` is False."""
+    advantages_N: Tensor
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Sums over tokens; a sum of figures is that of all their tokens."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    below: int = 0
+    """Tokens whose ratio was below its bound."""
+    above: int = 0
+    entropy: float = 0.0
+    difference: float = 0.0
+    """|computed - sampled log-probability|."""
+    difference_max: float = 0.0
+    kl: float | None = None
+    """To the reference; None without one."""
+    weight: float | None = None
+    """Of the correction; None without one, as the next three."""
+    weight_max: float | None = None
+    masked: int | None = None
+    clipped: int | None = None
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(
+            self.tokens + other.tokens,
+            self.loss + other.loss,
+            self.below + other.below,
+            self.above + other.above,
+            self.entropy + other.entropy,
+            self.difference + other.difference,
+            max(self.difference_max, other.difference_max),
+            _sum(self.kl, other.kl),
+            _sum(self.weight, other.weight),
+            max(self.weight_max or 0.0, other.weight_max)
+            if other.weight_max is not None
+            else self.weight_max,
+            _sum(self.masked, other.masked),
+            _sum(self.clipped, other.clipped),
+        )
+
+
+class Objective:
+    """One configuration's functions. Raises ConfigInvalid where one of your own is not found."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self._advantage = advantage_function(config.advantage)
+        self._loss = loss_function(config.loss)
+        self._aggregate = aggregation(config.aggregation)
+        self.ratio_is_to_proximal = ratio_is_to_proximal(config.correction)
+        """Whether the loss's ratio is to the proximal policy."""
+        self.needs_proximal = self.ratio_is_to_proximal or not isinstance(
+            config.correction, Uncorrected
+        )
+        """Whether log-probabilities of the step's beginning are needed."""
+        self.needs_reference = not isinstance(config.kl, NoKl)
+        """Whether log-probabilities of the reference are needed."""
+        self.critic = config.advantage.critic if isinstance(config.advantage, Gae) else None
+        """What the critic is to be; None for none."""
+        self.advantages_wait = isinstance(config.kl, KlInReward) or self.critic is not None
+        """Whether advantages can be made only when the reference, or the critic, has spoken."""
+        self.has_entropy_bonus = config.entropy_coefficient > 0.0
+        """Whether entropies need a gradient."""
+        self.trains_everything = (
+            self.needs_reference
+            or self.critic is not None
+            or self.has_entropy_bonus
+            or isinstance(config.loss, CustomFunction)
+        )
+        """Whether tokens without advantage have a gradient all the same, the critic's included, or may
+        have."""
+
+    def advantages(self, batch: RewardBatch) -> NDArray[np.float32]:
+        """Advantage of each trained token of a step, shape [N]."""
+        return self._advantage(batch).astype(np.float32)
+
+    def value_targets(self, batch: RewardBatch) -> NDArray[np.float32]:
+        """What the critic should have said at each trained token of a step, shape [N]."""
+        config = self._config.advantage
+        if not isinstance(config, Gae):
+            return np.zeros(0, np.float32)
+        targets_N = value_targets(batch, discount=config.discount, trace=config.trace)
+        return targets_N.astype(np.float32)
+
+    def explained_variance(self, batch: RewardBatch) -> float:
+        """Part of the variance of its targets that the critic foretold."""
+        return explained_variance(batch.values_N, self.value_targets(batch).astype(np.float64))
+
+    def penalties(self, behaviour_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:  # noqa: N803
+        """What KL in the reward takes from each token, shape [N]; zero where there is none."""
+        kl = self._config.kl
+        if not isinstance(kl, KlInReward):
+            return behaviour_logprobs_N.new_zeros(behaviour_logprobs_N.shape)
+        estimate_N = estimate_kl(behaviour_logprobs_N, reference_logprobs_N, kl.estimator)
+        return kl.coefficient * estimate_N
+
+    def evaluate(self, output: PolicyOutput, counts: StepCounts) -> tuple[Tensor, Figures]:
+        """What a micro-batch adds to the loss of its update, a scalar with a gradient, and its
+        figures."""
+        proximal_N = output.proximal_logprobs_N
+        if proximal_N is None:
+            proximal_N = output.logprobs_N.detach()
+        behaviour_N, sequences = output.behaviour_logprobs_N, output.sequences
+        old_N = proximal_N if self.ratio_is_to_proximal else behaviour_N
+        result = self._loss(TokenBatch(output.logprobs_N, old_N, output.advantages_N, sequences))
+        loss_N, kl_N = result.loss_N, None
+        weights = correct(self._config.correction, proximal_N, behaviour_N, sequences)
+        if weights is not None:
+            loss_N = loss_N * weights.weights_N
+        if output.reference_logprobs_N is not None:
+            loss_N, kl_N = self._add_kl(loss_N, output, output.reference_logprobs_N)
+        if self.has_entropy_bonus:
+            loss_N = loss_N - self._config.entropy_coefficient * output.entropies_N
+        loss = self._aggregate(loss_N, sequences, counts)
+        return loss, _figures(loss, output, result, weights, kl_N)
+
+    def _add_kl(
+        self,
+        loss_N: Tensor,  # noqa: N803
+        output: PolicyOutput,
+        reference_N: Tensor,  # noqa: N803
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss with the KL term, where it has one, and the KL at each token."""
+        kl = self._config.kl
+        match kl:
+            case NoKl():
+                return loss_N, None
+            case KlInLoss():
+                kl_N = kl_loss(output.logprobs_N, reference_N, kl.estimator)
+                return loss_N + kl.coefficient * kl_N, kl_N.detach()
+            case KlInReward():
+                return loss_N, estimate_kl(output.behaviour_logprobs_N, reference_N, kl.estimator)
+
+
+def _figures(
+    loss: Tensor,
+    output: PolicyOutput,
+    result: TokenLoss,
+    weights: Weights | None,
+    kl_N: Tensor | None,  # noqa: N803
+) -> Figures:
+    difference_N = (output.logprobs_N.detach() - output.behaviour_logprobs_N).abs()
+    return Figures(
+        tokens=len(difference_N),
+        loss=float(loss.detach()),
+        below=0 if result.below_N is None else int(result.below_N.sum()),
+        above=0 if result.above_N is None else int(result.above_N.sum()),
+        entropy=float(output.entropies_N.detach().sum()),
+        difference=float(difference_N.sum()),
+        difference_max=float(difference_N.max()),
+        kl=None if kl_N is None else float(kl_N.sum()),
+        weight=None if weights is None else float(weights.weights_N.sum()),
+        weight_max=None if weights is None else float(weights.weights_N.max()),
+        masked=None if weights is None else int(weights.masked_N.sum()),
+        clipped=None if weights is None else int(weights.clipped_N.sum()),
+    )
+
+
+def _sum(one: N | None, other: N | None) -> N | None:
+    return other if one is None else one if other is None else one + other

@@ -1,0 +1,139 @@
+"""The critic: a model of its own that says what a sequence will still be worth, and its optimizer.
+
+It begins as a copy of the policy's model with one number in place of the output layer, which is zero at
+first. All its weights are trained, also where the policy is an adapter. Suffixes as in `batching`.
+
+It speaks once at the beginning of a step, before anything moves; from that come advantages and what it
+should have said. In each update it learns from the same micro-batches as the policy, after it.
+"""
+# ruff: noqa: N806 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from safetensors.torch import (
+    load_file,  # pyright: ignore[reportUnknownVariableType]
+    save_file,  # pyright: ignore[reportUnknownVariableType]
+)
+from torch import Tensor, nn
+
+from penstock.trainer.algorithm_config import CriticConfig
+from penstock.trainer.algorithms.batches import StepCounts
+from penstock.trainer.algorithms.values import value_loss
+from penstock.trainer.batching import MicroBatch
+from penstock.trainer.config import TrainConfig
+from penstock.trainer.errors import CheckpointUnusable
+from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
+from penstock.trainer.token_model import CausalModel, TokenModel
+
+WEIGHTS_FILE = "critic.safetensors"
+OPTIMIZER_FILE = "critic_optimizer.safetensors"
+
+
+class _Headed(Protocol):
+    """The part of transformers' model that is used here alone."""
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None: ...
+
+
+class ValueHead(nn.Module):
+    """One number for each position, in float32 whatever the arithmetic around it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """From [..., H] to [..., 1]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the critic learns from a micro-batch."""
+
+    batch: MicroBatch
+    old_values_N: Tensor  # noqa: N815
+    """What it said at the beginning of the step."""
+    targets_N: Tensor  # noqa: N815
+    """What it should have said."""
+
+
+class Critic:
+    """A model with float32 weights, and its optimizer."""
+
+    def __init__(
+        self, model: CausalModel, config: CriticConfig, train: TrainConfig, *, autocast: bool
+    ) -> None:
+        """Takes the model over. `train` says what the critic has in common with the policy."""
+        hidden_size = cast("Tensor", model.get_output_embeddings().weight).shape[1]
+        device = next(cast("nn.Module", model).parameters()).device
+        cast("_Headed", model).set_output_embeddings(ValueHead(hidden_size).to(device))
+        self._tokens = TokenModel(model, autocast=autocast)
+        self._module = self._tokens.module
+        self._module.train()
+        self._config = config
+        self._max_grad_norm = train.max_grad_norm
+        self._optimizer = torch.optim.AdamW(
+            self._module.parameters(),
+            lr=config.learning_rate,
+            betas=train.betas,
+            eps=train.epsilon,
+            weight_decay=0.0,
+            fused=True,
+        )
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """What each sequence will be worth from each trained token on, float32, shape [N]; no gradient."""
+        with torch.no_grad(), self._tokens.without_dropout():
+            return self._values(batch)
+
+    def learn(self, lessons: list[Lesson], counts: StepCounts) -> float:
+        """One update; returns its loss. A gradient that is not finite moves nothing."""
+        total = 0.0
+        for lesson in lessons:
+            loss_N = value_loss(
+                self._values(lesson.batch),
+                lesson.old_values_N,
+                lesson.targets_N,
+                clip=self._config.clip,
+            )
+            loss = loss_N.sum() / counts.tokens
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        norm = nn.utils.clip_grad_norm_(self._module.parameters(), self._max_grad_norm)
+        if math.isfinite(float(norm)):
+            self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and optimizer. Raises OSError and SafetensorError."""
+        weights = {name: p.detach().cpu() for name, p in self._module.named_parameters()}
+        save_file(weights, folder / WEIGHTS_FILE)
+        save_file(optimizer_tensors(self._module, self._optimizer), folder / OPTIMIZER_FILE)
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, exactly. Raises CheckpointUnusable, OSError, SafetensorError."""
+        if not (folder / WEIGHTS_FILE).exists():
+            raise CheckpointUnusable(f"{folder} is of a run without a critic")
+        saved = load_file(folder / WEIGHTS_FILE)
+        own = dict(self._module.named_parameters())
+        if own.keys() != saved.keys():
+            raise CheckpointUnusable(f"{folder}: {WEIGHTS_FILE} is of another model")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+        tensors = load_file(folder / OPTIMIZER_FILE)
+        load_optimizer(self._module, self._optimizer, tensors, folder)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        values_M = self._tokens.outputs(batch).squeeze(-1)
+        return values_M[batch.predictions_N.to(values_M.device)]

@@ -1,0 +1,149 @@
+"""What a step makes of a delivered group: whether it is of use, and what its samples count for.
+
+    TrainingGroup -> reason_to_drop -> None: kept -> penalize_length -> mask_truncated -> a part of the step
+                                  +--> a reason: refused, and another group gathered in its place
+
+Each is a function of the group alone. Reasons are made of the rewards as agents gave them, before anything
+is taken off for length, and `TrainingGroup.rewards` stay those: a penalty changes what samples are trained
+with, not what is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.trainer.batching import Sample, TrainingGroup
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.group_config import FilterConfig, GroupsConfig, OverlongConfig
+from penstock.v1 import trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.functions import FunctionInvalid, find_function
+
+SIBLING_FAILED = "SIBLING_FAILED"
+NO_SPREAD = "NO_SPREAD"
+MEAN_TOO_LOW = "MEAN_TOO_LOW"
+MEAN_TOO_HIGH = "MEAN_TOO_HIGH"
+# Of a function of one's own, before the reason it gives.
+OWN = "FILTER:"
+# The prompt of a refused group is asked again, under another task id.
+ASKED_AGAIN = "ASKED_AGAIN"
+# Rewards that differ by less give advantages of rounding errors.
+LEAST_SPREAD = 1e-9
+
+Filter = Callable[[TrainingGroup], str | None]
+
+
+def reason_to_drop(
+    group: TrainingGroup, config: GroupsConfig, own: Filter | None = None
+) -> str | None:
+    """Why a group that has samples is of no use; None where it is of some."""
+    if group.failures and config.failed_siblings != "keep":
+        return SIBLING_FAILED
+    mean = sum(group.rewards) / len(group.rewards)
+    if config.drop_without_spread and max(group.rewards) - min(group.rewards) < LEAST_SPREAD:
+        return NO_SPREAD
+    if config.min_mean_reward is not None and mean < config.min_mean_reward:
+        return MEAN_TOO_LOW
+    if config.max_mean_reward is not None and mean > config.max_mean_reward:
+        return MEAN_TOO_HIGH
+    return own(group) if own is not None else None
+
+
+def load_filter(config: FilterConfig | None) -> Filter | None:
+    """The function that the section leads to. Raises ConfigInvalid; so does a call of it that fails, or
+    returns what is neither a text nor None."""
+    if config is None:
+        return None
+    name, options = config.function, config.options
+    try:
+        function = find_function(name, ("group",), options)
+    except FunctionInvalid as error:
+        raise ConfigInvalid(f"groups.filter.function {name}: {error}") from error
+
+    def ask(group: TrainingGroup) -> str | None:
+        try:
+            reason = function(group, **options)
+        except Exception as error:
+            # Whatever the function raises is its author's to read.
+            kind = type(error).__name__
+            raise ConfigInvalid(f"groups.filter.function {name}: {kind}: {error}") from error
+        if reason is None:
+            return None
+        if not isinstance(reason, str) or not reason:
+            raise ConfigInvalid(
+                f"groups.filter.function {name}: it returns a reason or None, got {reason!r}"
+            )
+        return OWN + reason
+
+    return ask
+
+
+def length_penalty(length: int, config: OverlongConfig) -> float:
+    """What an answer of so many policy tokens loses: nothing up to max_tokens - buffer_tokens, everything
+    from max_tokens on, and linearly more between. DAPO (arXiv 2503.14476), equation 13."""
+    beyond = length - (config.max_tokens - config.buffer_tokens)
+    return config.penalty * min(max(beyond / config.buffer_tokens, 0.0), 1.0)
+
+
+def penalize_length(
+    group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup, config: OverlongConfig
+) -> TrainingGroup:
+    """The group without what its samples lose for their length."""
+    lengths = {
+        trajectory.trajectory_id: sum(
+            _count(segment)
+            for segment in trajectory.segments
+            if segment.author == trajectory_pb2.AUTHOR_POLICY
+        )
+        for trajectory in delivery.trajectories
+    }
+    samples = tuple(
+        replace(s, reward=s.reward - length_penalty(lengths[s.trajectory_id], config))
+        for s in group.samples
+    )
+    return replace(group, samples=samples)
+
+
+def mask_truncated(
+    group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup
+) -> tuple[TrainingGroup, int]:
+    """The group without a gradient for last turns that the token budget ended, and the tokens it had.
+
+    Their rewards stay in the baseline. Why an earlier turn ended is not delivered: it stays as it is.
+    """
+    truncated = {
+        trajectory.trajectory_id: _outside_last_turn(trajectory)
+        for trajectory in delivery.trajectories
+        if trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+    }
+    samples: list[Sample] = []
+    masked = 0
+    for sample in group.samples:
+        outside = truncated.get(sample.trajectory_id)
+        if outside is not None:
+            masked += int((sample.trained & ~outside).sum())
+            sample = replace(sample, trained=sample.trained & outside)
+        samples.append(sample)
+    return replace(group, samples=tuple(samples)), masked
+
+
+def _outside_last_turn(trajectory: trajectory_pb2.Trajectory) -> NDArray[np.bool_]:
+    """True for each token that the policy did not write in its last turn."""
+    turns = [
+        segment.turn_index if segment.author == trajectory_pb2.AUTHOR_POLICY else -1
+        for segment in trajectory.segments
+    ]
+    last = max(turns, default=-1)
+    pieces = [
+        np.full(_count(segment), turn != last or turn < 0, np.bool_)
+        for segment, turn in zip(trajectory.segments, turns, strict=True)
+    ]
+    return np.concatenate([np.zeros(0, np.bool_), *pieces])
+
+
+def _count(segment: trajectory_pb2.Segment) -> int:
+    return len(codec.token_ids(segment))

@@ -1,0 +1,168 @@
+"""From the groups of a step to its updates: advantages, what has a gradient, micro-batches, counts.
+
+    groups -> RewardBatch -> advantages -> per update: PlacedSamples -> MicroBatches, StepCounts
+
+Advantages are made of the whole step, before it is cut into updates. Where rewards are penalized with
+the KL to a reference, or measured by a critic, they can be made only when that has spoken: the plan then
+has every sequence, with advantage zero, and `complete` fills advantages in.
+
+A sequence that no term of the objective gives a gradient costs no forward pass. It counts all the same
+where its group has a gradient; a group that has none counts nowhere.
+"""
+# ruff: noqa: N803, N806 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithms.batches import RewardBatch, StepCounts
+from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batching import (
+    MicroBatch,
+    PlacedSample,
+    TrainingGroup,
+    build_micro_batches,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update."""
+
+    batches: tuple[MicroBatch, ...]
+    counts: StepCounts
+    """What its sums are divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step computes."""
+
+    updates: tuple[Update, ...]
+    """Those that have a gradient, in their order."""
+    rewards: RewardBatch
+    groups_without_gradient: int
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens in the loss."""
+        return sum(update.counts.tokens for update in self.updates)
+
+
+def plan_step(
+    groups: Sequence[TrainingGroup],
+    objective: Objective,
+    *,
+    token_budget: int,
+    share_prefixes: bool = True,
+    update_count: int = 1,
+) -> StepPlan:
+    """Plans a step of `update_count` updates, each of about as many groups."""
+    rewards = reward_batch(groups)
+    advantages_N = np.zeros(len(rewards.sequences_N), np.float32)
+    if not objective.advantages_wait:
+        advantages_N = objective.advantages(rewards)
+    placed = _place(groups, rewards, advantages_N)
+    everything = objective.trains_everything
+    moving = [group for group in placed if _has_gradient(group, everything)]
+    updates: list[Update] = []
+    for number in range(update_count):
+        start, end = (len(moving) * n // update_count for n in (number, number + 1))
+        own = moving[start:end]
+        needed = [[s for s in group if everything or s.advantages_K.any()] for group in own]
+        batches = build_micro_batches(
+            needed, token_budget=token_budget, share_prefixes=share_prefixes
+        )
+        if batches:
+            updates.append(Update(tuple(batches), _count(own)))
+    return StepPlan(tuple(updates), rewards, len(groups) - len(moving))
+
+
+def reward_batch(groups: Sequence[TrainingGroup]) -> RewardBatch:
+    """Every sample of the groups, in their order."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths_S = np.array([int(sample.trained.sum()) for sample in samples], np.int64)
+    return RewardBatch(
+        rewards_S=np.array([sample.reward for sample in samples], np.float64),
+        groups_S=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
+        counts_in_baseline_S=np.array([s.counts_in_baseline for s in samples], np.bool_),
+        lengths_S=lengths_S,
+        penalties_N=np.zeros(int(lengths_S.sum())),
+    )
+
+
+def complete(
+    plan: StepPlan,
+    objective: Objective,
+    *,
+    references: Sequence[Tensor] = (),
+    values: Sequence[Tensor] = (),
+) -> StepPlan:
+    """The plan with the advantages that waited: for the reference's log-probabilities of each micro-batch,
+    for the critic's values, or both; each of shape [N], in the order of the micro-batches."""
+    batches = [batch for update in plan.updates for batch in update.batches]
+    rewards = plan.rewards
+    if references:
+        taken = [
+            objective.penalties(batch.behaviour_logprobs_N, reference_N.cpu())
+            for batch, reference_N in zip(batches, references, strict=True)
+        ]
+        rewards = replace(rewards, penalties_N=_by_token(batches, taken, rewards))
+    if values:
+        rewards = replace(rewards, values_N=_by_token(batches, values, rewards))
+    advantages_N = torch.from_numpy(objective.advantages(rewards))  # pyright: ignore[reportUnknownMemberType]
+    updates = [
+        replace(
+            update,
+            batches=tuple(
+                replace(batch, advantages_N=advantages_N[batch.tokens_N])
+                for batch in update.batches
+            ),
+        )
+        for update in plan.updates
+    ]
+    return replace(plan, updates=tuple(updates), rewards=rewards)
+
+
+def _by_token(
+    batches: Sequence[MicroBatch], values: Sequence[Tensor], rewards: RewardBatch
+) -> NDArray[np.float64]:
+    """Values of micro-batches in the order of the step's tokens."""
+    found_N = np.zeros(len(rewards.sequences_N))
+    for batch, own_N in zip(batches, values, strict=True):
+        found_N[batch.tokens_N.numpy()] = own_N.cpu().numpy()
+    return found_N
+
+
+def _place(
+    groups: Sequence[TrainingGroup], rewards: RewardBatch, advantages_N: NDArray[np.float32]
+) -> list[list[PlacedSample]]:
+    ends = np.cumsum(rewards.lengths_S).tolist()
+    placed: list[list[PlacedSample]] = []
+    first = index = 0
+    for group in groups:
+        own: list[PlacedSample] = []
+        for sample in group.samples:
+            end = ends[index]
+            own.append(PlacedSample(sample, advantages_N[first:end], first))
+            first, index = end, index + 1
+        placed.append(own)
+    return placed
+
+
+def _has_gradient(group: Sequence[PlacedSample], everything: bool) -> bool:
+    return any(len(s.advantages_K) and (everything or s.advantages_K.any()) for s in group)
+
+
+def _count(groups: Sequence[Sequence[PlacedSample]]) -> StepCounts:
+    lengths = [len(placed.advantages_K) for group in groups for placed in group]
+    return StepCounts(sum(lengths), sum(length > 0 for length in lengths))

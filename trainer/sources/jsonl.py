@@ -1,0 +1,49 @@
+"""A file of JSON objects."""
+
+from __future__ import annotations
+
+import json
+
+import xxhash
+
+from penstock.trainer.data_config import JsonlConfig
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.sources.rows import RowSource
+
+
+def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> RowSource:
+    """A file with one JSON object per line; empty lines are passed over.
+
+    Raises ConfigInvalid, naming the line, where an object has no prompt.
+    """
+    try:
+        content = config.path.read_bytes()
+        # Not splitlines: a text in JSON may hold what Unicode counts as the end of a line.
+        lines = content.decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
+    rows: list[object] = []
+    numbers: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{config.path}:{number}"
+        try:
+            row: object = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigInvalid(f"{place}: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigInvalid(f"{place}: an object is needed, got {line[:80]!r}")
+        rows.append(row)  # pyright: ignore[reportUnknownArgumentType]
+        numbers.append(number)
+    if not rows:
+        raise ConfigInvalid(f"{section}.path: {config.path} holds no line")
+    return RowSource(
+        rows,
+        config,
+        kind="jsonl",
+        name=config.path.stem,
+        seed=seed,
+        place=lambda row: f"{config.path}:{numbers[row]}",
+        digest=xxhash.xxh3_128_hexdigest(content),
+    )

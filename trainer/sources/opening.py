@@ -1,0 +1,37 @@
+"""From the section `[data]` to a source."""
+
+from __future__ import annotations
+
+from penstock.trainer.data_config import DataConfig, SourceConfig
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.sources.jsonl import open_jsonl
+from penstock.trainer.sources.mixture import MixtureSource
+from penstock.trainer.sources.own import open_own
+from penstock.trainer.sources.problem import Source
+from penstock.trainer.sources.procedural import ReasoningGymSource
+from penstock.trainer.sources.tables import open_huggingface, open_parquet
+
+
+def open_source(config: DataConfig, seed: int) -> Source:
+    """The configured source; `seed` is the run's. Raises ConfigInvalid."""
+    if not config.mixture:
+        return _open_one(config, seed, "data")
+    parts: list[tuple[str, float, Source]] = []
+    for number, part in enumerate(config.mixture):
+        source = _open_one(part, seed, f"data.mixture.{number}")
+        parts.append((part.name or source.name, part.weight, source))
+    return MixtureSource(parts)
+
+
+def _open_one(config: SourceConfig, seed: int, section: str) -> Source:
+    if config.reasoning_gym is not None:
+        return ReasoningGymSource(config.reasoning_gym, f"{section}.reasoning_gym")
+    if config.jsonl is not None:
+        return open_jsonl(config.jsonl, seed, f"{section}.jsonl")
+    if config.parquet is not None:
+        return open_parquet(config.parquet, seed, f"{section}.parquet")
+    if config.huggingface is not None:
+        return open_huggingface(config.huggingface, seed, f"{section}.huggingface")
+    if config.python is not None:
+        return open_own(config.python, seed, f"{section}.python")
+    raise ConfigInvalid(f"{section}: no source")

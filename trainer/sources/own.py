@@ -1,0 +1,143 @@
+"""A function of the user's own, which returns a sequence or something to go through.
+
+States of an iterator: at n, the next entry it gives. Asked for an index from n on, it is gone through up
+to there; asked for one before, which happens where tasks are submitted again, it looks among the last
+entries it gave, and begins at zero where it has to. An iterator that ends is followed by another one, which
+the function returns when it is called again. So each call has to return the same entries, in the same
+order, from their beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol, cast, overload
+
+import xxhash
+
+from penstock.trainer.data_config import PythonConfig
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.sources.problem import Problem, Source
+from penstock.trainer.sources.rows import RowSource, as_json, read_problem
+from penstock.wire.functions import FunctionInvalid, find_function
+
+# What an iterator is known by: it need not end.
+ENTRIES_COMPARED = 64
+# More than a trainer has outstanding; beyond it going back means going through it again.
+ENTRIES_REMEMBERED = 4096
+
+
+class _Countable(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> object: ...
+
+
+class _Rows(Sequence[object]):
+    """By length and index alone: a sequence of one's own need not raise IndexError at its end."""
+
+    def __init__(self, rows: _Countable) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> object: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[object]: ...
+    def __getitem__(self, index: int | slice) -> object | list[object]:
+        if isinstance(index, slice):
+            return [self._rows[place] for place in range(*index.indices(len(self)))]
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[object]:
+        return (self._rows[index] for index in range(len(self)))
+
+
+class IteratorSource:
+    """Entries that can only be gone through."""
+
+    def __init__(self, begin: Callable[[], Iterator[object]], config: PythonConfig) -> None:
+        """`begin` gives the next pass. Raises ConfigInvalid where the first entries cannot be had."""
+        self.name = config.function
+        self._begin, self._config = begin, config
+        self._passes = self._entries()
+        self._next = 0
+        self._recent: dict[int, Problem] = {}
+        content = xxhash.xxh3_128()
+        for index, entry in enumerate(islice(self._entries(), ENTRIES_COMPARED)):
+            content.update(as_json(entry, self._place(index)).encode() + b"\n")
+            read_problem(entry, config, self.name, self._place(index))
+        options = json.dumps(config.options, sort_keys=True)
+        fields = f"{config.messages_field} or {config.prompt_field}"
+        self.identity = (
+            f"iterator {config.function} {options}, begins {content.hexdigest()}, {fields}"
+        )
+
+    def problem(self, index: int) -> Problem:
+        """One problem; what was not given lately before it is gone through first."""
+        if index < self._next and index not in self._recent:
+            self._passes, self._next = self._entries(), 0
+        while self._next <= index:
+            problem = read_problem(
+                next(self._passes), self._config, self.name, self._place(self._next)
+            )
+            self._recent[self._next] = problem
+            self._recent.pop(self._next - ENTRIES_REMEMBERED, None)
+            self._next += 1
+        return self._recent[index]
+
+    def _entries(self) -> Iterator[object]:
+        """Pass after pass."""
+        index = 0
+        while True:
+            begun = index
+            try:
+                for entry in self._begin():
+                    yield entry
+                    index += 1
+            except ConfigInvalid:
+                raise
+            except Exception as error:
+                # Whatever the function raises is its author's to read.
+                kind = type(error).__name__
+                raise ConfigInvalid(f"{self._place(index)}: {kind}: {error}") from error
+            if index == begun:
+                raise ConfigInvalid(f"{self._place(index)}: there is no entry")
+
+    def _place(self, index: int) -> str:
+        return f"{self._config.function}, entry {index + 1}"
+
+
+def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> Source:
+    """What the function returns, as a source. Raises ConfigInvalid."""
+    try:
+        function = find_function(config.function, (), config.options)
+    except FunctionInvalid as error:
+        raise ConfigInvalid(f"{section}.function {config.function}: {error}") from error
+
+    def call() -> object:
+        try:
+            return function(**config.options)
+        except Exception as error:
+            # Whatever the function raises is its author's to read.
+            kind = type(error).__name__
+            raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
+
+    found = call()
+    if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
+        return RowSource(
+            _Rows(cast("_Countable", found)),
+            config,
+            kind=f"python {config.function}",
+            name=config.function,
+            seed=seed,
+            place=lambda row: f"{config.function}, entry {row + 1}",
+        )
+    if not isinstance(found, Iterable):
+        kind = type(found).__name__
+        raise ConfigInvalid(
+            f"{section}.function {config.function}: it returns a {kind}, not a sequence or iterator"
+        )
+    return IteratorSource(lambda: iter(cast("Iterable[object]", call())), config)

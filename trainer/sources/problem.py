@@ -1,0 +1,38 @@
+"""A problem, and what a source of problems is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One entry of the data."""
+
+    messages: tuple[tuple[str, str], ...]
+    """(role, text), oldest first."""
+    metadata: dict[str, object]
+    """What a reward needs, as JSON."""
+    data_source: str
+    """Name of the source, for metrics."""
+
+
+class Source(Protocol):
+    """Endless problems by index; the same index is always the same problem."""
+
+    @property
+    def name(self) -> str:
+        """What its problems are counted under."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The same text only where every index is the same problem."""
+        ...
+
+    def problem(self, index: int) -> Problem:
+        """The problem of an index, from zero. Raises ConfigInvalid where the data cannot be read."""
+        ...

@@ -1,0 +1,138 @@
+"""Tables: Parquet files, and what `datasets` reads; both are Arrow's underneath."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast, overload
+
+import xxhash
+
+from penstock.trainer.data_config import HuggingFaceConfig, ParquetConfig
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.sources.rows import RowSource
+
+ROWS_AT_ONCE = 1024
+# `save_to_disk` writes it where there are several splits.
+SPLITS_FILE = "dataset_dict.json"
+
+Row = Mapping[str, object]
+
+
+class Table(Protocol):
+    """The part of an Arrow table that is used; the library carries no types."""
+
+    @property
+    def num_rows(self) -> int: ...
+    def slice(self, offset: int, length: int) -> Table: ...
+    def to_pylist(self) -> list[Row]: ...
+
+
+class TableRows(Sequence[Row]):
+    """A table's rows, each made when it is asked for."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for begin in range(0, len(self), ROWS_AT_ONCE):
+            yield from self._table.slice(begin, ROWS_AT_ONCE).to_pylist()
+
+
+def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet") -> RowSource:
+    """A file, or a folder of them. Raises ConfigInvalid, naming the row, where one has no prompt."""
+    try:
+        arrow, parquet = (importlib.import_module(n) for n in ("pyarrow", "pyarrow.parquet"))
+    except ModuleNotFoundError as error:
+        raise ConfigInvalid(f"{section}: pyarrow is not installed: pip install pyarrow") from error
+    folder = config.path.is_dir()
+    paths = sorted(config.path.glob("*.parquet")) if folder else [config.path]
+    if not paths:
+        raise ConfigInvalid(f"{section}.path: {config.path} holds no file named *.parquet")
+    digest = xxhash.xxh3_128()
+    tables: list[Table] = []
+    for path in paths:
+        try:
+            digest.update(_digest(path))
+            tables.append(parquet.read_table(path))
+        except (OSError, arrow.ArrowException) as error:
+            raise ConfigInvalid(f"{section}.path: {path}: {error}") from error
+    try:
+        table = cast("Table", arrow.concat_tables(tables))
+    except arrow.ArrowException as error:
+        raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
+    return RowSource(
+        TableRows(table),
+        config,
+        kind="parquet",
+        name=config.path.stem,
+        seed=seed,
+        place=lambda row: f"{config.path}, row {row + 1}",
+        digest=digest.hexdigest(),
+    )
+
+
+def open_huggingface(
+    config: HuggingFaceConfig, seed: int, section: str = "data.huggingface"
+) -> RowSource:
+    """A data set whose rows are counted, not streamed.
+
+    Raises ConfigInvalid where it cannot be loaded and, naming the row, where one has no prompt.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise ConfigInvalid(
+            f"{section}: datasets is not installed: pip install 'penstock[datasets]'"
+        ) from error
+    try:
+        if _saved_to_disk(Path(config.path)):
+            loaded = datasets.load_from_disk(config.path)
+            if (Path(config.path) / SPLITS_FILE).is_file():
+                loaded = loaded[config.split]
+        else:
+            loaded = datasets.load_dataset(
+                config.path,
+                config.name or None,
+                split=config.split,
+                revision=config.revision or None,
+                streaming=False,
+            )
+        table = cast("Table", loaded.with_format("arrow")[:])
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        what = f"{config.path!r}, split {config.split!r}"
+        raise ConfigInvalid(f"{section}: {what}: {type(error).__name__}: {error}") from error
+    return RowSource(
+        TableRows(table),
+        config,
+        kind="huggingface",
+        name=config.name or Path(config.path).name,
+        seed=seed,
+        place=lambda row: f"{config.path}, {config.split}, row {row + 1}",
+    )
+
+
+def _saved_to_disk(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("state.json", SPLITS_FILE))
+
+
+def _digest(path: Path) -> bytes:
+    """Of a file, piece by piece: it may be larger than memory has room for."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.digest()

@@ -1,0 +1,213 @@
+"""A causal language model, asked for the probabilities of certain tokens and nothing else.
+
+Suffixes as in `batching`; V is the vocabulary, H the hidden size.
+"""
+# ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from penstock.trainer.batching import MicroBatch
+
+# Between positions of one tree and the same sequences one by one; rounding alone stays far below.
+TREE_TOLERANCE = 1e-3
+# Rows of which the entropy is measured at a time: what that needs beside the logits stays in a CPU's
+# cache, where it takes half the time; elsewhere it is memory that counts.
+ENTROPY_ROWS_CPU = 4
+ENTROPY_ROWS = 1024
+# Below it a probability is zero in float32, and its logarithm must not be infinite.
+LEAST_LOGPROB = -1e4
+
+
+class Output(Protocol):
+    """The part of transformers' output that is used here."""
+
+    logits: Tensor
+
+
+class CausalModel(Protocol):
+    """The part of transformers' PreTrainedModel that is used here."""
+
+    def __call__(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        use_cache: bool,
+    ) -> Output: ...
+    def get_output_embeddings(self) -> nn.Module: ...
+    def gradient_checkpointing_enable(self) -> None: ...
+    def enable_input_require_grads(self) -> None: ...
+    def save_pretrained(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What a model says of the trained tokens of a micro-batch; float32, shape [N]."""
+
+    logprobs_N: Tensor
+    """log softmax(logits / temperature) at each."""
+    entropies_N: Tensor
+    """Entropy of the distribution each was drawn from, at its temperature."""
+
+
+class TokenModel:
+    """A model with its output layer restricted to the positions that are asked for."""
+
+    def __init__(self, model: CausalModel, *, autocast: bool) -> None:
+        """`autocast` is bfloat16 over float32 weights."""
+        self._autocast = autocast
+        self._sources_M: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
+        self.model = model
+        """What is called; an adapter may wrap it."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The same as a module."""
+        return cast("nn.Module", self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return next(self.module.parameters()).device
+
+    @contextlib.contextmanager
+    def without_dropout(self) -> Generator[None]:
+        """Computes as the engine does meanwhile."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train(was_training)
+
+    def evaluate(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutput:
+        """Log-probabilities, with a gradient, and entropies, which have one where it is asked for."""
+        logits_MV = self._predict(batch)
+        logprobs_M = token_logprobs(logits_MV, batch.targets_M.to(logits_MV.device))
+        if entropy_gradient:
+            entropies_M = entropies(logits_MV)
+        else:
+            with torch.no_grad():
+                rows = ENTROPY_ROWS_CPU if logits_MV.device.type == "cpu" else ENTROPY_ROWS
+                starts = range(0, len(logits_MV), rows)
+                parts = [entropies(logits_MV[start : start + rows]) for start in starts]
+                entropies_M = torch.cat(parts)
+        predictions_N = batch.predictions_N.to(logits_MV.device)
+        return TokenOutput(logprobs_M[predictions_N], entropies_M[predictions_N])
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probability of each trained token, float32, shape [N]; no gradient, no dropout."""
+        with torch.no_grad(), self.without_dropout():
+            logits_MV = self._predict(batch)
+            logprobs_M = token_logprobs(logits_MV, batch.targets_M.to(logits_MV.device))
+        return logprobs_M[batch.predictions_N.to(logits_MV.device)]
+
+    def _predict(self, batch: MicroBatch) -> Tensor:
+        """Logits of each distinct prediction at its temperature, float32, shape [M, V]."""
+        logits_MV = self.outputs(batch)
+        return at_temperatures(logits_MV, batch.temperatures_M.to(logits_MV.device))
+
+    def outputs(self, batch: MicroBatch) -> Tensor:
+        """What the output layer says at each distinct prediction, shape [M, V]."""
+        device = self.device
+        mask = batch.attention_mask_B1TT
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+            return self.logits(
+                batch.token_ids_BT.to(device),
+                batch.positions_BT.to(device),
+                None if mask is None else mask.to(device),
+                batch.sources_M.to(device),
+            )
+
+    def logits(
+        self,
+        token_ids_BT: Tensor,
+        positions_BT: Tensor,
+        mask_B1TT: Tensor | None,
+        sources_M: Tensor,
+    ) -> Tensor:
+        """Logits that follow the flat positions `sources_M`, shape [M, V]."""
+        with self.selecting(sources_M):
+            output = self.model(
+                input_ids=token_ids_BT,
+                attention_mask=mask_B1TT,
+                position_ids=positions_BT,
+                use_cache=False,
+            )
+        return output.logits.squeeze(0)
+
+    @contextlib.contextmanager
+    def selecting(self, sources_M: Tensor) -> Generator[None]:
+        """Has the output layer see these flat positions alone."""
+        self._sources_M = sources_M
+        try:
+            yield
+        finally:
+            self._sources_M = None
+
+    def supports_trees(self) -> bool:
+        """Whether the model computes a prefix tree as it computes its sequences one by one.
+
+        It does unless its attention ignores the mask it is given, or its layers carry a state from
+        position to position.
+        """
+        device = self.device
+        ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]], device=device)
+        ancestors = [[0, 1, 2, 3], [0, 1, 4, 5, 6]]
+        mask = torch.zeros(1, 1, 7, 7, dtype=torch.bool, device=device)
+        for path in ancestors:
+            for place, node in enumerate(path):
+                mask[0, 0, node, path[: place + 1]] = True
+        depths = torch.tensor([[0, 1, 2, 3, 2, 3, 4]], device=device)
+        everything = torch.arange(7, device=device)
+        with torch.no_grad(), self.without_dropout():
+            tree = self.logits(ids, depths, mask, everything)
+            for path in ancestors:
+                alone = self.logits(
+                    ids[:, path], everything[None, : len(path)], None, everything[: len(path)]
+                )
+                if float((tree[path] - alone).abs().max()) > TREE_TOLERANCE:
+                    return False
+        return True
+
+    def _select_positions(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Before the output layer: keeps only the positions that predict a trained token.
+
+        A hook, so that what a model does to its logits afterwards (scaling, soft caps) still
+        happens.
+        """
+        if self._sources_M is None:
+            return inputs
+        hidden_BTH = inputs[0]
+        return (hidden_BTH.flatten(0, 1)[self._sources_M].unsqueeze(0),)
+
+
+def at_temperatures(logits_MV: Tensor, temperatures_M: Tensor) -> Tensor:
+    """Logits over each row's temperature, float32."""
+    logits_MV = logits_MV.float()
+    if bool((temperatures_M != 1.0).any()):
+        logits_MV = logits_MV / temperatures_M.unsqueeze(-1)
+    return logits_MV
+
+
+def token_logprobs(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
+    """log softmax(logits) at each target, shape [M]."""
+    return -cross_entropy(logits_MV, targets_M, reduction="none")
+
+
+def entropies(logits_MV: Tensor) -> Tensor:
+    """Entropy of softmax(logits) of each row, in nats, shape [M]."""
+    logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
+    return -(logprobs_MV.exp() * logprobs_MV.clamp(min=LEAST_LOGPROB)).sum(-1)
