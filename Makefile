@@ -10,7 +10,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
-	bench-staleness bench-weights bench-delta bench-buffer
+	bench-staleness bench-weights bench-delta bench-buffer bench-journal
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -28,11 +28,14 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 
 FAULTS :=
 EXAMPLES := 10000
-MACHINES := 500
+MACHINES := 2000
+FUZZ_SECONDS := 3600
+GROUPS := 1000000
 UPDATES := 200
 SEED :=
 RESULTS := tests/faults/results.json
-FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) --fault-results=$(RESULTS) \
+FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) \
+	--fuzz-seconds $(FUZZ_SECONDS) --fault-results=$(RESULTS) \
 	$(if $(SEED),--fault-seed $(SEED))
 
 # The verdicts are put on the page whatever they are.
@@ -40,13 +43,14 @@ faults: setup ## each fault as often as its table says, FAULTS=3: three times; S
 	@$(FAULTY) tests/faults -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
-fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, and MACHINES=500 runs of the model
-	@$(FAULTY) tests/faults/test_f12_fuzz.py tests/faults/test_f12_machine.py --fault-count $(EXAMPLES) $(ARGS); \
+fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, FUZZ_SECONDS=3600 of bytes, and MACHINES=2000 runs of the model
+	@$(FAULTY) tests/faults/test_f12_*.py --fault-count $(EXAMPLES) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
-soak: setup ## UPDATES=200 weight updates under load, with faults among them; SEED=7
-	@$(BIN)/python -m pytest tests/faults -q -k soak --updates $(UPDATES) \
-		$(if $(SEED),--fault-seed $(SEED)) $(ARGS)
+soak: setup ## GROUPS=1000000 with kills of the server; UPDATES=200 weight updates under load, with faults; SEED=7
+	@$(BIN)/python -m pytest tests/faults -q -k soak --soak-groups $(GROUPS) --updates $(UPDATES) \
+		--fault-results=$(RESULTS) $(if $(SEED),--fault-seed $(SEED)) $(ARGS); \
+		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
 lint: setup ## ruff, buf lint, buf format
 	@$(BIN)/ruff check
@@ -70,7 +74,7 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-bench: bench-codec bench-staleness bench-delta bench-buffer bench-update bench-weights bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-delta bench-buffer bench-update bench-weights bench-journal bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -93,3 +97,6 @@ bench-delta: setup ## how small and how fast differences are, also between the v
 bench-buffer: setup ## finished groups through the durable buffer, next to a Ray actor queue
 	-@$(BIN)/python .ci/add_extra.py bench
 	@$(BIN)/python benchmarks/buffer.py $(ARGS)
+
+bench-journal: setup ## what the journal costs the demo
+	@$(BIN)/python benchmarks/journal.py $(ARGS)

@@ -190,7 +190,9 @@ def script(name, first):
     return ("/bin/sh", "-c", 'case "$*" in *--dry-run*) exit 0;; esac; ' + said, name)
 
 serve = script("server", "echo 'penstock serving x on 127.0.0.1:77 (weight version 0)'")
-worker, trainer = script("worker", ":"), script("trainer", "echo step 1/9")
+# The worker is there before the step that the test waits for.
+worker = script("worker", f": > {sys.argv[2]}.begun")
+trainer = script("trainer", f"until test -e {sys.argv[2]}.begun; do sleep 0.02; done; echo step 1/9")
 sys.exit(up(Path(sys.argv[1]), [], False, False, Programs(serve, worker, trainer)))
 """
 

@@ -281,9 +281,10 @@ async def test_turns_in_flight_by_policy(lora: Harness, policy: str, before: str
 async def test_under_drain_new_turns_wait_until_the_old_have_finished(lora: Harness) -> None:
     await push(lora, 1)
     old = begin(lora, "old", [1], 60)
-    await asyncio.sleep(0.05)
+    await lora.sampled("old")
     switching = asyncio.ensure_future(push(lora, 2, policy="drain"))
-    await asyncio.sleep(0.05)
+    while not lora.serving.switch._closed:
+        await asyncio.sleep(0.002)
     new = await lora.generate("new", sampling_params=sampling(3))
     assert old.done()
     assert set(new.versions) == {2}
@@ -301,7 +302,7 @@ async def test_a_seeded_turn_that_moves_on_draws_anew(lora: Harness) -> None:
 
     lora.engine.generate = watch
     call = begin(lora, "t", [1], 60, sampling_params=sampling(60, seed=5))
-    await asyncio.sleep(0.1)
+    await lora.sampled("t")
     await push(lora, 1, policy="recompute")
     await call
     assert seen == [5, 6]
@@ -329,7 +330,7 @@ async def test_a_stop_string_is_found_across_the_move(lora: Harness) -> None:
 
 async def test_a_turn_moves_as_often_as_versions_come_and_keeps_its_budget(lora: Harness) -> None:
     call = begin(lora, "t", [4], 100)
-    await asyncio.sleep(0.05)
+    await lora.sampled("t")
     for version in range(1, 6):
         await push(lora, version, policy="recompute")
         await asyncio.sleep(0.03)
@@ -345,11 +346,11 @@ async def test_a_turn_that_requires_its_version_finishes_under_it_or_is_aborted(
 ) -> None:
     await push(lora, 1)
     pinned = begin(lora, "kept", [1], 60, required_weight_version=1)
-    await asyncio.sleep(0.05)
+    await lora.sampled("kept")
     await push(lora, 2, policy="keep")
     assert (await pinned).versions == [1] * 60
     moved = begin(lora, "moved", [1], 60, required_weight_version=2)
-    await asyncio.sleep(0.05)
+    await lora.sampled("moved")
     await push(lora, 3, policy="recompute")
     turn = await moved
     assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
@@ -378,7 +379,7 @@ async def test_a_caller_that_is_lost_while_its_turn_moves_leaves_nothing(lora: H
 async def test_an_abort_while_a_turn_waits_to_go_on_is_obeyed(lora: Harness) -> None:
     await push(lora, 1)
     call = begin(lora, "t", [1], 200)
-    await asyncio.sleep(0.05)
+    await lora.sampled("t")
     async with lora.serving.switch.gate_closed():
         await lora.serving.turns.move(lora.serving.turns.sampling)
         await asyncio.sleep(0.01)
@@ -546,7 +547,7 @@ async def test_full_weights_staged_before_an_adapter_became_active_are_refused_t
 async def test_adapters_may_follow_full_weights(lora: Harness) -> None:
     await lora.upload(1)
     call = begin(lora, "t", [1], 60)
-    await asyncio.sleep(0.05)
+    await lora.sampled("t")
     await push(lora, 2, policy="recompute")
     turn = await call
     check_tokens(turn, [1])
@@ -605,7 +606,7 @@ async def test_a_probe_that_is_off_leaves_the_version_before(tmp_path: Path, slo
     async with serve(tmp_path, step_seconds=0.005, adapters=AdapterLimits(8, slots)) as lora:
         await push(lora, 1)
         call = begin(lora, "t", [1], 60)
-        await asyncio.sleep(0.05)
+        await lora.sampled("t")
         for policy in ("keep", "recompute"):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await push(lora, 2, policy=policy, probe=probe(3))

@@ -209,7 +209,7 @@ async def test_turns_in_flight_cross_it_by_their_policy(slow: Harness, policy: s
 async def test_nothing_is_sampled_while_its_rounds_arrive(slow: Harness) -> None:
     await join(slow)
     running = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(100)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     call = Call(slow, 1)
     await call.begin()
     before = slow.engine._running[next(iter(slow.engine._running))].count
@@ -532,7 +532,7 @@ async def test_a_trainer_that_is_gone_between_rounds_changes_nothing(
 ) -> None:
     await join(quick)
     running = asyncio.ensure_future(quick.generate("t", sampling_params=sampling(100)))
-    await asyncio.sleep(0.05)
+    await quick.sampled("t")
     call = Call(quick, 1)
     await call.begin()
     for _ in range(rounds):
@@ -559,7 +559,7 @@ async def test_a_trainer_that_is_gone_before_the_engine_has_paused_changes_nothi
 ) -> None:
     await join(quick)
     running = asyncio.ensure_future(quick.generate("t", sampling_params=sampling(60)))
-    await asyncio.sleep(0.05)
+    await quick.sampled("t")
     call = Call(quick, 1, in_flight=weights_pb2.IN_FLIGHT_POLICY_DRAIN)
     await call.call.write(UpdateWeightsRequest(header=call.head))
     await asyncio.sleep(0.05)

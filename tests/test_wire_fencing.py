@@ -158,7 +158,7 @@ async def test_a_version_that_is_required_is_waited_for_while_it_is_switched_to(
 ) -> None:
     """DRAIN holds the switch until the turn in flight has ended."""
     long = asyncio.ensure_future(slow.generate("long", sampling_params=sampling(60)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("long")
     switch = asyncio.ensure_future(slow.upload(1, in_flight=weights_pb2.IN_FLIGHT_POLICY_DRAIN))
     async with asyncio.timeout(5):
         while not slow.serving.switch.switching:

@@ -126,7 +126,7 @@ async def test_a_stop_finishes_turns_and_refuses_new_ones(tmp_path: Path) -> Non
         exchange = await hello(running.wire)
         leases = running.wire.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=1))
         turn = asyncio.ensure_future(running.generate("t", sampling_params=sampling(60)))
-        await asyncio.sleep(0.1)
+        await running.sampled("t")
         stopping = asyncio.ensure_future(running.serving.stop())
         await asyncio.sleep(0.1)
         draining = (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -157,7 +157,7 @@ async def test_a_stop_aborts_what_does_not_finish_in_time(tmp_path: Path) -> Non
 
 async def test_server_info_tells_limits_and_load(slow: Harness) -> None:
     turn = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(60)))
-    await asyncio.sleep(0.1)
+    await slow.sampled("t")
     info = await slow.wire.GetServerInfo(GetServerInfoRequest())
     assert info.max_context_length == 512
     assert info.vocab_size == 300

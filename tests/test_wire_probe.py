@@ -193,7 +193,7 @@ async def test_an_abort_during_a_probe_waits_for_its_verdict(slow: Harness) -> N
 
 async def test_an_engine_that_dies_over_a_probe_ends_its_turns(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
-    await asyncio.sleep(0.1)
+    await slow.sampled("t")
     slow.engine.score_gate.clear()
     head, data = header(1, in_flight=policy_of("keep"), probe=probe(1))
     uploading = asyncio.ensure_future(fails(slow, messages(head, data)))
@@ -226,7 +226,7 @@ async def test_a_score_that_is_no_number_is_a_mismatch(harness: Harness) -> None
 async def test_an_engine_that_cannot_score_is_not_trusted(slow: Harness) -> None:
     await slow.upload(1)
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
-    await asyncio.sleep(0.1)
+    await slow.sampled("t")
 
     async def broken(token_ids: Any) -> Any:
         await asyncio.sleep(0.1)
@@ -245,7 +245,7 @@ async def test_an_engine_that_cannot_score_is_not_trusted(slow: Harness) -> None
 
 async def test_without_a_way_back_a_bad_probe_stops_serving(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
-    await asyncio.sleep(0.1)
+    await slow.sampled("t")
     slow.engine.corrupt_next_load = True
     head, data = header(1, in_flight=policy_of("keep"), probe=probe(1))
     failure = await fails(slow, messages(head, data))

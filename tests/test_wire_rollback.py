@@ -137,7 +137,7 @@ async def unserved(harness: Harness, version: int) -> None:
 async def test_where_the_way_back_fails_too_nothing_is_served(slow: Harness) -> None:
     await slow.upload(1)
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(100)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     slow.engine.fail_loads = 2
     failure = await fails(slow, messages(*header(2)))
     assert (failure.code, failure.reason) == (
@@ -178,7 +178,7 @@ async def test_where_nothing_was_held_nothing_is_served(harness: Harness) -> Non
 
 async def test_a_switch_goes_on_when_its_caller_is_gone(slow: Harness) -> None:
     turn = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(60)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     drain = weights_pb2.IN_FLIGHT_POLICY_DRAIN
     call = slow.wire.UpdateWeights(iter(messages(*header(1, in_flight=drain))))
     while (await call.read()).state != weights_pb2.WEIGHT_STATE_STAGED:

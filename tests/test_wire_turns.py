@@ -63,7 +63,7 @@ async def test_a_turn_streams_exactly_what_the_engine_sampled(harness: Harness) 
 
 async def test_a_resume_at_another_temperature_begins_a_segment_of_its_own(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     await abort(slow, "t")
     first = await call
     assert {segment.temperature for segment in first.segments} == {1.0}
@@ -175,7 +175,7 @@ async def test_the_budget_is_cumulative_and_a_spent_one_asks_the_engine_for_noth
     slow: Harness,
 ) -> None:
     calls = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(60)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     await abort(slow, "t")
     first = await calls
     assert 0 < len(first.tokens) < 60
@@ -240,7 +240,7 @@ async def test_a_context_that_is_full_finishes_with_length(harness: Harness) -> 
 async def test_a_stop_string_that_spans_an_abort_is_found(slow: Harness) -> None:
     tokens = expected_tokens([1, 2, 3], [0] * 100)[0]
     calls = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(100)))
-    await asyncio.sleep(0.1)
+    await slow.sampled("t", 3)
     await abort(slow, "t")
     cut = len((await calls).tokens)
     assert 2 < cut < 90
@@ -284,7 +284,7 @@ async def test_refusals_of_generate_and_continue_say_why_and_change_nothing(slow
     assert await failure(slow.resume("t")) == (grpc.StatusCode.NOT_FOUND, "TRAJECTORY_UNKNOWN")
     # None of these took the id.
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(40)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     assert await failure(slow.generate("t")) == (
         grpc.StatusCode.ALREADY_EXISTS,
         "TRAJECTORY_EXISTS",
@@ -332,7 +332,7 @@ async def test_abort_selects_by_trajectory_by_group_or_everything(slow: Harness)
 
 async def test_a_lost_engine_ends_turns_with_a_reason(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(400)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     slow.engine.die()
     assert await failure(call) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
     assert all_tokens(await stored(slow, "t"))[3:]
@@ -340,7 +340,7 @@ async def test_a_lost_engine_ends_turns_with_a_reason(slow: Harness) -> None:
 
 async def test_a_resume_stream_begins_where_the_one_before_ended(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(50)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     await abort(slow, "t")
     first = await call
     second = await collect(slow.wire.Continue(ContinueRequest(trajectory_id="t")))
@@ -351,7 +351,7 @@ async def test_a_resume_stream_begins_where_the_one_before_ended(slow: Harness) 
 
 async def test_an_abort_names_a_turn_that_its_caller_went_on_with_at_once(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(200)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     (turn,) = slow.serving.turns.in_flight
 
     async def go_on(ended: asyncio.Event) -> None:
@@ -371,7 +371,7 @@ async def test_an_abort_names_a_turn_that_its_caller_went_on_with_at_once(slow: 
 
 async def test_a_slow_reader_gets_its_own_attempt_and_nothing_of_the_next(slow: Harness) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(40)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     (turn,) = slow.serving.turns.in_flight
     late = Subscription(turn, flush_seconds=0, final_only=False)
     missed = turn.policy_token_count

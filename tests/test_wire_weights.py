@@ -286,7 +286,7 @@ async def test_a_load_that_fails_half_way_stops_serving_until_a_full_upload(
     slow: Harness,
 ) -> None:
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(100)))
-    await asyncio.sleep(0.1)
+    await slow.sampled("t")
     slow.engine.fail_loads = 1
     unavailable = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as caught:

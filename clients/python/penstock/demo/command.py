@@ -34,6 +34,13 @@ STEPS = (
 @click.option("--seed", default=0, show_default=True, help="Of the data and of the trainer.")
 @click.option("--tiny", is_flag=True, help="A model of random weights, made on the spot.")
 @click.option("--lora", is_flag=True, help="Train and push an adapter instead of all weights.")
+@click.option(
+    "--durability",
+    type=click.Choice(["fsync", "process", "none"]),
+    default="fsync",
+    show_default=True,
+    help="What the server's journal survives: the machine, the process, or nothing.",
+)
 def demo(
     model: str | None,
     task: str | None,
@@ -43,6 +50,7 @@ def demo(
     seed: int,
     tiny: bool,
     lora: bool,
+    durability: str,
 ) -> None:
     """Server, worker and trainer on this machine: a language model learns over the wire."""
     console = Console(highlight=False)
@@ -66,6 +74,7 @@ def demo(
             listen=f"127.0.0.1:{port}",
             scale=scale,
             lora=lora,
+            durability=durability,
         )
         seconds = asyncio.run(run_plan(plan, console))
     except (ModelUnavailable, ProcessFailed) as error:

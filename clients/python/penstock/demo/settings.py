@@ -137,6 +137,8 @@ class Plan:
     """Sizes."""
     lora: bool = False
     """Whether an adapter is trained instead of all weights."""
+    durability: str = "fsync"
+    """Of the server's journal."""
 
     @property
     def reward(self) -> str:
@@ -169,6 +171,7 @@ def serve_command(plan: Plan, address: str | None) -> tuple[str, ...]:
         *("--model", str(plan.model)),
         *("--listen", address or plan.listen),
         *("--set", f"journal.folder={plan.out / 'journal'}"),
+        *("--set", f"journal.durability={plan.durability}"),
         *(AWAIT_TRAINER if address else ()),
         *("--dtype", plan.scale.dtype),
         *("--max-model-len", str(plan.scale.max_model_len)),
