@@ -162,7 +162,7 @@ def test_what_it_returns_is_checked(function: str, words: str) -> None:
         ("no.such.module:f", {}, r"cannot import no\.such\.module: ModuleNotFoundError"),
         ("tests.test_advantage:nothing", {}, "tests.test_advantage has no nothing"),
         ("tests.test_advantage:KINDS", {}, "a tuple is not callable"),
-        ("tests.test_advantage:doubled", {"size": 1.0}, "batch and its options: .*size"),
+        ("tests.test_advantage:doubled", {"size": 1.0}, r"called with \(batch, size\): .*size"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_named(

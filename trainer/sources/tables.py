@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast, overload
+from typing import Any, Protocol, cast, overload
 
 import xxhash
 
@@ -55,9 +54,11 @@ class TableRows(Sequence[Row]):
 def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet") -> RowSource:
     """A file, or a folder of them. Raises ConfigInvalid, naming the row, where one has no prompt."""
     try:
-        arrow, parquet = (importlib.import_module(n) for n in ("pyarrow", "pyarrow.parquet"))
+        import pyarrow
+        import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise ConfigInvalid(f"{section}: pyarrow is not installed: pip install pyarrow") from error
+    arrow, parquet = cast("Any", pyarrow), cast("Any", pyarrow.parquet)
     folder = config.path.is_dir()
     paths = sorted(config.path.glob("*.parquet")) if folder else [config.path]
     if not paths:
@@ -93,11 +94,12 @@ def open_huggingface(
     Raises ConfigInvalid where it cannot be loaded and, naming the row, where one has no prompt.
     """
     try:
-        datasets = importlib.import_module("datasets")
+        import datasets as library
     except ModuleNotFoundError as error:
         raise ConfigInvalid(
             f"{section}: datasets is not installed: pip install 'penstock[datasets]'"
         ) from error
+    datasets = cast("Any", library)
     try:
         if _saved_to_disk(Path(config.path)):
             loaded = datasets.load_from_disk(config.path)
