@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import grpc
@@ -40,6 +40,7 @@ from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
 from penstock.server.journal import Journal, MemoryJournal, server_started, weights_activated
+from penstock.server.load_gauges import observe_load
 from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.recovery import recover
@@ -51,7 +52,7 @@ from penstock.server.service import SERVICES, Call, Handler, service_handlers
 from penstock.server.stage_memory import SHARED_MEMORY
 from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
-from penstock.server.telemetry import Gauge, ServerMetrics
+from penstock.server.telemetry import ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore
@@ -126,27 +127,7 @@ class Serving:
         self.admission = Admission(
             changed, clock, limits.groups_without_trainer, freshness=config.freshness
         )
-        rules = LeaseRules(
-            config.leases.seconds, config.leases.grace_seconds, config.leases.max_attempts
-        )
-        self.queue = TaskQueue(
-            changed,
-            self.admission,
-            rules,
-            clock,
-            max_pending=limits.pending_tasks,
-            max_evaluation_groups=limits.evaluation_groups,
-        )
-        self.buffer = GroupBuffer(changed, limits.memory_bytes // KEPT_PART)
-        self.budget = MemoryBudget(limits.memory_bytes)
-        self.budget.kept = self.buffer.kept
-        self.budget.parts = (
-            lambda: self.store.byte_count,
-            lambda: self.queue.byte_count,
-            lambda: self.buffer.byte_count,
-        )
-        self.queue.has_memory = self.budget.may_begin
-        self.buffer.on_gone = lambda group: self.queue.known_tasks.leave(group.task_id)
+        self.queue, self.buffer, self.budget = self._make_queues(changed, clock, config)
         self.switch = WeightSwitch(engine)
         self.turns = TurnRunner(
             engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
@@ -163,27 +144,7 @@ class Serving:
             self.budget,
             clock,
         )
-        streaming = StreamRules(config.streaming.flush_seconds, config.streaming.interval)
-        self.opening = Opening(
-            engine,
-            renderer,
-            self.store,
-            self.queue,
-            self.turns,
-            self.switch,
-            streaming,
-            self._journal,
-            self.budget,
-        )
-        self.rollouts = RolloutServicer(
-            self.opening,
-            renderer,
-            self.store,
-            self.queue,
-            self.turns,
-            self._journal,
-            self.closing.find_finished,
-        )
+        self.opening, self.rollouts = self._make_rollouts(renderer, config)
         self.tasks = TaskServicer(
             changed,
             self.queue,
@@ -214,6 +175,57 @@ class Serving:
         self._health: Any = cast("Any", health).aio.HealthServicer()
         self._background: list[asyncio.Task[None]] = []
         self._wire_callbacks()
+
+    def _make_queues(
+        self, changed: Broadcast, clock: Callable[[], float], config: ServeConfig
+    ) -> tuple[TaskQueue, GroupBuffer, MemoryBudget]:
+        """What waits to be sampled and what waits to be trained, within one budget."""
+        limits, leases = config.limits, config.leases
+        queue = TaskQueue(
+            changed,
+            self.admission,
+            LeaseRules(leases.seconds, leases.grace_seconds, leases.max_attempts),
+            clock,
+            max_pending=limits.pending_tasks,
+            max_evaluation_groups=limits.evaluation_groups,
+        )
+        buffer = GroupBuffer(changed, limits.memory_bytes // KEPT_PART)
+        budget = MemoryBudget(limits.memory_bytes)
+        budget.kept = buffer.kept
+        store = self.store
+        budget.parts = (
+            lambda: store.byte_count,
+            lambda: queue.byte_count,
+            lambda: buffer.byte_count,
+        )
+        queue.has_memory = budget.may_begin
+        buffer.on_gone = lambda group: queue.known_tasks.leave(group.task_id)
+        return queue, buffer, budget
+
+    def _make_rollouts(
+        self, renderer: Renderer, config: ServeConfig
+    ) -> tuple[Opening, RolloutServicer]:
+        opening = Opening(
+            self._engine,
+            renderer,
+            self.store,
+            self.queue,
+            self.turns,
+            self.switch,
+            StreamRules(config.streaming.flush_seconds, config.streaming.interval),
+            self._journal,
+            self.budget,
+        )
+        rollouts = RolloutServicer(
+            opening,
+            renderer,
+            self.store,
+            self.queue,
+            self.turns,
+            self._journal,
+            self.closing.find_finished,
+        )
+        return opening, rollouts
 
     def _make_weights(
         self, config: ServeConfig
@@ -258,45 +270,9 @@ class Serving:
                 )
 
         self.trainer.on_delivery = group_taken
-        self._observe_load()
-
-    def _observe_load(self) -> None:
-        stats = self._engine.stats
-        gauges: tuple[tuple[str, str, str, Gauge], ...] = (
-            (
-                "groups.buffered",
-                "{group}",
-                "finished, not delivered",
-                lambda: self.buffer.waiting_count,
-            ),
-            ("groups.redelivered", "{group}", "delivered again", lambda: self.buffer.redeliveries),
-            (
-                "groups.outstanding",
-                "{group}",
-                "admitted, not taken",
-                lambda: self.admission.outstanding,
-            ),
-            (
-                "groups.target",
-                "{group}",
-                "most that may be outstanding",
-                lambda: self.admission.target,
-            ),
-            ("memory.used", "By", "of the memory budget", lambda: self.budget.used_bytes),
-            ("trajectories.open", "{trajectory}", "open", lambda: self.store.open_count),
-            ("engine.running", "{turn}", "being sampled", lambda: stats().running),
-            ("engine.kv_cache_usage", "1", "part in use", lambda: stats().kv_cache_usage),
+        observe_load(
+            self.metrics, self.parts, self.budget, self.callers, self.adapters, self._engine.stats
         )
-        for name, unit, description, read in gauges:
-            self.metrics.observe(f"penstock.{name}", unit, description, read)
-        counts = self.metrics.observe_counts
-        counts("penstock.groups.dropped", "{group}", "never trained", lambda: self.trainer.drops)
-        counts("penstock.calls.refused", "{call}", "not let in", lambda: self.callers.refusals)
-        counts("penstock.attempts.failed", "{attempt}", "failed", lambda: self.closing.failures)
-        counts("penstock.turns.moved", "{turn}", "went on under another adapter", self._moves)
-
-    def _moves(self) -> Mapping[str, float]:
-        return self.adapters.moves
 
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched)

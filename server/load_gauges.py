@@ -1,0 +1,43 @@
+"""What is observed of a server while it runs: how full it is, and what it counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.server.adapter_versions import AdapterVersions
+from penstock.server.caller_limits import Callers
+from penstock.server.engine import EngineStats
+from penstock.server.memory_budget import MemoryBudget
+from penstock.server.restoring import Parts
+from penstock.server.telemetry import Gauge, ServerMetrics
+
+
+def observe_load(
+    metrics: ServerMetrics,
+    parts: Parts,
+    budget: MemoryBudget,
+    callers: Callers,
+    adapters: AdapterVersions,
+    stats: Callable[[], EngineStats],
+) -> None:
+    """Exports each number as it is at the time."""
+    buffer, admission = parts.buffer, parts.admission
+    gauges: tuple[tuple[str, str, str, Gauge], ...] = (
+        ("groups.buffered", "{group}", "finished, not delivered", lambda: buffer.waiting_count),
+        ("groups.redelivered", "{group}", "delivered again", lambda: buffer.redeliveries),
+        ("groups.outstanding", "{group}", "admitted, not taken", lambda: admission.outstanding),
+        ("groups.target", "{group}", "most that may be outstanding", lambda: admission.target),
+        ("memory.used", "By", "of the memory budget", lambda: budget.used_bytes),
+        ("trajectories.open", "{trajectory}", "open", lambda: parts.store.open_count),
+        ("engine.running", "{turn}", "being sampled", lambda: stats().running),
+        ("engine.kv_cache_usage", "1", "part in use", lambda: stats().kv_cache_usage),
+    )
+    for name, unit, description, read in gauges:
+        metrics.observe(f"penstock.{name}", unit, description, read)
+    counts = metrics.observe_counts
+    counts("penstock.groups.dropped", "{group}", "never trained", lambda: parts.trainer.drops)
+    counts("penstock.calls.refused", "{call}", "not let in", lambda: callers.refusals)
+    counts("penstock.attempts.failed", "{attempt}", "failed", lambda: parts.closing.failures)
+    counts(
+        "penstock.turns.moved", "{turn}", "went on under another adapter", lambda: adapters.moves
+    )
