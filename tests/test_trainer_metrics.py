@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rich.console import Console
 
-from penstock.trainer.metrics import MetricsWriter, StepRecord, keep_until
+from penstock.trainer.metrics import MetricsWriter, StepRecord, figures_of, keep_until
 from penstock.wire import telemetry
 
 REQUIRED = {
@@ -112,3 +112,17 @@ def test_a_trajectorys_trace_reaches_the_step_that_trained_it(
     assert [link.context.span_id for link in step.links] == [caller.span_id]
     assert (train.start_time, train.end_time) == (100_000_000_000, 101_500_000_000)
     assert step.attributes is not None and step.attributes["penstock.weight_version"] == 6
+
+
+def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step"')
+    left = figures_of(StepRecord(3, weight_version=4, reward_mean=0.5, groups_dropped={"flat": 2}))
+    for _ in range(2):
+        written = keep_until(tmp_path, 3)
+        writer = MetricsWriter(tmp_path, Scalars(), Console(file=io.StringIO()), steps=9)
+        # As it comes back from a checkpoint.
+        writer.restore(json.loads(json.dumps(left)), written_step=written)
+        writer.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[2] == left

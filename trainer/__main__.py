@@ -264,11 +264,15 @@ def _wire(
     )
     publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
     settle_refused(tasks, start.ledger.refused)
-    keep_until(run.out, state.step)
+    written_step = keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
+    if state.record:
+        metrics.restore(state.record, written_step=written_step)
 
-    def checkpoint(step: int, weight_version: int) -> Callable[[], object]:
+    def checkpoint(
+        step: int, weight_version: int, figures: dict[str, object]
+    ) -> Callable[[], object]:
         reached = TrainerState(
             run.id,
             step,
@@ -278,6 +282,7 @@ def _wire(
             probe.token_ids,
             state.data,
             start.ledger.length_bytes,
+            figures,
         )
         folder, keep = run.out / "checkpoints", config.checkpoint.keep
         return lambda: save_checkpoint(folder, reached, start.policy.save, keep=keep)

@@ -29,7 +29,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -68,6 +68,9 @@ class TrainerState:
     """What identifies the data that the indices are of; empty where nobody said."""
     ledger_bytes: int | None = None
     """Where the line of `step` ends in the ledger; None where nobody said."""
+    record: dict[str, object] = field(default_factory=dict[str, object])
+    """The figures of `step`, as far as known: they are written when its switch is answered, which a
+    trainer that is killed may not live to see. Empty where they are written already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,7 @@ def read_state(checkpoint: Path) -> TrainerState:
             probe=tuple(cast("list[int]", fields.get("probe", []))),
             data=str(fields.get("data", "")),
             ledger_bytes=cast("int | None", fields.get("ledger_bytes")),
+            record=cast("dict[str, object]", fields.get("record", {})),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointUnusable(f"{path}: {error!r}") from error

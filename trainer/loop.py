@@ -64,7 +64,7 @@ from penstock.trainer.exchange import Exchange, SwitchReceipt
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, StepEntry, TrainedGroup
-from penstock.trainer.metrics import MetricsWriter, StepRecord
+from penstock.trainer.metrics import MetricsWriter, StepRecord, figures_of
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
@@ -104,16 +104,17 @@ class TrainingLoop:
         metrics: MetricsWriter,
         probe: Probe,
         ledger: Ledger,
-        checkpoint: Callable[[int, int], Callable[[], object]],
+        checkpoint: Callable[[int, int, dict[str, object]], Callable[[], object]],
         stopping: asyncio.Event,
         step: int,
         share_prefixes: bool,
         forgotten_step: int = 0,
     ) -> None:
-        """`checkpoint(step, weight_version)` notes what there is to save; what it returns saves it, and
-        runs in the compute thread. `stopping`, which the exchange has too, ends the run after the step
-        under way. Up to `forgotten_step`, of a checkpoint that is broken, the server may have forgotten
-        what the ledger has ahead."""
+        """`checkpoint(step, weight_version, figures)` notes what there is to save, among it the step's
+        figures where they are not written yet; what it returns saves it, and runs in the compute thread.
+        `stopping`, which the exchange has too, ends the run after the step under way. Up to
+        `forgotten_step`, of a checkpoint that is broken, the server may have forgotten what the ledger
+        has ahead."""
         self._config = config
         self._policy = policy
         self._compute = compute
@@ -149,6 +150,7 @@ class TrainingLoop:
             forgotten_step=forgotten_step,
         )
         self._saved_step = step
+        self._unconcluded: StepRecord | None = None
         self.step = step
         """Last step the policy contains."""
 
@@ -185,6 +187,7 @@ class TrainingLoop:
             await self._publish(batch, result, record)
             hit("train.published")
             switch = self._switch(batch, record)
+            self._unconcluded = record
             record.seconds_checkpoint = await self._save_if_due()
             record.seconds = time.time() - record.time_gather_start
             conclusion = concluding.create_task(self._conclude(switch, record, span))
@@ -290,7 +293,8 @@ class TrainingLoop:
             return 0.0
         begun = time.time()
         # Noted here, while nothing moves; written there.
-        save = self._checkpoint(self.step, self._exchange.held_version)
+        figures = {} if self._unconcluded is None else figures_of(self._unconcluded)
+        save = self._checkpoint(self.step, self._exchange.held_version, figures)
         await self._compute.run(save)
         self._saved_step = self.step
         hit("checkpoint.before_notice")
@@ -318,6 +322,8 @@ class TrainingLoop:
                 record.delta = False
         record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0
         self._metrics.write(record, span)
+        if self._unconcluded is record:
+            self._unconcluded = None
 
 
 def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:

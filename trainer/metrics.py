@@ -4,10 +4,10 @@ traced."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, Span
@@ -140,9 +140,7 @@ class MetricsWriter:
 
     def write(self, record: StepRecord, span: Span) -> None:
         """The step is over, its switch answered."""
-        figures = asdict(record)
-        traceparents = record.traceparents
-        del figures["traceparents"]
+        figures = figures_of(record)
         self._file.write(json.dumps(figures) + "\n")
         self._file.flush()
         for name, value in figures.items():
@@ -151,9 +149,19 @@ class MetricsWriter:
         for reason, count in record.groups_dropped.items():
             self._scalars.add_scalar(f"train/groups_dropped/{reason}", float(count), record.step)
         self._scalars.flush()
-        self._trace(record, span, traceparents)
+        self._trace(record, span, record.traceparents)
         self._instruments.record(record)
         self._display.show(record)
+
+    def restore(self, figures: Mapping[str, object], *, written_step: int) -> None:
+        """Writes the record that a killed trainer left in its last checkpoint (`figures_of`), where the
+        one of `written_step` is the last that was written."""
+        known = {name.name for name in fields(StepRecord)}
+        record = StepRecord(
+            **cast("dict[str, Any]", {name: figures[name] for name in known & figures.keys()})
+        )
+        if record.step > written_step:
+            self.write(record, self.begin_step(record.step))
 
     def close(self) -> None:
         """Flushes and ends the display."""
@@ -314,17 +322,31 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.{3 if count < 1e6 else 1 if count < 1e8 else 0}f}"
 
 
-def keep_until(folder: Path, step: int) -> None:
+def figures_of(record: StepRecord) -> dict[str, object]:
+    """What of it is written down."""
+    figures = asdict(record)
+    del figures["traceparents"]
+    return figures
+
+
+def keep_until(folder: Path, step: int) -> int:
     """Removes from `metrics.jsonl` what a resumed run is about to do again; all of it at step
-    zero."""
+    zero. Returns the last step it has, zero where it has none."""
     path = folder / "metrics.jsonl"
     if not path.exists():
-        return
+        return 0
     kept: list[str] = []
+    last = 0
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+            of = int(json.loads(line)["step"])
         except ValueError:
             break  # The killed trainer wrote half a line.
-    path.write_text("".join(kept), encoding="utf-8")
+        if of <= step:
+            kept.append(line)
+            last = max(last, of)
+    # As a whole: who is killed meanwhile keeps what there was.
+    shorter = folder / ".metrics.jsonl"
+    shorter.write_text("".join(kept), encoding="utf-8")
+    shorter.replace(path)
+    return last

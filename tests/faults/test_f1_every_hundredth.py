@@ -1,0 +1,162 @@
+"""F1, at every hundredth of a run: with `max_lag = 0` the curve is that of a run nobody interrupted.
+
+    make faults FAULTS=100 ARGS="-k every_hundredth"
+
+A trainer lives for one step of a hundred, and the next goes on. It is told to stop in the middle of its
+step, or killed at one of the points of the step after. What the run's folder has in the end, the figures
+of each step and the final model, is compared digit for digit, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.faults.report import Report
+from tests.faults.trainers import (
+    KILLED,
+    Nursery,
+    Stand,
+    check_lineage,
+    check_weights,
+    model_of,
+    nursing,
+    standing,
+)
+from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FEW = 6
+"""Interruptions in `make test`."""
+HUNDREDTHS = 100
+LIMIT_SECONDS = 1200
+FIGURES = (
+    "weight_version",
+    "reward_mean",
+    "reward_std",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "clip_fraction",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "tokens",
+    "tokens_trained",
+    "lag_mean",
+    "lag_max",
+)
+POINTS = (
+    "train.gathered@2",
+    "train.computed@2",
+    "train.noted@2",
+    "train.published@2",
+    "ledger.before_fsync@2",
+    "exchange.before_demand@2",
+    "exchange.after_switch_weights@2",
+    "exchange.before_receipt@2",
+    "checkpoint.policy_written@2",
+    "checkpoint.before_rename@2",
+    "checkpoint.after_rename@1",
+    "checkpoint.before_notice@1",
+)
+"""Up to each of them one step more is saved."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def nursery(model: Path) -> AsyncGenerator[Nursery]:
+    async with nursing(model) as running:
+        yield running
+
+
+async def test_interrupted_at_every_hundredth(
+    model: Path,
+    nursery: Nursery,
+    tmp_path: Path,
+    report: Report,
+    request: pytest.FixtureRequest,
+) -> None:
+    wanted = min(report.count or FEW, HUNDREDTHS)
+    # The last step has nothing after it to go on with.
+    steps = wanted + 1
+    where, what = "F1 trainer", "interrupted at every hundredth, max_lag 0"
+    rng = random.Random(report.seed)
+    began = time.monotonic()
+    lives = 0
+    try:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            async with a_run(tmp_path / "whole", model, steps) as stand:
+                await nursery.begin(stand.config, stand.log, resume=False)
+                assert await nursery.end() == 0, stand.said
+                curve, weights = curve_of(stand), model_of(stand)
+            assert len({row["loss"] for row in curve}) > steps // 2, "nothing to compare"
+            async with a_run(tmp_path / "interrupted", model, steps) as stand:
+                while step_of(stand) < steps:
+                    await live(nursery, stand, rng, resume=lives > 0)
+                    lives += 1
+                assert lives >= wanted
+                check_lineage(stand)
+                check_weights(stand)
+                assert curve_of(stand) == curve
+                assert model_of(stand) == weights
+    except BaseException as error:
+        again = report.failed(where, what, report.seed, request.node.nodeid, lives, wanted)
+        error.add_note(f"again: {again}; its files: {tmp_path}")
+        raise
+    seconds = (time.monotonic() - began) / lives
+    report.survived(where, what, lives, "interruptions", f"{steps} steps, {seconds:.1f} s each")
+
+
+def a_run(folder: Path, model: Path, steps: int) -> Any:
+    return standing(folder, model, steps=steps, max_lag=0, every_steps=1)
+
+
+async def live(nursery: Nursery, stand: Stand, rng: random.Random, *, resume: bool) -> None:
+    """One trainer, which leaves one step more than it found."""
+    if rng.random() < 0.5:
+        name, _, hit = rng.choice(POINTS).partition("@")
+        point = f"{name}=kill@{hit}"
+        await nursery.begin(stand.config, stand.log, resume=resume, failpoints=point)
+        # Where no step is left after its own, it comes to the end.
+        assert await nursery.end() in (KILLED, 0), stand.said
+        return
+    await nursery.begin(stand.config, stand.log, resume=resume, failpoints="train.gathered=stop")
+    trainer = psutil.Process(nursery.pid)
+    while trainer.status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.005)
+    os.kill(nursery.pid, signal.SIGTERM)
+    os.kill(nursery.pid, signal.SIGCONT)
+    assert await nursery.end() == 0, stand.said
+
+
+def rows_of(stand: Stand) -> list[dict[str, Any]]:
+    path = stand.folder / "out" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def step_of(stand: Stand) -> int:
+    return max((row["step"] for row in rows_of(stand)), default=0)
+
+
+def curve_of(stand: Stand) -> list[dict[str, Any]]:
+    """The figures of each step that do not tell of time."""
+    rows = rows_of(stand)
+    assert [row["step"] for row in rows] == list(range(1, stand.steps + 1))
+    return [{name: row[name] for name in FIGURES} for row in rows]
