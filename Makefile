@@ -10,7 +10,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
-	bench-staleness bench-weights bench-delta bench-buffer bench-journal
+	bench-staleness bench-weights bench-delta bench-buffer bench-journal bench-overlap bench-parity
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -74,7 +74,7 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-bench: bench-codec bench-staleness bench-delta bench-buffer bench-update bench-weights bench-journal bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -98,5 +98,16 @@ bench-buffer: setup ## finished groups through the durable buffer, next to a Ray
 	-@$(BIN)/python .ci/add_extra.py bench
 	@$(BIN)/python benchmarks/buffer.py $(ARGS)
 
+VERL := .venv/share/verl
+
 bench-journal: setup ## what the journal costs the demo
 	@$(BIN)/python benchmarks/journal.py $(ARGS)
+
+bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best there can be
+	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-parity: setup ## advantages and losses against another library's
+	-@$(BIN)/python .ci/add_extra.py bench
+	@test -d $(VERL) || $(BIN)/python -m pip install -q --no-deps --target $(VERL) verl==0.9.1 tensordict \
+		omegaconf hydra-core antlr4-python3-runtime==4.9.3 codetiming cloudpickle pyvers orjson
+	@PYTHONPATH=$(VERL) $(BIN)/python benchmarks/parity.py $(ARGS)

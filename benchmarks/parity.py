@@ -1,11 +1,7 @@
 """Advantages, losses, KL and corrections beside verl's own functions: `python benchmarks/parity.py`.
 
-verl is not installed with anything here. Into a folder of its own, without what it would bring along
-(15 MB; it also imports ray, which `make bench-buffer` installs):
-
-    pip install --no-deps --target verl-folder verl==0.9.1 tensordict omegaconf hydra-core \
-        antlr4-python3-runtime==4.9.3 codetiming cloudpickle pyvers orjson
-    PYTHONPATH=verl-folder python benchmarks/parity.py
+verl is not installed with anything here: `make bench-parity` puts it into a folder of its own, without what
+it would bring along (15 MB; it also imports ray, which `make bench-buffer` installs too).
 
 Random batches in float64: sequences of several lengths with tokens of the environment among the policy's,
 some masked altogether, groups without spread. The figure of each line is the largest difference of any

@@ -1,0 +1,358 @@
+"""What it brings not to wait: steps per hour and idle time by `max_lag`, beside the best there can be.
+
+    python benchmarks/overlap.py [--rounds 1] [--steps 24] [--regimes tools,pinned,shared]
+        [--max-lags 0,1,2,4,8]
+    python benchmarks/overlap.py --part reward [--reward-steps 60] [--seeds 3] [--max-lags 0,4,8]
+
+SmolLM2-135M-Instruct on the demo's sums, 32 attempts a step, server, worker and trainer as processes of
+their own, in three regimes:
+
+    tools     each attempt takes two turns and waits for a tool between them, Pareto from 0.05 to 5 s with
+              shape 1; four steps' attempts are in flight. The engine has one core, the trainer the other
+    pinned    single turns; the engine and the worker have one core, the trainer the other
+    shared    single turns; every process may use every core, the trainer has a thread on each. Both sides
+              need the same cores, so that the bound below, which lets them compute side by side, is out of
+              reach: what can be gained is what either side leaves idle
+
+With `max_lag = 0` a step of T_sync is t_generate, when the trainer waits, and then t_train. Overlapped, no
+step can be shorter than the longer of the two, unless the waits of one step overlap those of the next: the
+bound is T_sync / max(t_generate, t_train). `of_bound` is the speed-up over T_sync as a share of it; it is
+above 1 where slow attempts no longer hold up a batch (tools). T is taken from the end of the tenth step,
+when the pipeline is full, to that of the last. t_generate is at `max_lag` 0, with one step's attempts in
+flight. Rewards are by chance and the learning rate is next to nothing, so that every step costs the same.
+
+Lags are counted again from outside: the worker logs which version sampled how many tokens of each
+trajectory, the trainer's ledger says which step trained it. A violation is a step whose masked tokens are
+not exactly those older than `max_lag`. The controller (`freshness`) is on, as by default.
+
+`--part reward` trains each `max_lag` from the same seeds and compares the mean reward of the last five
+steps.
+
+The last line is one JSON object: {"of_bound": {"tools": {"1": .., ..}, ..}, "lag_violations": 0}, or
+{"final_reward": {"0": [..], ..}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.demo import settings
+from penstock.demo.activity import record_activity
+from penstock.demo.model import prepare_model
+from penstock.demo.processes import Command, break_off
+from penstock.demo.settings import SMALL_MODEL, SUMS, Plan
+from penstock.demo.summary import read_lines
+from penstock.demo.supervisor import Cast, Restarts, Supervisor
+from penstock.demo.tasks import write_sums
+from penstock.trainer.ledger import StepEntry, read_ledger
+
+FILLING_STEPS = 10
+GROUPS_PER_STEP = 4
+LAST_STEPS = 5
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How the processes share the machine, and what agents do."""
+
+    generate: str = ""
+    engine_cores: tuple[int, ...] = tuple(CORES)
+    trainer_cores: tuple[int, ...] = tuple(CORES)
+    steps_in_flight: int = 1
+    """Attempts that the worker keeps going, in those of one step, where more than one step may be."""
+
+
+REGIMES = {
+    "tools": Regime("overlap_agents:with_tools", (CORES[0],), (CORES[-1],), steps_in_flight=4),
+    "pinned": Regime("", (CORES[0],), (CORES[-1],)),
+    "shared": Regime(),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    regime: str
+    max_lag: int
+    step_seconds: float
+    wait_seconds: float
+    """Of a step, that the trainer waited for groups."""
+    trainer_idle: float
+    engine_idle: float
+    """Part of the time without a turn in the engine."""
+    lag_mean: float
+    """Of the trained tokens, versions."""
+    masked: float
+    """Part of the tokens."""
+    violations: int
+    reward: float
+    """Mean of the last steps."""
+
+    @property
+    def bound_seconds(self) -> float:
+        """The longer of the two sides; of a run with `max_lag` 0."""
+        return max(self.wait_seconds, self.step_seconds - self.wait_seconds)
+
+    @property
+    def speed_up(self) -> float:
+        """The most there can be; of a run with `max_lag` 0."""
+        return self.step_seconds / self.bound_seconds
+
+
+async def run_cell(
+    folder: Path, regime_name: str, max_lag: int, steps: int, seed: int, *, learns: bool = False
+) -> Cell:
+    """Server, worker and trainer from the start to the last step."""
+    regime = REGIMES[regime_name]
+    scale = replace(SMALL_MODEL, max_lag=max_lag)
+    if not learns:
+        scale = replace(scale, groups_per_step=GROUPS_PER_STEP, learning_rate=1e-9)
+    plan = Plan(
+        prepare_model(None, lambda _: None), "", folder, SUMS, steps, seed, "127.0.0.1:0", scale
+    )
+    write_sums(plan.tasks_file)
+    sampling: list[asyncio.Task[None]] = []
+
+    def serving(address: str) -> None:
+        plan.trainer_config_file.write_text(
+            settings.trainer_config(plan, address).replace(
+                f"threads = {settings.TRAINER_THREADS}", f"threads = {len(regime.trainer_cores)}"
+            )
+        )
+        activity = record_activity(address, folder / "activity.jsonl")
+        sampling.append(asyncio.create_task(activity))
+
+    def say(who: str, what: str) -> None:
+        if what not in ("starting", "done"):
+            print(f"{regime_name}, max_lag {max_lag}: {who} {what}", file=sys.stderr)
+
+    supervisor = Supervisor(
+        _cast(plan, regime, "reward" if learns else "chance"),
+        Restarts(most=0),
+        say,
+        on_serving=serving,
+        on_trainer_line=lambda _: None,
+    )
+    try:
+        await supervisor.run()
+    finally:
+        for task in sampling:
+            task.cancel()
+        trainer, workers, server = supervisor.started
+        await break_off([*server, *workers, *trainer])
+    return read_cell(folder, regime_name, max_lag)
+
+
+def _cast(plan: Plan, regime: Regime, reward: str) -> Cast:
+    in_flight = plan.scale.attempts_in_flight * (
+        min(regime.steps_in_flight, plan.scale.max_lag + 1) if plan.scale.max_lag else 1
+    )
+
+    def command(name: str, cores: tuple[int, ...], arguments: tuple[str, ...]) -> Command:
+        pinned = ("taskset", "-c", ",".join(map(str, cores)), *arguments)
+        threads = 1 if name == "server" else len(cores)
+        environment = {
+            **settings.environment(threads),
+            "OVERLAP_LOG": str(plan.out / "seen.jsonl"),
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
+        return Command(name, pinned, plan.out / f"{name}.log", environment)
+
+    def server(address: str | None) -> Command:
+        arguments = list(settings.serve_command(plan, address))
+        arguments[arguments.index("--max-num-seqs") + 1] = str(in_flight)
+        return command("server", regime.engine_cores, tuple(arguments))
+
+    def worker(address: str) -> Command:
+        arguments = ["rollout", "--server", address, "--reward", f"overlap_agents:{reward}"]
+        arguments += ["--generate", regime.generate] if regime.generate else []
+        arguments += ["--concurrency", str(in_flight), "--drain-timeout", "0"]
+        return command("worker", regime.engine_cores, settings.penstock(*arguments))
+
+    def trainer(address: str, resume: bool) -> Command:
+        return command("trainer", regime.trainer_cores, settings.train_command(plan))
+
+    return Cast(server, {"worker": worker}, trainer)
+
+
+def read_cell(folder: Path, regime: str, max_lag: int) -> Cell:
+    """What a run left behind."""
+    steps = read_lines(folder / "metrics.jsonl")
+    first = min(FILLING_STEPS, len(steps) // 2)
+    counted = steps[first:]
+    begin, end = steps[first - 1]["time"], steps[-1]["time"]
+    seconds = (end - begin) / len(counted)
+    load = [
+        sample["running"]
+        for sample in read_lines(folder / "activity.jsonl")
+        if begin <= sample["time"] <= end
+    ]
+    wait = fmean(step["seconds_wait"] for step in counted)
+    tokens = sum(step["tokens"] for step in counted)
+    return Cell(
+        regime,
+        max_lag,
+        seconds,
+        wait,
+        trainer_idle=wait / seconds,
+        engine_idle=sum(not running for running in load) / max(1, len(load)),
+        lag_mean=fmean(step["lag_mean"] for step in counted),
+        masked=sum(step["tokens_masked"] for step in counted) / tokens,
+        violations=count_violations(folder, max_lag, steps),
+        reward=fmean(step["reward_mean"] for step in steps[-LAST_STEPS:]),
+    )
+
+
+def count_violations(folder: Path, max_lag: int, steps: list[dict[str, Any]]) -> int:
+    """Steps whose masked tokens are not those that the worker and the ledger tell."""
+    seen = {
+        line["trajectory_id"]: Counter({int(k): n for k, n in line["tokens"].items()})
+        for line in read_lines(folder / "seen.jsonl")
+    }
+    masked = {step["step"]: step["tokens_masked"] for step in steps}
+    entries = [e for e in read_ledger(folder / "ledger.jsonl") if isinstance(e, StepEntry)]
+    violations = 0
+    held_version = 0
+    for entry in entries:
+        too_old = sum(
+            count
+            for group in entry.groups
+            for trajectory_id in group.trajectory_ids
+            for version, count in seen[trajectory_id].items()
+            if held_version - version > max_lag
+        )
+        violations += masked[entry.step] != too_old
+        held_version = entry.weight_version
+    return violations
+
+
+def show(rounds: list[list[Cell]], console: Console) -> dict[str, dict[str, float]]:
+    """A table for each regime; returns `of_bound`. Ratios are within a round, and their median is told."""
+    shares: dict[str, dict[str, float]] = {}
+    every = [cell for cells in rounds for cell in cells]
+    for regime in dict.fromkeys(cell.regime for cell in every):
+        syncs = [
+            next(cell for cell in cells if (cell.regime, cell.max_lag) == (regime, 0))
+            for cells in rounds
+        ]
+        step, wait = middle(syncs, "step_seconds"), middle(syncs, "wait_seconds")
+        table = Table(
+            title=f"{regime}: T_sync {step:.2f} s = generate {wait:.2f} + train {step - wait:.2f}; "
+            f"at most {median(sync.speed_up for sync in syncs):.2f} times as fast"
+        )
+        for column in (
+            "max_lag", "steps/hour", "faster", "of bound", "trainer idle", "engine idle",
+            "mean lag", "masked", "violations",
+        ):  # fmt: skip
+            table.add_column(column, justify="right")
+        shares[regime] = {}
+        for max_lag in dict.fromkeys(cell.max_lag for cell in every):
+            same = [cell for cell in every if (cell.regime, cell.max_lag) == (regime, max_lag)]
+            pairs = list(zip(same, syncs, strict=True))
+            faster = median(sync.step_seconds / cell.step_seconds for cell, sync in pairs)
+            share = median(sync.bound_seconds / cell.step_seconds for cell, sync in pairs)
+            if max_lag:
+                shares[regime][str(max_lag)] = round(share, 3)
+            table.add_row(
+                str(max_lag),
+                f"{3600 / middle(same, 'step_seconds'):.0f}",
+                f"{faster:.2f}",
+                f"{share:.2f}" if max_lag else "",
+                f"{middle(same, 'trainer_idle'):.0%}",
+                f"{middle(same, 'engine_idle'):.0%}",
+                f"{middle(same, 'lag_mean'):.2f}",
+                f"{middle(same, 'masked'):.1%}",
+                str(sum(cell.violations for cell in same)),
+            )
+        console.print(table)
+    return shares
+
+
+def middle(cells: list[Cell], name: str) -> float:
+    """The median of one figure."""
+    return median(getattr(cell, name) for cell in cells)
+
+
+def measure_speed(folder: Path, arguments: argparse.Namespace, console: Console) -> None:
+    rounds: list[list[Cell]] = []
+    for number in range(arguments.rounds):
+        rounds.append([])
+        for regime in arguments.regimes.split(","):
+            for max_lag in lags_of(arguments):
+                place = folder / f"{number}-{regime}-{max_lag}"
+                place.mkdir()
+                cell = asyncio.run(run_cell(place, regime, max_lag, arguments.steps, seed=1))
+                rounds[-1].append(cell)
+                console.print(f"[dim]{place.name}: {cell.step_seconds:.2f} s a step[/]")
+    shares = show(rounds, console)
+    violations = sum(cell.violations for cells in rounds for cell in cells)
+    print(json.dumps({"of_bound": shares, "lag_violations": violations}))
+
+
+def measure_reward(folder: Path, arguments: argparse.Namespace, console: Console) -> None:
+    lags = lags_of(arguments)
+    found: dict[int, list[float]] = {lag: [] for lag in lags}
+    # Interleaved, so that what else the machine does falls on all of them.
+    for seed in range(arguments.seeds):
+        for lag in lags:
+            name = f"reward-{lag}-{seed}"
+            steps = arguments.reward_steps
+            (folder / name).mkdir()
+            cell = asyncio.run(run_cell(folder / name, "shared", lag, steps, seed, learns=True))
+            found[lag].append(cell.reward)
+            console.print(f"[dim]{name}: {cell.reward:.3f}, {cell.violations} violations[/]")
+    table = Table(
+        title=f"reward after {arguments.reward_steps} steps, mean of the last {LAST_STEPS}"
+    )
+    for column in ("max_lag", "mean", "deviation", "each seed"):
+        table.add_column(column, justify="right")
+    for lag, rewards in found.items():
+        spread = stdev(rewards) if len(rewards) > 1 else 0.0
+        each = "  ".join(f"{reward:.3f}" for reward in rewards)
+        table.add_row(str(lag), f"{fmean(rewards):.3f}", f"{spread:.3f}", each)
+    console.print(table)
+    print(json.dumps({"final_reward": {str(lag): values for lag, values in found.items()}}))
+
+
+def lags_of(arguments: argparse.Namespace) -> list[int]:
+    return [int(lag) for lag in arguments.max_lags.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What it brings not to wait.")
+    parser.add_argument("--part", choices=("speed", "reward"), default="speed")
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument("--rounds", type=int, default=1, help="each with every run of --part speed")
+    parser.add_argument("--regimes", default=",".join(REGIMES))
+    parser.add_argument("--max-lags", default="0,1,2,4,8", help="with 0, for --part speed")
+    parser.add_argument("--reward-steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="keep the runs' folders here")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    measure = {"speed": measure_speed, "reward": measure_reward}[arguments.part]
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True)
+        measure(arguments.out, arguments, console)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(folder), arguments, console)
+
+
+if __name__ == "__main__":
+    main()
