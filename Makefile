@@ -10,7 +10,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
-	bench-staleness bench-weights bench-delta bench-buffer bench-journal bench-overlap bench-parity
+	bench-staleness bench-weights bench-delta bench-buffer bench-journal bench-overlap bench-corrections bench-parity
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -74,7 +74,7 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-bench: bench-codec bench-staleness bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -105,6 +105,9 @@ bench-journal: setup ## what the journal costs the demo
 
 bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best there can be
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-corrections: setup ## final reward by off-policy correction, on stale data
+	@$(BIN)/python benchmarks/corrections.py $(ARGS)
 
 bench-parity: setup ## advantages and losses against another library's
 	-@$(BIN)/python .ci/add_extra.py bench

@@ -37,8 +37,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -46,23 +44,17 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from demo_runs import CORES, Setup, run
 from rich.console import Console
 from rich.table import Table
 
-from penstock.demo import settings
-from penstock.demo.activity import record_activity
-from penstock.demo.model import prepare_model
-from penstock.demo.processes import Command, break_off
-from penstock.demo.settings import SMALL_MODEL, SUMS, Plan
+from penstock.demo.settings import SMALL_MODEL
 from penstock.demo.summary import read_lines
-from penstock.demo.supervisor import Cast, Restarts, Supervisor
-from penstock.demo.tasks import write_sums
 from penstock.trainer.ledger import StepEntry, read_ledger
 
 FILLING_STEPS = 10
 GROUPS_PER_STEP = 4
 LAST_STEPS = 5
-CORES = sorted(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,8 @@ class Regime:
     """How the processes share the machine, and what agents do."""
 
     generate: str = ""
-    engine_cores: tuple[int, ...] = tuple(CORES)
-    trainer_cores: tuple[int, ...] = tuple(CORES)
+    engine_cores: tuple[int, ...] = CORES
+    trainer_cores: tuple[int, ...] = CORES
     steps_in_flight: int = 1
     """Attempts that the worker keeps going, in those of one step, where more than one step may be."""
 
@@ -114,7 +106,7 @@ class Cell:
         return self.step_seconds / self.bound_seconds
 
 
-async def run_cell(
+def run_cell(
     folder: Path, regime_name: str, max_lag: int, steps: int, seed: int, *, learns: bool = False
 ) -> Cell:
     """Server, worker and trainer from the start to the last step."""
@@ -122,72 +114,20 @@ async def run_cell(
     scale = replace(SMALL_MODEL, max_lag=max_lag)
     if not learns:
         scale = replace(scale, groups_per_step=GROUPS_PER_STEP, learning_rate=1e-9)
-    plan = Plan(
-        prepare_model(None, lambda _: None), "", folder, SUMS, steps, seed, "127.0.0.1:0", scale
+    setup = Setup(
+        scale,
+        steps,
+        seed,
+        scale.attempts_in_flight * min(regime.steps_in_flight, max_lag + 1),
+        f"overlap_agents:{'reward' if learns else 'chance'}",
+        regime.generate,
+        regime.engine_cores,
+        regime.trainer_cores,
+        environment={"OVERLAP_LOG": str(folder / "seen.jsonl")},
     )
-    write_sums(plan.tasks_file)
-    sampling: list[asyncio.Task[None]] = []
-
-    def serving(address: str) -> None:
-        plan.trainer_config_file.write_text(
-            settings.trainer_config(plan, address).replace(
-                f"threads = {settings.TRAINER_THREADS}", f"threads = {len(regime.trainer_cores)}"
-            )
-        )
-        activity = record_activity(address, folder / "activity.jsonl")
-        sampling.append(asyncio.create_task(activity))
-
-    def say(who: str, what: str) -> None:
-        if what not in ("starting", "done"):
-            print(f"{regime_name}, max_lag {max_lag}: {who} {what}", file=sys.stderr)
-
-    supervisor = Supervisor(
-        _cast(plan, regime, "reward" if learns else "chance"),
-        Restarts(most=0),
-        say,
-        on_serving=serving,
-        on_trainer_line=lambda _: None,
-    )
-    try:
-        await supervisor.run()
-    finally:
-        for task in sampling:
-            task.cancel()
-        trainer, workers, server = supervisor.started
-        await break_off([*server, *workers, *trainer])
+    folder.mkdir()
+    asyncio.run(run(folder, setup))
     return read_cell(folder, regime_name, max_lag)
-
-
-def _cast(plan: Plan, regime: Regime, reward: str) -> Cast:
-    in_flight = plan.scale.attempts_in_flight * (
-        min(regime.steps_in_flight, plan.scale.max_lag + 1) if plan.scale.max_lag else 1
-    )
-
-    def command(name: str, cores: tuple[int, ...], arguments: tuple[str, ...]) -> Command:
-        pinned = ("taskset", "-c", ",".join(map(str, cores)), *arguments)
-        threads = 1 if name == "server" else len(cores)
-        environment = {
-            **settings.environment(threads),
-            "OVERLAP_LOG": str(plan.out / "seen.jsonl"),
-            "PYTHONPATH": str(Path(__file__).parent),
-        }
-        return Command(name, pinned, plan.out / f"{name}.log", environment)
-
-    def server(address: str | None) -> Command:
-        arguments = list(settings.serve_command(plan, address))
-        arguments[arguments.index("--max-num-seqs") + 1] = str(in_flight)
-        return command("server", regime.engine_cores, tuple(arguments))
-
-    def worker(address: str) -> Command:
-        arguments = ["rollout", "--server", address, "--reward", f"overlap_agents:{reward}"]
-        arguments += ["--generate", regime.generate] if regime.generate else []
-        arguments += ["--concurrency", str(in_flight), "--drain-timeout", "0"]
-        return command("worker", regime.engine_cores, settings.penstock(*arguments))
-
-    def trainer(address: str, resume: bool) -> Command:
-        return command("trainer", regime.trainer_cores, settings.train_command(plan))
-
-    return Cast(server, {"worker": worker}, trainer)
 
 
 def read_cell(folder: Path, regime: str, max_lag: int) -> Cell:
@@ -295,8 +235,7 @@ def measure_speed(folder: Path, arguments: argparse.Namespace, console: Console)
         for regime in arguments.regimes.split(","):
             for max_lag in lags_of(arguments):
                 place = folder / f"{number}-{regime}-{max_lag}"
-                place.mkdir()
-                cell = asyncio.run(run_cell(place, regime, max_lag, arguments.steps, seed=1))
+                cell = run_cell(place, regime, max_lag, arguments.steps, seed=1)
                 rounds[-1].append(cell)
                 console.print(f"[dim]{place.name}: {cell.step_seconds:.2f} s a step[/]")
     shares = show(rounds, console)
@@ -312,8 +251,7 @@ def measure_reward(folder: Path, arguments: argparse.Namespace, console: Console
         for lag in lags:
             name = f"reward-{lag}-{seed}"
             steps = arguments.reward_steps
-            (folder / name).mkdir()
-            cell = asyncio.run(run_cell(folder / name, "shared", lag, steps, seed, learns=True))
+            cell = run_cell(folder / name, "shared", lag, steps, seed, learns=True)
             found[lag].append(cell.reward)
             console.print(f"[dim]{name}: {cell.reward:.3f}, {cell.violations} violations[/]")
     table = Table(

@@ -1,0 +1,142 @@
+"""What corrections are worth: the demo's task with data made stale on purpose, by off-policy correction.
+
+    python benchmarks/corrections.py [--steps 50] [--seeds 3] [--only tis,icepop]
+
+As `penstock demo`, but with the learning rate doubled, two optimizer updates a step, `max_lag` 8 and the
+controller off (`freshness = false`): the server always has nine steps' groups under way, and what the
+trainer gets is as old as it may be. `fresh` is the same with `max_lag` 0, where there is little to correct.
+
+Seeds are interleaved. Printed by correction: the mean reward of the last five steps of each seed, the mean
+lag of the trained tokens, the mean and the largest weight, and what it masked or cut.
+
+The last line is one JSON object: {"final_reward": {"off": [..], ..}}, one figure a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from demo_runs import Setup, run
+from rich.console import Console
+from rich.table import Table
+
+from penstock.demo.settings import SMALL_MODEL
+from penstock.demo.summary import read_lines
+
+MAX_LAG = 8
+UPDATES_PER_STEP = 2
+LAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One correction."""
+
+    correction: Mapping[str, object]
+    max_lag: int = MAX_LAG
+
+
+ARMS = {
+    "fresh": Arm({"level": "off"}, max_lag=0),
+    "off": Arm({"level": "off"}),
+    "as if fresh": Arm({"level": "off", "ratio_to": "proximal"}),
+    "tis": Arm({"level": "token", "mode": "clip", "quantity": "ratio", "threshold": 2.0}),
+    "tis by sequence": Arm(
+        {"level": "sequence", "mode": "clip", "quantity": "ratio", "threshold": 2.0}
+    ),
+    "icepop": Arm({"level": "token", "mode": "mask", "quantity": "ratio", "threshold": [0.5, 5.0]}),
+    "kl mask": Arm({"level": "token", "mode": "mask", "quantity": "kl", "threshold": 0.5}),
+    "sequence mask": Arm(
+        {"level": "sequence", "mode": "mask", "quantity": "ratio", "threshold": [0.8, 1.25]}
+    ),
+}
+
+
+def train(folder: Path, arm: Arm, steps: int, seed: int) -> list[dict[str, Any]]:
+    """The records of one run's steps."""
+    rate = 2 * SMALL_MODEL.learning_rate
+    scale = replace(SMALL_MODEL, max_lag=arm.max_lag, learning_rate=rate)
+    setup = Setup(
+        scale,
+        steps,
+        seed,
+        in_flight=scale.attempts_in_flight,
+        reward="penstock.demo.rewards:last_integer_is_answer",
+        server_options=("--set", "freshness=false"),
+        trainer_sections={
+            "train": {"updates_per_step": UPDATES_PER_STEP},
+            "algorithm": {"correction": arm.correction},
+        },
+    )
+    folder.mkdir()
+    asyncio.run(run(folder, setup))
+    return read_lines(folder / "metrics.jsonl")
+
+
+def mean_of(runs: list[list[dict[str, Any]]], name: str) -> float | None:
+    """Over every step of every run that has the figure."""
+    values = [step[name] for steps in runs for step in steps if step[name] is not None]
+    return fmean(values) if values else None
+
+
+def shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What corrections are worth.")
+    parser.add_argument("--steps", type=int, default=50, help="of each run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(ARMS), help="these corrections")
+    parser.add_argument("--out", type=Path, help="keep the runs' folders here")
+    arguments = parser.parse_args()
+    arms = {name: ARMS[name] for name in arguments.only.split(",")}
+    console = Console(width=120)
+    runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in arms}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.out or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in range(arguments.seeds):
+            for name, arm in arms.items():
+                place = folder / f"{name.replace(' ', '-')}-{seed}"
+                runs[name].append(train(place, arm, arguments.steps, seed))
+                console.print(f"[dim]{place.name}: {reward(runs[name][-1]):.3f}[/]")
+    table = Table(title=f"{arguments.steps} steps, {arguments.seeds} seeds, learning rate doubled")
+    for column in (
+        "correction", "reward, last", "deviation", "each seed", "lag", "weight", "largest",
+        "masked", "cut", "grad norm",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    rewards = {name: [reward(steps) for steps in found] for name, found in runs.items()}
+    for name, found in runs.items():
+        table.add_row(
+            name,
+            f"{fmean(rewards[name]):.3f}",
+            f"{stdev(rewards[name]):.3f}" if len(found) > 1 else "",
+            "  ".join(f"{value:.3f}" for value in rewards[name]),
+            shown(mean_of(found, "lag_mean"), ".2f"),
+            shown(mean_of(found, "correction_weight_mean"), ".3f"),
+            shown(mean_of(found, "correction_weight_max"), ".2f"),
+            shown(mean_of(found, "correction_masked"), ".1%"),
+            shown(mean_of(found, "correction_clipped"), ".1%"),
+            shown(mean_of(found, "grad_norm"), ".2f"),
+        )
+    console.print(table)
+    print(json.dumps({"final_reward": rewards}))
+
+
+def reward(steps: list[dict[str, Any]]) -> float:
+    """Mean of the last steps of a run."""
+    return fmean(step["reward_mean"] for step in steps[-LAST_STEPS:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A run of the demo's task with everything about it changeable: what some benchmarks repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomli_w
+
+from penstock.demo import settings
+from penstock.demo.activity import record_activity
+from penstock.demo.model import prepare_model
+from penstock.demo.processes import Command, break_off
+from penstock.demo.settings import SUMS, Plan, Scale
+from penstock.demo.supervisor import Cast, Restarts, Supervisor
+from penstock.demo.tasks import write_sums
+
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run."""
+
+    scale: Scale
+    steps: int
+    seed: int
+    in_flight: int
+    """Attempts that the worker keeps going."""
+    reward: str
+    generate: str = ""
+    """The default is a single turn."""
+    engine_cores: tuple[int, ...] = CORES
+    """The worker's too."""
+    trainer_cores: tuple[int, ...] = CORES
+    server_options: tuple[str, ...] = ()
+    trainer_sections: Mapping[str, Mapping[str, object]] = field(
+        default_factory=dict[str, Mapping[str, object]]
+    )
+    """Put over the demo's."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+async def run(folder: Path, setup: Setup) -> None:
+    """Server, worker and trainer from the start to the last step; SmolLM2-135M-Instruct on sums.
+
+    `folder`, which is there, has `metrics.jsonl`, `activity.jsonl` and `ledger.jsonl` afterwards. Raises
+    ProcessFailed where one of the three ends before its time.
+    """
+    model = prepare_model(None, lambda _: None)
+    scale = setup.scale
+    plan = Plan(model, "", folder, SUMS, setup.steps, setup.seed, "127.0.0.1:0", scale)
+    write_sums(plan.tasks_file)
+    sampling: list[asyncio.Task[None]] = []
+
+    def serving(address: str) -> None:
+        plan.trainer_config_file.write_text(_trainer_config(plan, setup, address))
+        activity = record_activity(address, folder / "activity.jsonl")
+        sampling.append(asyncio.create_task(activity))
+
+    def say(who: str, what: str) -> None:
+        if what not in ("starting", "done") and not what.startswith("serves"):
+            print(f"{folder.name}: {who} {what}", file=sys.stderr)
+
+    supervisor = Supervisor(
+        _cast(plan, setup),
+        Restarts(most=0),
+        say,
+        on_serving=serving,
+        on_trainer_line=lambda _: None,
+    )
+    try:
+        await supervisor.run()
+    finally:
+        for task in sampling:
+            task.cancel()
+        trainer, workers, server = supervisor.started
+        await break_off([*server, *workers, *trainer])
+
+
+def _trainer_config(plan: Plan, setup: Setup, address: str) -> str:
+    document = tomllib.loads(settings.trainer_config(plan, address))
+    threads = {"model": {"threads": len(setup.trainer_cores)}}
+    for sections in (threads, setup.trainer_sections):
+        for name, section in sections.items():
+            document[name] = {**document.get(name, {}), **section}
+    return tomli_w.dumps(document)
+
+
+def _cast(plan: Plan, setup: Setup) -> Cast:
+    def command(name: str, cores: tuple[int, ...], arguments: tuple[str, ...]) -> Command:
+        pinned = ("taskset", "-c", ",".join(map(str, cores)), *arguments)
+        environment = {
+            **settings.environment(1 if name == "server" else len(cores)),
+            "PYTHONPATH": str(Path(__file__).parent),
+            **setup.environment,
+        }
+        return Command(name, pinned, plan.out / f"{name}.log", environment)
+
+    def server(address: str | None) -> Command:
+        arguments = list(settings.serve_command(plan, address))
+        arguments[arguments.index("--max-num-seqs") + 1] = str(setup.in_flight)
+        return command("server", setup.engine_cores, (*arguments, *setup.server_options))
+
+    def worker(address: str) -> Command:
+        arguments = ["rollout", "--server", address, "--reward", setup.reward]
+        arguments += ["--generate", setup.generate] if setup.generate else []
+        arguments += ["--concurrency", str(setup.in_flight), "--drain-timeout", "0"]
+        return command("worker", setup.engine_cores, settings.penstock(*arguments))
+
+    def trainer(address: str, resume: bool) -> Command:
+        return command("trainer", setup.trainer_cores, settings.train_command(plan))
+
+    return Cast(server, {"worker": worker}, trainer)
