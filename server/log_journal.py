@@ -371,7 +371,8 @@ class LogJournal:
             if not append.done.done():
                 append.done.set_exception(self._failure)
         self._pending = []
-        self.failed.set_result(message)
+        if not self.failed.done():
+            self.failed.set_result(message)
 
     # Compaction
 
@@ -402,11 +403,18 @@ class LogJournal:
     ) -> None:
         try:
             await pending
-            moves = await asyncio.to_thread(self._write_snapshot, number, records)
+            await self._replace_older(number, records)
         except (OSError, SegmentCorrupt, DomainError) as error:
             # Tried no more by this server: the older files stay, and say the same.
             logger.error("the journal cannot be compacted: %s", error)
-            return
+        except Exception as error:  # A defect: what the journal holds is no longer known.
+            self._fail(error, [])
+        else:
+            self.compactions += 1
+            self._compacting = None
+
+    async def _replace_older(self, number: int, records: list[SnapshotItem]) -> None:
+        moves = await asyncio.to_thread(self._write_snapshot, number, records)
         older = [(n, path) for n, path in self._paths.items() if n < number]
         self._paths[number] = self._folder / f"{number:010d}.snapshot"
         for stored, (offset, length) in moves:
@@ -414,10 +422,12 @@ class LogJournal:
         for older_number, path in older:
             del self._paths[older_number]
             self._bytes.pop(older_number, None)
-            # A file of some size takes tens of milliseconds, in which nothing else would be answered.
-            await asyncio.to_thread(path.unlink)
-        self.compactions += 1
-        self._compacting = None
+            try:
+                # A file of some size takes tens of milliseconds, in which nothing else would be answered.
+                await asyncio.to_thread(path.unlink)
+            except OSError as error:
+                # The next server removes it, for it is older than a snapshot.
+                logger.error("%s stays: %s", path, error)
 
     def _write_snapshot(
         self, number: int, records: list[SnapshotItem]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -396,3 +397,37 @@ async def test_a_defect_in_the_writer_fails_what_waits(tmp_path: Path) -> None:
     assert error.value.reason is Reason.JOURNAL_FAILED
     assert "defect" in await journal.failed
     await journal.close()
+
+
+async def test_a_defect_in_the_compaction_fails_the_journal(tmp_path: Path) -> None:
+    def unwritable() -> Iterable[Record | Stored]:
+        yield None  # type: ignore[misc]
+
+    journal = make(tmp_path)
+    list(journal.replay())
+    await journal.start(unwritable)
+    with pytest.raises(DomainError) as error:
+        async with asyncio.timeout(20):
+            while True:
+                await journal.append([record("x", 300_000)])
+    assert error.value.reason is Reason.JOURNAL_FAILED
+    assert journal.failed.done()
+    await journal.close()
+    assert set(await names_in(tmp_path)) == {"x"}
+
+
+async def test_an_old_file_that_cannot_be_removed_costs_nothing_but_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with opened(tmp_path, lambda: [record("snapshot")]) as (journal, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", refuse)
+            async with asyncio.timeout(20):
+                while journal.compactions < 2:
+                    await journal.append([record("filler", 300_000)])
+        await journal.append([record("new")])
+    names = await names_in(tmp_path)
+    assert "snapshot" in names and names[-1] == "new"
