@@ -41,19 +41,25 @@ class Holder:
     whole_groups: bool = False
     held: set[str] = field(default_factory=set[str])
     """Trajectory ids leased to it and not yet given back."""
-    _noted_too_large: bool = False
+    _noted: bool = False
 
-    def note_too_large(self, task: task_service_pb2.Task) -> None:
-        """Says, once, why an agent that wants whole groups gets none: it would wait in silence."""
-        if not self._noted_too_large:
-            self._noted_too_large = True
+    def takes(self, task: task_service_pb2.Task) -> bool:
+        """Whether it works on groups like this. Says once why not: it would wait in silence."""
+        if not self.whole_groups:
+            return True
+        too_large = task.group_size > self.concurrency
+        is_race = 0 < task.finish_count < task.group_size
+        if (too_large or is_race) and not self._noted:
+            self._noted = True
             logger.warning(
-                "agent %s wants whole groups and works on %d attempts at a time; task %s has %d",
+                "agent %s wants whole groups and works on %d attempts at a time; task %s has %d%s",
                 self.agent_id,
                 self.concurrency,
                 task.task_id,
                 task.group_size,
+                f", of which the first {task.finish_count} complete it" if is_race else "",
             )
+        return not (too_large or is_race)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +79,8 @@ class Attempt:
     """Its lease stream was lost, and no call has reached it since."""
     leased: bool = False
     final: bool = False
+    failed: bool = False
+    """It is final, and a failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +100,19 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether every attempt is final."""
-        return all(attempt.final for attempt in self.attempts)
+        """Whether every attempt is final, or its race is over."""
+        return self.race_over or all(attempt.final for attempt in self.attempts)
+
+    @property
+    def race_over(self) -> bool:
+        """Whether as many attempts have a reward as its task wants, where that is fewer than all."""
+        wanted = 0 if self.task is None else self.task.finish_count
+        return 0 < wanted < self.size and len(self.finished) >= wanted
+
+    @property
+    def finished(self) -> list[Attempt]:
+        """Attempts with a reward."""
+        return [attempt for attempt in self.attempts if attempt.final and not attempt.failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +136,7 @@ class Settled:
     """The group, where this was its last attempt."""
     discarded: tuple[str, ...] = ()
     """Trajectories of the group that will be made again, because it was leased as a whole."""
+    left_out: tuple[str, ...] = ()
+    """Trajectories that the group was completed without, and those that branch from them."""
+    taken_back: tuple[str, ...] = ()
+    """Those of them that were leased."""

@@ -4,6 +4,9 @@ Order of events of a close: checked -> closed in memory -> its attempt settled -
 put together) -> appended to the journal -> the group offered to the trainer -> answered. The same outcome
 again is answered like the first; another one is refused.
 
+Where that sibling ends a race (`task_queue`), the turns of the others are aborted before the group is put
+together, and they are forgotten with the same append.
+
 Of a group that no message can carry only the count is left, and a line for the trainer. It takes many long
 siblings to make one: what an agent adds to a trajectory is bounded here.
 """
@@ -105,6 +108,8 @@ class Closing:
         self._ungrouped: OrderedDict[str, None] = OrderedDict()
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason, retried ones included."""
+        self.left_out = 0
+        """Trajectories that their groups were completed without."""
         self._tasks = OwnTasks()
         queue.buffered_evaluations = lambda: buffer.waiting_evaluation_count
 
@@ -214,6 +219,8 @@ class Closing:
             self._forget_attempt(trajectory_id)
         if settled.discarded:
             records.append(trajectories_forgotten(settled.discarded))
+        if settled.left_out:
+            records += await self._leave_out(settled)
         if settled.completed is None:
             await self._journal.append([*records, group_changed(group)])
             return
@@ -245,6 +252,19 @@ class Closing:
                 self._admission.finish(buffered.group_id, buffered.oldest_version)
             self._buffer.add(buffered)
         self._queue.handed_over(buffered.group_id)
+
+    async def _leave_out(self, settled: Settled) -> list[Record]:
+        """Ends what a group was completed without."""
+        found = [self._store.find(trajectory_id) for trajectory_id in settled.left_out]
+        turns = [record.turn for record in found if record is not None and record.turn is not None]
+        await self._turns.abort(turns)
+        for trajectory_id in settled.left_out:
+            self._store.forget(trajectory_id)
+        self.left_out += len(settled.left_out)
+        return [
+            leases_expired(settled.taken_back, retried=False),
+            trajectories_forgotten(settled.left_out),
+        ]
 
     def _assemble(self, group: Group) -> tuple[bytes, BufferedGroup]:
         records: list[TrajectoryRecord] = []

@@ -245,6 +245,7 @@ def group_changed(group: Group) -> Record:
                     retry_count=attempt.retry_count,
                     leased=attempt.leased,
                     final=attempt.final,
+                    failed=attempt.failed,
                 )
                 for attempt in group.attempts
             ],

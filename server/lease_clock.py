@@ -112,8 +112,8 @@ class LeaseClock:
         if retried is not None:
             raise DomainError(
                 Reason.LEASE_EXPIRED,
-                f"the lease of {trajectory_id} ran out; "
-                f"its attempt {'is made again' if retried else 'counts as failed'}",
+                f"the lease of {trajectory_id} is over; its attempt "
+                f"{'is made again' if retried else 'failed, or its group is complete without it'}",
                 {"trajectory_id": trajectory_id, "retried": str(retried).lower()},
             )
 

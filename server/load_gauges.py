@@ -21,12 +21,13 @@ def observe_load(
     stats: Callable[[], EngineStats],
 ) -> None:
     """Exports each number as it is at the time."""
-    buffer, admission = parts.buffer, parts.admission
+    buffer, admission, closing = parts.buffer, parts.admission, parts.closing
     gauges: tuple[tuple[str, str, str, Gauge], ...] = (
         ("groups.buffered", "{group}", "finished, not delivered", lambda: buffer.waiting_count),
         ("groups.redelivered", "{group}", "delivered again", lambda: buffer.redeliveries),
         ("groups.outstanding", "{group}", "admitted, not taken", lambda: admission.outstanding),
         ("groups.target", "{group}", "most that may be outstanding", lambda: admission.target),
+        ("attempts.left_out", "{attempt}", "too slow for their groups", lambda: closing.left_out),
         ("memory.used", "By", "of the memory budget", lambda: budget.used_bytes),
         ("trajectories.open", "{trajectory}", "open", lambda: parts.store.open_count),
         ("engine.running", "{turn}", "being sampled", lambda: stats().running),
@@ -37,7 +38,7 @@ def observe_load(
     counts = metrics.observe_counts
     counts("penstock.groups.dropped", "{group}", "never trained", lambda: parts.trainer.drops)
     counts("penstock.calls.refused", "{call}", "not let in", lambda: callers.refusals)
-    counts("penstock.attempts.failed", "{attempt}", "failed", lambda: parts.closing.failures)
+    counts("penstock.attempts.failed", "{attempt}", "failed", lambda: closing.failures)
     counts(
         "penstock.turns.moved", "{turn}", "went on under another adapter", lambda: adapters.moves
     )

@@ -167,6 +167,7 @@ class Recovered:
                 attempt.trajectory_id,
                 leased=attempt.leased,
                 final=attempt.final,
+                failed=attempt.failed,
             )
             for index, attempt in enumerate(changed.attempts)
         ]

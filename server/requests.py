@@ -223,6 +223,10 @@ def task(field: str, value: task_service_pb2.Task, vocab_size: int) -> None:
         raise FieldInvalid(
             f"{field}.group_size", f"must be from 1 to {MAX_GROUP_SIZE}", value.group_size
         )
+    if not 0 <= value.finish_count <= value.group_size:
+        raise FieldInvalid(
+            f"{field}.finish_count", "must be from 0 to group_size", value.finish_count
+        )
     kind = value.WhichOneof("prompt")
     if kind == "tokens":
         tokens(f"{field}.tokens", value, vocab_size)

@@ -14,7 +14,10 @@ States of an attempt (one of a group's `group_size` places):
   failure, as if it had said so.
 - A caller's own group (opened by Generate without a lease) takes its place at the gate with its first
   sibling. It is never leased: siblings that no call touches for a lease's length become failures.
-- When the last attempt is final the group is complete, and its id is not used again.
+- When the last attempt is final the group is complete, and its id is not used again. A task with a
+  `finish_count` is a race: so many attempts with a reward complete its group. What waits then is never
+  leased, what is leased is taken back (LEASE_EXPIRED, not made again), and neither they nor those that
+  failed are part of it. Where too many fail for that, it is complete as any other, failures included.
 - Evaluation groups pass the gate. What bounds them is the number begun and not delivered: beyond it their
   tasks wait.
 
@@ -210,7 +213,7 @@ class TaskQueue:
                 )
                 if group.holder is not holder and not untouched:
                     continue
-                if group.size > holder.concurrency:
+                if group.task is None or not holder.takes(group.task):
                     continue
             elif group.whole:
                 continue
@@ -221,8 +224,7 @@ class TaskQueue:
         for purpose, tasks in self._pending.items():
             if not tasks or not _wanted(holder, purpose):
                 continue
-            if holder.whole_groups and tasks[0].group_size > holder.concurrency:
-                holder.note_too_large(tasks[0])
+            if not holder.takes(tasks[0]):
                 continue
             if not self._may_begin(purpose, active_version):
                 continue
@@ -350,6 +352,7 @@ class TaskQueue:
             and attempt.retry_count + 1 < self.leases.rules.max_attempts
         )
         attempt.final = not retry
+        attempt.failed = failed and not retry
         discarded: list[str] = []
         if retry:
             self._make_again(attempt)
@@ -360,12 +363,40 @@ class TaskQueue:
                     discarded.append(sibling.trajectory_id)
                     self._make_again(sibling)
         completed = None
+        left_out: list[str] = []
+        taken_back: list[str] = []
         if group.complete:
+            if group.race_over:
+                left_out, taken_back = self._end_race(group)
             completed = self._groups.pop(group.group_id)
             self.byte_count -= _task_bytes(group)
             self._remember_ended(group.group_id)
         self._changed.notify()
-        return Settled(attempt.final, completed, tuple(discarded))
+        return Settled(
+            attempt.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
+        )
+
+    def _end_race(self, group: Group) -> tuple[list[str], list[str]]:
+        """Leaves a group its attempts with a reward; returns the trajectories of the others, and which of
+        them were leased."""
+        left_out: list[str] = []
+        taken_back: list[str] = []
+        finished = group.finished
+        for other in group.attempts:
+            if other in finished:
+                continue
+            if other in self._waiting:
+                self._waiting.remove(other)
+            ids = _ids(other)
+            left_out += ids
+            if other.leased:
+                taken_back += ids
+                self._attempts.pop(other.trajectory_id, None)
+                if other.holder is not None:
+                    other.holder.held.discard(other.trajectory_id)
+        self.leases.remember_expired(taken_back, retried=False)
+        group.attempts = finished
+        return left_out, taken_back
 
     def _remember_ended(self, group_id: str) -> None:
         self._ended[group_id] = None

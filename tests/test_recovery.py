@@ -497,7 +497,9 @@ class Chaos:
     async def do_submit(self) -> None:
         names = [f"task{self.tasks + i}" for i in range(self.random.randint(1, 3))]
         self.tasks += len(names)
-        await submit(self.harness, *names, group_size=self.random.randint(1, 3))
+        size = self.random.randint(1, 4)
+        wanted = self.random.choice((0, self.random.randint(0, size)))
+        await submit(self.harness, *names, group_size=size, finish_count=wanted)
 
     async def do_lease(self) -> None:
         call = self.harness.wire.LeaseTasks(

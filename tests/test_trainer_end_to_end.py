@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
-from penstock.client.scoring import single_turn
+from penstock.client.scoring import Agent, single_turn
 from penstock.server import config as server_config
 from penstock.server.engine import (
     Adapter,
@@ -29,6 +29,7 @@ from penstock.server.engine import (
     TensorMeta,
 )
 from penstock.server.serving import Serving, bind
+from penstock.trainer.ledger import StepEntry, read_ledger
 from tests.fakes import ByteRenderer, FakeEngine
 from tests.scripted_trainer_server import unanswering
 from tests.tiny_model import VOCAB_SIZE, make_tiny_model
@@ -111,9 +112,11 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def working(address: str, reward: Reward) -> AsyncGenerator[Worker]:
+async def working(
+    address: str, reward: Reward, generate: Agent = single_turn
+) -> AsyncGenerator[Worker]:
     calls = Calls(address, Patience())
-    worker = Worker(calls, single_turn, reward, WorkerSettings(concurrency=8, drain_seconds=0.1))
+    worker = Worker(calls, generate, reward, WorkerSettings(concurrency=8, drain_seconds=0.1))
     task = asyncio.create_task(worker.run())
     try:
         yield worker
@@ -361,6 +364,37 @@ async def test_stops_when_everything_fails(tiny: Path, tmp_path: Path) -> None:
     assert code == 1
     assert "every trajectory failed in 3 groups in a row" in err
     assert "no verifier here" in err
+
+
+async def test_a_step_waits_for_as_many_as_make_its_groups(tiny: Path, tmp_path: Path) -> None:
+    async def one_never_ends(task: Task, trajectory: Trajectory) -> None:
+        await trajectory.turn()
+        if trajectory.sample_index == 2:
+            await asyncio.Event().wait()
+
+    async with (
+        serving(tiny) as server,
+        working(server.address, letters, one_never_ends),
+    ):
+        path = configure(
+            tmp_path,
+            tiny,
+            server.address,
+            run={"steps": 2},
+            data={"group_size": 3},
+            groups={"attempts": 4},
+            staleness={"max_lag": 0},
+        )
+        trainer = await start_trainer(path)
+        code, _, err = await trainer.end()
+        assert code == 0, err
+        assert server.serving.closing.left_out >= 4
+    assert [(step["groups"], step["failures"]) for step in records(tmp_path)] == [(2, 0)] * 2
+    entries = [
+        e for e in read_ledger(tmp_path / "out" / "ledger.jsonl") if isinstance(e, StepEntry)
+    ]
+    sizes = [len(group.trajectory_ids) for entry in entries for group in entry.groups]
+    assert sizes == [3] * 4
 
 
 async def test_some_failures_are_counted_and_survived(tiny: Path, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ async def running(
             metrics=metrics,
             probe=chosen,
             ledger=ledger,
-            checkpoint=lambda step, version: lambda: saved.append((step, version, policy.steps)),
+            checkpoint=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
             step=step,
             share_prefixes=False,

@@ -371,6 +371,7 @@ def _make_feeder(config: TrainerConfig, start: _Start, channel: grpc.aio.Channel
         config.data,
         run_id=config.run.id,
         pending_target=batches * config.train.groups_per_step,
+        attempts=config.groups.attempts,
         next_index=start.state.next_index,
         outstanding=start.state.outstanding,
     )

@@ -256,6 +256,15 @@ class TrainerConfig(Section):
     """When to stop instead of waiting."""
 
     @model_validator(mode="after")
+    def _enough_attempts_are_begun(self) -> TrainerConfig:
+        attempts, size = self.groups.attempts, self.data.group_size
+        if attempts is not None and attempts < size:
+            raise ValueError(
+                f"groups.attempts must be data.group_size = {size} at least, got {attempts}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _an_adapter_travels_whole(self) -> TrainerConfig:
         if self.model.lora is None:
             return self

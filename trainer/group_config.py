@@ -47,6 +47,9 @@ class OverlongConfig(Section):
 class GroupsConfig(Section):
     """What becomes of a group that was delivered."""
 
+    attempts: int | None = Field(default=None, ge=2)
+    """Attempts begun for each group, of which the first `data.group_size` to end with a reward make it;
+    the others are stopped. None: as many as make it."""
     failed_siblings: Literal["keep", "drop", "replace"] = "keep"
     """A group in which some trajectories failed, though the server tried them again: it is trained on the
     rest; or dropped with its prompt; or dropped, and its prompt asked again."""

@@ -60,16 +60,24 @@ SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 
 def build_task(
-    problem: Problem, *, run_id: str, index: int, config: DataConfig, again: str = ""
+    problem: Problem,
+    *,
+    run_id: str,
+    index: int,
+    config: DataConfig,
+    attempts: int | None = None,
+    again: str = "",
 ) -> task_service_pb2.Task:
     """The task of one index: the same run and index always give the same task.
 
-    `again` gives it an id of its own, under which a server takes it that knows the first one.
+    `attempts` are begun, where that is more than make a group; `again` gives it an id of its own, under
+    which a server takes it that knows the first one.
     """
     task = Task(
         task_id=f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}",
         purpose=trajectory_pb2.PURPOSE_TRAIN,
-        group_size=config.group_size,
+        group_size=attempts or config.group_size,
+        finish_count=config.group_size if attempts else 0,
         data_source=problem.data_source,
         index=index,
         sampling_params=_sampling(config.sampling),
@@ -96,13 +104,16 @@ class TaskFeeder:
         *,
         run_id: str,
         pending_target: int,
+        attempts: int | None = None,
         next_index: int = 0,
         outstanding: Sequence[int] = (),
     ) -> None:
-        """`outstanding` are indices before `next_index` that were submitted and not trained."""
+        """`attempts` are begun for each group (`groups.attempts`); `outstanding` are indices before
+        `next_index` that were submitted and not trained."""
         self._channel = channel
         self._source = source
         self._config = config
+        self._attempts = attempts
         self._run_id = run_id
         self._target = pending_target
         self._next_index = next_index
@@ -227,6 +238,7 @@ class TaskFeeder:
                 run_id=self._run_id,
                 index=index,
                 config=self._config,
+                attempts=self._attempts,
                 again=again or self._again.get(index, ""),
             )
             for index in indices

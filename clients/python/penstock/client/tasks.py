@@ -51,6 +51,8 @@ class Task:
     """JSON values to act and to score with; a number without a fraction arrives as an int."""
     group_size: int = 1
     """Trajectories to sample, which form one group."""
+    finish_count: int = 0
+    """Trajectories that complete the group: the first so many to end with a reward. Zero: all of them."""
     purpose: Purpose = Purpose.TRAIN
     tools: tuple[Tool, ...] = ()
     """Tools the policy may call; only with messages."""
@@ -89,6 +91,7 @@ def write_task(task: Task) -> task_service_pb2.Task:
         task_id=task.task_id,
         purpose=write_purpose(task.purpose),
         group_size=task.group_size,
+        finish_count=task.finish_count,
         tokens=prompt.tokens,
         conversation=prompt.conversation,
         metadata=to_struct(task.metadata),
@@ -120,6 +123,7 @@ def read_task(task: task_service_pb2.Task) -> Task:
         prompt=prompt,
         metadata=from_struct(task.metadata),
         group_size=task.group_size,
+        finish_count=task.finish_count,
         purpose=Purpose.EVAL if task.purpose == trajectory_pb2.PURPOSE_EVAL else Purpose.TRAIN,
         tools=tools,
         data_source=task.data_source,

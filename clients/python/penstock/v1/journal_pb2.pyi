@@ -407,6 +407,7 @@ class JournalAttempt(_message.Message):
     RETRY_COUNT_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Trajectory it stands for; empty while it waits for its first lease."""
     retry_count: _builtins.int
@@ -415,6 +416,8 @@ class JournalAttempt(_message.Message):
     """Whether somebody works on it."""
     final: _builtins.bool
     """Whether it is closed for good."""
+    failed: _builtins.bool
+    """Whether it was closed so with a failure."""
     def __init__(
         self,
         *,
@@ -422,10 +425,11 @@ class JournalAttempt(_message.Message):
         retry_count: _builtins.int = ...,
         leased: _builtins.bool = ...,
         final: _builtins.bool = ...,
+        failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "leased", b"leased", "retry_count", b"retry_count", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "final", b"final", "leased", b"leased", "retry_count", b"retry_count", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

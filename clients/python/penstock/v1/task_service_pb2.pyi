@@ -39,6 +39,7 @@ class Task(_message.Message):
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
+    FINISH_COUNT_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter, unique in the run; makes submission idempotent."""
     purpose: _trajectory_pb2.Purpose.ValueType
@@ -51,6 +52,10 @@ class Task(_message.Message):
     """Names the data source, for metrics."""
     index: _builtins.int
     """Order in the data; groups of one batch are delivered sorted by it."""
+    finish_count: _builtins.int
+    """Trajectories that complete the group: the first so many to end with a reward. The others are taken
+    back from their agents and are not part of it. Zero: all of them.
+    """
     @_builtins.property
     def conversation(self) -> _conversation_pb2.Conversation:
         """Messages and tools."""
@@ -80,10 +85,11 @@ class Task(_message.Message):
         data_source: _builtins.str = ...,
         index: _builtins.int = ...,
         sampling_params: _rollout_service_pb2.SamplingParams | None = ...,
+        finish_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "metadata", b"metadata", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "data_source", b"data_source", "group_size", b"group_size", "index", b"index", "metadata", b"metadata", "prompt", b"prompt", "purpose", b"purpose", "sampling_params", b"sampling_params", "task_id", b"task_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "data_source", b"data_source", "finish_count", b"finish_count", "group_size", b"group_size", "index", b"index", "metadata", b"metadata", "prompt", b"prompt", "purpose", b"purpose", "sampling_params", b"sampling_params", "task_id", b"task_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "conversation", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -261,14 +267,14 @@ class RenewLeaseResponse(_message.Message):
     RETRIED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expired_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Trajectories that have no lease: it ran out and their work is lost to another agent, or they are
-        closed, or this server does not know them.
+        """Trajectories that have no lease: it ran out and their work is lost to another agent, or their group
+        is complete without them, or they are closed, or this server does not know them.
         """
 
     @_builtins.property
     def retried_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those of them whose lease ran out and whose attempt is made again, under another trajectory id. Of
-        the others nothing more comes: they were closed, or count as failed.
+        the others nothing more comes: they were closed, count as failed, or their group is complete.
         """
 
     def __init__(

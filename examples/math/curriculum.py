@@ -1,0 +1,79 @@
+"""Prompts of rising difficulty: reasoning-gym's sums, one level after another.
+
+The share of each level among the prompts moves along with the run: a level begins while the one before is
+still asked, peaks, and stays as a small part of all that follows, so that what was learned is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, overload
+
+import reasoning_gym
+
+LEVELS: tuple[dict[str, int], ...] = (
+    {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+    {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2},
+)
+"""Settings of reasoning-gym's `chain_sum`."""
+REVISION = 0.25
+"""Part of the prompts that are of a level that is over."""
+LEVEL_SIZE = 100_000
+
+
+class Curriculum(Sequence[dict[str, object]]):
+    """`length` prompts; each index is always the same one."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length, self._seed = length, seed
+        self._levels = [level(settings, seed + number) for number, settings in enumerate(LEVELS)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, object]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, object]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, object] | list[dict[str, object]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._length))]
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        rng = random.Random(f"{self._seed} {index}")
+        # Where the run is, from zero to the number of levels; the levels blend into each other.
+        place = index / self._length * len(LEVELS) + rng.uniform(-0.5, 0.5)
+        newest = min(max(int(place), 0), len(LEVELS) - 1)
+        chosen = rng.randrange(newest + 1) if rng.random() < REVISION else newest
+        return row(self._levels[chosen][index % LEVEL_SIZE], chosen)
+
+
+def level(settings: dict[str, int], seed: int) -> Any:
+    """One level's problems."""
+    return reasoning_gym.create_dataset("chain_sum", size=LEVEL_SIZE, seed=seed, **settings)
+
+
+def row(entry: Any, number: int) -> dict[str, object]:
+    """As the trainer's data sources take it, with what the reward needs."""
+    return {
+        "prompt": str(entry["question"]),
+        "answer": str(entry["answer"]),
+        "dataset": "chain_sum",
+        "level": number,
+        "entry_json": json.dumps(entry, default=str),
+    }
+
+
+def training(length: int = 4_000, seed: int = 1) -> Curriculum:
+    """What is trained on."""
+    return Curriculum(length, seed)
+
+
+def evaluation(number: int, size: int = 64, seed: int = 1_000) -> list[dict[str, object]]:
+    """Problems of one level that training does not have: of another seed."""
+    problems = level(LEVELS[number], seed + number)
+    return [row(problems[index], number) for index in range(size)]
