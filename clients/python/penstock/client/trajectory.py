@@ -182,7 +182,7 @@ class Trajectory:
 
     async def get(self) -> TrajectoryRecord:
         """The trajectory as the server holds it, context included."""
-        return await get_trajectory(self._calls, self.trajectory_id)
+        return await get_trajectory(self._calls, self.trajectory_id, patient=True)
 
     def branch(self, trajectory_id: str) -> Trajectory:
         """A trajectory of the same attempt, such as a sub-agent's; it is closed with this one."""

@@ -293,9 +293,11 @@ async def abort_turn(
     return sum(turn.policy_token_count for turn in response.aborted_turns)
 
 
-async def get_trajectory(calls: Calls, trajectory_id: str) -> TrajectoryRecord:
-    """A trajectory as the server holds it."""
-    response = await _ask_trajectory(calls, trajectory_id)
+async def get_trajectory(
+    calls: Calls, trajectory_id: str, *, patient: bool = False
+) -> TrajectoryRecord:
+    """A trajectory as the server holds it; `patient` waits for a lost server."""
+    response = await _ask_trajectory(calls, trajectory_id, patient=patient)
     return read_trajectory(response.trajectory, is_open=response.open)
 
 
