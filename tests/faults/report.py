@@ -297,3 +297,14 @@ def slope(values: Sequence[float]) -> float:
         for b in range(a + 1, len(values))
     )
     return slopes[len(slopes) // 2] if slopes else 0.0
+
+
+def growth(values: Sequence[float]) -> float:
+    """How far the whole band of values moved up from one half of them to the other.
+
+    Values that hop between levels (one spare file, or none) have the same band before and after, however
+    often they are at which level; warming up moves its lower edge alone, and what is held for a moment its
+    upper one. A leak moves both.
+    """
+    before, after = values[: len(values) // 2], values[len(values) // 2 :]
+    return min(min(after) - min(before), max(after) - max(before)) if before else 0.0

@@ -29,7 +29,7 @@ import pytest
 from penstock.server.closing import KEPT_UNGROUPED
 from tests.faults.attempts import POLICIES, Attempt, Source
 from tests.faults.footprint import Footprint, footprint
-from tests.faults.report import Report, percentile, slope
+from tests.faults.report import Report, growth, percentile
 from tests.faults.scoring import runs
 from tests.faults.sites import Site
 from tests.faults.trajectories import Seen
@@ -48,8 +48,8 @@ LENGTHS = 320
 RESIDENT_GROWTH = 8 << 20
 SHARED_GROWTH = 64 << 10
 FILES_GROWTH = 2
-"""What each process may grow by over the second half of the updates, taken along the slope. Noise, that is:
-pages that the allocator has not given back yet, a connection that is being closed."""
+"""What each process may grow by from one half of the updates to the other, as `growth` has it. Noise, that
+is: pages that the allocator has not given back yet, a connection that is being closed."""
 
 
 @dataclass
@@ -221,15 +221,15 @@ def memory_table(soaked: Soaked) -> Iterator[str]:
     yield f"{'memory':<16}{'first':>10}{'last':>10}{'growth*':>10}{'allowed':>10}"
     for process, found in (("server", soaked.server), ("engine", soaked.engine)):
         for name, unit, values, allowed in measures(found):
-            growth = growth_of(values) / unit
-            numbers = "".join(f"{v:10.2f}" for v in (values[0] / unit, values[-1] / unit, growth))
+            figures = (values[0], values[-1], growth(values))
+            numbers = "".join(f"{figure / unit:10.2f}" for figure in figures)
             yield f"{process + ' ' + name:<16}{numbers}{allowed / unit:10.2f}"
-    yield "* over the second half, along its median slope; MB, but for files"
+    yield "* of the whole band, from the first half to the second; MB, but for files"
 
 
 def check_growth(found: list[Footprint]) -> None:
     for name, _, values, allowed in measures(found):
-        assert growth_of(values) <= allowed, (name, values)
+        assert growth(values) <= allowed, (name, values)
 
 
 def measures(found: list[Footprint]) -> Iterator[tuple[str, int, list[int], int]]:
@@ -238,8 +238,3 @@ def measures(found: list[Footprint]) -> Iterator[tuple[str, int, list[int], int]
         yield "resident", 1 << 20, [f.resident_bytes for f in found], RESIDENT_GROWTH
         yield "shared", 1 << 20, [f.shared_bytes for f in found], SHARED_GROWTH
         yield "files", 1, [f.files for f in found], FILES_GROWTH
-
-
-def growth_of(values: list[int]) -> float:
-    half = values[len(values) // 2 :]
-    return slope(half) * len(half)
