@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.supervisor import SERVING
 
@@ -112,6 +114,19 @@ def start_worker(folder: Path, address: str, *options: str, name: str = "worker"
     """`penstock rollout`, started."""
     command = (sys.executable, "-m", "penstock.client", "rollout", "--server", address, *options)
     return Process.start(Command(name, command, folder / f"{name}.log", ENVIRONMENT))
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    """The engine processes of vLLM's among a process's children, by the name they take before all else.
+
+    What is started to look at the machine comes and goes, also between being listed and being asked."""
+    return [child for child in psutil.Process(pid).children(recursive=True) if _is_engine(child)]
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name().startswith("VLLM::Engine")
+    return False
 
 
 @contextlib.contextmanager

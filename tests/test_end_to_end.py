@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -98,7 +99,8 @@ async def start() -> AsyncGenerator[Callable[..., object]]:
         if process.process.returncode is None:
             await process.kill()
     for pid in left_behind(mark):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 CONFIG = """

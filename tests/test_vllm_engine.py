@@ -51,6 +51,7 @@ from penstock.server.weight_switch import InFlight, ProbeMismatch, WeightSwitch
 from penstock.server.weight_upload import Staged
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
+from tests.processes import engines_of
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -633,29 +634,13 @@ async def test_after_a_load_it_samples_as_a_fresh_engine(
 @contextlib.asynccontextmanager
 async def running(path: Path) -> AsyncIterator[tuple[VllmEngine, psutil.Process]]:
     """A second engine, and its process."""
-    before = engine_processes(psutil.Process())
+    before = engines_of(os.getpid())
     engine = await start(path)
-    (process,) = [p for p in engine_processes(psutil.Process()) if p not in before]
+    (process,) = [p for p in engines_of(os.getpid()) if p not in before]
     try:
         yield engine, process
     finally:
         await engine.close()
-
-
-def is_engine(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.name().startswith("VLLM::Engine")
-    return False
-
-
-def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """Its children that are no helper of multiprocessing's own."""
-    return [
-        child
-        for child in parent.children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE
-        and "resource_tracker" not in " ".join(child.cmdline())
-    ]
 
 
 async def check_death_is_noticed(engine: VllmEngine, process: psutil.Process) -> None:
@@ -742,7 +727,7 @@ async def test_a_killed_server_takes_its_engine_along_and_vllm_joins_the_trace(
         assert process.stdout and process.stderr
         lines = [(await process.stdout.readline()).decode().split() for _ in range(2)]
         assert lines == [["llm_request", "0af7651916cd43dd8448eb211c80319c"], ["ready"]]
-        assert engine_processes(psutil.Process(process.pid))
+        assert engines_of(process.pid)
         await kill_and_check(process)
         # Python's own helper says that it cleans up after the dead.
         noise = (await process.stderr.read()).decode().splitlines()
@@ -753,8 +738,7 @@ async def test_a_server_killed_while_it_starts_takes_its_engine_along(
     models: dict[tuple[bool, int], Path], tmp_path: Path
 ):
     async with server_process(tmp_path, models[True, 0]) as process:
-        # What is started to look at the machine comes and goes.
-        while not any(is_engine(c) for c in engine_processes(psutil.Process(process.pid))):
+        while not engines_of(process.pid):
             await asyncio.sleep(0.02)
         await kill_and_check(process)
 

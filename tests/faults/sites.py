@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 
 from penstock.server import config
@@ -26,6 +25,7 @@ from tests.fakes import FakeEngine, expected_tokens
 from tests.faults.scoring import Scorer, runs
 from tests.faults.trajectories import Seen, Trajectories
 from tests.harness import Exchange, GetServerInfoRequest, Wire, hello
+from tests.processes import engines_of
 from tests.tiny_model import make_tiny_model
 
 EPOCH = 1_000_000
@@ -223,10 +223,9 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     tensors = versions_of(path)
     loaded = config.load(None, ["listen=127.0.0.1:0"])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = engines_of(os.getpid())
     engine = await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
-    new = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-    (process,) = [child for child in new if "resource_tracker" not in " ".join(child.cmdline())]
+    (process,) = [p for p in engines_of(os.getpid()) if p not in before]
     renderer = TokenizerRenderer.load(str(path), engine.description.eos_token_ids)
     serving = Serving(server, engine, renderer, loaded)
     await serving.start()

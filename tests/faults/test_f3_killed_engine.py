@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from penstock.client import Client, connect
@@ -24,7 +23,7 @@ from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.supervisor import SERVING
 from tests.fakes import expected_tokens
 from tests.faults.report import COUNT, Report
-from tests.processes import ENVIRONMENT, Server, server_process
+from tests.processes import ENVIRONMENT, Server, engines_of, server_process
 
 TRAJECTORIES = 6
 VLLM_COUNT = 3
@@ -165,9 +164,8 @@ async def vllm_process(
 
 def engine_of(server_pid: int) -> int:
     """The process id of vLLM's engine: the child that says so in its name."""
-    children = psutil.Process(server_pid).children(recursive=True)
-    (engine,) = [child.pid for child in children if "EngineCore" in child.name()]
-    return engine
+    (engine,) = engines_of(server_pid)
+    return engine.pid
 
 
 @pytest.mark.timeout(600)

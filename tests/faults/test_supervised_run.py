@@ -7,6 +7,7 @@ group is decided afterwards, from the journal and the trainer's ledger alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -93,10 +94,12 @@ class Watched:
 
     def kill(self, rng: random.Random) -> bool:
         """Kills one role, if it runs just now."""
-        pids = self.pids(VICTIMS[rng.choice(list(VICTIMS))])
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return bool(pids)
+        killed = False
+        for pid in self.pids(VICTIMS[rng.choice(list(VICTIMS))]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed = True
+        return killed
 
 
 def start(folder: Path, way: str, steps: int) -> Watched:
