@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,13 @@ async def collect(call: AsyncIterator[Any], turn: Turn | None = None) -> Turn:
     return turn
 
 
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Returns once something is so that nobody tells of: however busy the machine, not before."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 def sequence(tokens: Sequence[int]) -> Any:
     return TokenSequence(token_ids=codec.array_bytes(np.asarray(tokens, np.int32)))
 
@@ -168,9 +175,7 @@ class Harness:
 
     async def sampled(self, trajectory_id: str, least: int = 1) -> None:
         """Returns once the last turn has so many tokens: however busy the machine, the engine has it."""
-        async with asyncio.timeout(20):
-            while self._token_count(trajectory_id) < least:
-                await asyncio.sleep(0.002)
+        await until(lambda: self._token_count(trajectory_id) >= least)
 
     def _token_count(self, trajectory_id: str) -> int:
         record = self.serving.store.find(trajectory_id)

@@ -253,7 +253,8 @@ async def test_turns_in_flight_by_policy(lora: Harness, policy: str, before: str
         await push(lora, 1)
         old, new = 1, 2
     calls = [begin(lora, f"t{i}", [i + 1], 60) for i in range(4)]
-    await asyncio.sleep(0.1)
+    for i in range(4):
+        await lora.sampled(f"t{i}")
     await push(lora, new, policy=policy)
     assert set((await lora.generate("late", sampling_params=sampling(5))).versions) == {new}
     for index, call in enumerate(calls):
@@ -363,7 +364,8 @@ async def test_a_turn_that_requires_its_version_finishes_under_it_or_is_aborted(
 async def test_a_caller_that_is_lost_while_its_turn_moves_leaves_nothing(lora: Harness) -> None:
     await push(lora, 1)
     calls = [begin(lora, f"t{i}", [i + 1], 200) for i in range(4)]
-    await asyncio.sleep(0.05)
+    for i in range(4):
+        await lora.sampled(f"t{i}")
     switching = asyncio.ensure_future(push(lora, 2, policy="recompute"))
     for call in calls:
         call.cancel()
@@ -396,7 +398,8 @@ async def test_an_abort_while_a_turn_waits_to_go_on_is_obeyed(lora: Harness) -> 
 async def test_an_adapter_is_freed_when_its_last_turn_ends(lora: Harness) -> None:
     await push(lora, 1)
     short, long = begin(lora, "short", [1], 20), begin(lora, "long", [2], 80)
-    await asyncio.sleep(0.05)
+    await lora.sampled("short")
+    await lora.sampled("long")
     await push(lora, 2)
     await short
     assert await adapters_of(lora) == [1, 2]
@@ -411,7 +414,7 @@ async def test_where_there_is_no_slot_the_oldest_turns_go_on_under_the_new(
 ) -> None:
     calls: list[Any] = [begin(lora, "t0", [1], 150)]
     for version in (1, 2, 3):
-        await asyncio.sleep(0.05)
+        await lora.sampled(f"t{version - 1}")
         await push(lora, version, policy="keep")
         calls.append(begin(lora, f"t{version}", [version + 1], 150))
     turns = [await call for call in calls]

@@ -185,7 +185,8 @@ async def test_turns_in_flight_cross_it_by_their_policy(slow: Harness, policy: s
         asyncio.ensure_future(slow.generate(f"t{i}", [i + 1], sampling_params=sampling(60)))
         for i in range(4)
     ]
-    await asyncio.sleep(0.05)
+    for i in range(4):
+        await slow.sampled(f"t{i}")
     call = Call(slow, 1, in_flight=getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy.upper()}"))
     await call.begin()
     late = asyncio.ensure_future(slow.generate("late", sampling_params=sampling(20)))

@@ -148,7 +148,7 @@ async def test_a_stop_finishes_turns_and_refuses_new_ones(tmp_path: Path) -> Non
 async def test_a_stop_aborts_what_does_not_finish_in_time(tmp_path: Path) -> None:
     async with serve(tmp_path, "drain_seconds=0.2", step_seconds=0.05) as running:
         turn = asyncio.ensure_future(running.generate("t", sampling_params=sampling(400)))
-        await asyncio.sleep(0.2)
+        await running.sampled("t")
         async with asyncio.timeout(5):
             await running.serving.stop()
         finished = (await turn).finished

@@ -97,7 +97,8 @@ async def test_what_wrong_weights_sampled_is_thrown_away(slow: Harness, policy: 
         asyncio.ensure_future(slow.generate(f"t{i}", [i + 1], sampling_params=sampling(60)))
         for i in range(4)
     ]
-    await asyncio.sleep(0.1)
+    for i in range(4):
+        await slow.sampled(f"t{i}")
     slow.engine.corrupt_next_load = True
     slow.engine.score_gate.clear()
     head, data = header(2, in_flight=policy_of(policy), probe=probe(2))
@@ -145,7 +146,8 @@ async def test_what_right_weights_sampled_is_only_held_back(slow: Harness, polic
         asyncio.ensure_future(slow.generate(f"t{i}", prompt, sampling_params=sampling(60)))
         for i, prompt in enumerate(prompts)
     ]
-    await asyncio.sleep(0.1)
+    for i in range(4):
+        await slow.sampled(f"t{i}")
     slow.engine.score_gate.clear()
     head, data = header(1, in_flight=policy_of(policy), probe=probe(1))
     uploading = asyncio.ensure_future(send(slow, messages(head, data)))
@@ -171,7 +173,7 @@ async def test_an_abort_during_a_probe_waits_for_its_verdict(slow: Harness) -> N
     for version, good in ((1, True), (2, False)):
         name = f"t{version}"
         call = asyncio.ensure_future(slow.generate(name, sampling_params=sampling(200)))
-        await asyncio.sleep(0.1)
+        await slow.sampled(name)
         slow.engine.score_gate.clear()
         slow.engine.corrupt_next_load = not good
         head, data = header(version, in_flight=policy_of("keep"), probe=probe(version))

@@ -49,7 +49,8 @@ async def test_a_load_that_fails_goes_back_to_the_version_before(
         asyncio.ensure_future(slow.generate(f"t{i}", [i + 1], sampling_params=sampling(40)))
         for i in range(4)
     ]
-    await asyncio.sleep(0.05)
+    for i in range(4):
+        await slow.sampled(f"t{i}")
     late = asyncio.ensure_future(slow.generate("late", sampling_params=sampling(20)))
     slow.engine.fail_loads = 1
     in_flight = getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy.upper()}")

@@ -152,7 +152,8 @@ async def test_abort_and_continue_many_times_gives_the_uninterrupted_tokens(slow
     calls = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(total)))
     aborts = 0
     while True:
-        await asyncio.sleep(0.03)
+        sampled = sum(len(turn.tokens) for turn in turns)
+        await slow.sampled("t", least=min(total, sampled + 6))
         found = await abort(slow, "t")
         aborts += len(found)
         turn = await calls
@@ -196,7 +197,7 @@ async def test_a_lost_caller_aborts_the_turn_and_the_trajectory_can_be_continued
         )
     )
     await call.read()
-    await asyncio.sleep(0.05)
+    await slow.sampled("t", least=5)
     call.cancel()
     async with asyncio.timeout(5):
         await slow.serving.turns.wait_idle()
@@ -317,7 +318,8 @@ async def test_abort_selects_by_trajectory_by_group_or_everything(slow: Harness)
         )
         for i in range(4)
     ]
-    await asyncio.sleep(0.05)
+    for i in range(4):
+        await slow.sampled(f"t{i}")
     request = AbortRequest()
     request.groups.group_ids.append("g1")
     answer = await slow.wire.Abort(request)

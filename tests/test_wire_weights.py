@@ -238,7 +238,8 @@ async def test_turns_in_flight_by_policy(slow: Harness, policy: str) -> None:
         asyncio.ensure_future(slow.generate(f"t{i}", [i + 1], sampling_params=sampling(60)))
         for i in range(4)
     ]
-    await asyncio.sleep(0.1)
+    for i in range(4):
+        await slow.sampled(f"t{i}")
     await slow.upload(1, in_flight=in_flight)
     late = await slow.generate("late", sampling_params=sampling(5))
     assert late.versions == [1] * 5
@@ -272,7 +273,7 @@ async def test_a_pinned_turn_is_aborted_rather_than_mixed(slow: Harness) -> None
     call = asyncio.ensure_future(
         slow.generate("t", required_weight_version=1, sampling_params=sampling(100))
     )
-    await asyncio.sleep(0.1)
+    await slow.sampled("t")
     await slow.upload(2)
     turn = await call
     assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED

@@ -25,7 +25,7 @@ def answer_late(harness: Harness) -> None:
 async def test_a_switch_goes_on_while_callers_continue(slow: Harness) -> None:
     answer_late(slow)
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(60)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     abort = weights_pb2.IN_FLIGHT_POLICY_ABORT
     upload = asyncio.ensure_future(slow.upload(1, in_flight=abort))
     turn = await call
@@ -40,7 +40,7 @@ async def test_a_switch_goes_on_while_callers_continue(slow: Harness) -> None:
 async def test_an_abort_does_not_wait_for_the_attempt_after_it(slow: Harness) -> None:
     answer_late(slow)
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(400)))
-    await asyncio.sleep(0.05)
+    await slow.sampled("t")
     request = AbortRequest(trajectories={"trajectory_ids": ["t"]})
     abort = asyncio.ensure_future(slow.wire.Abort(request))
     assert (await call).finished.finish_reason == ABORTED
