@@ -14,6 +14,7 @@ siblings to make one: what an agent adds to a trajectory is bounded here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import Counter, OrderedDict
@@ -345,12 +346,11 @@ class Closing:
             for attempt, lost, settled in self._queue.expire():
                 await self._expired(attempt, lost, settled)
             deadline = self._queue.next_deadline()
-            sooner = asyncio.ensure_future(self._queue.deadline_sooner.wait())
             timeout = None if deadline is None else max(0.0, deadline - self._clock())
-            try:
-                await asyncio.wait([sooner], timeout=timeout)
-            finally:
-                sooner.cancel()
+            # Not in a task of its own, which would begin to wait only later, and miss what comes before.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._queue.deadline_sooner.wait()
 
     async def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> None:
         """`lost` is the trajectory, and those that branch from it; nothing where it was never opened."""

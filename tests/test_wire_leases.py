@@ -30,6 +30,7 @@ from tests.harness import (
     sampling,
     sequence,
     serve,
+    until,
 )
 
 EXPIRED = (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_EXPIRED")
@@ -66,7 +67,7 @@ async def leasing(harness: Harness, concurrency: int = 1) -> AsyncGenerator[Any]
 
 
 async def take(call: Any) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         return await call.read()
 
 
@@ -95,14 +96,31 @@ async def open_with_branches(harness: Harness, lease: Any) -> tuple[str, ...]:
     return root, f"{root}-branch", f"{root}-leaf"
 
 
+async def test_a_deadline_that_moves_just_before_it_is_waited_for_counts(harness: Harness) -> None:
+    queue = harness.serving.queue
+    next_deadline = queue.next_deadline
+
+    def and_then_it_moves() -> float | None:
+        queue.next_deadline = next_deadline  # type: ignore[method-assign]
+        asyncio.get_running_loop().call_soon(harness.pass_lease_time)
+        return next_deadline()
+
+    await submit(harness, "one")
+    async with leasing(harness) as call:
+        await take(call)
+        queue.next_deadline = and_then_it_moves  # type: ignore[method-assign]
+        queue.deadline_sooner.notify()
+        assert (await take(call)).retry_count == 1
+
+
 @pytest.mark.parametrize("max_attempts", [2, 1], ids=["made again", "failed"])
 async def test_an_expired_lease_is_always_said_to_be_one(tmp_path: Path, max_attempts: int) -> None:
-    rules = ("leases.seconds=0.3", f"leases.max_attempts={max_attempts}")
-    async with serve(tmp_path, *rules) as harness:
+    async with serve(tmp_path, f"leases.max_attempts={max_attempts}") as harness:
         await submit(harness, "one", "two")
         async with leasing(harness) as call:
             lease = await take(call)
             ids = await open_with_branches(harness, lease)
+            harness.pass_lease_time()
             again = await take(call)  # The lease has run out: the place is free.
             assert again.retry_count == (max_attempts == 2)
             for trajectory_id in ids:
@@ -122,7 +140,7 @@ async def test_the_branches_of_a_replaced_runs_leases_have_expired(harness: Harn
 
 
 async def test_a_branch_that_never_began_does_not_expire_with_its_root(tmp_path: Path) -> None:
-    async with serve(tmp_path, "leases.seconds=0.3", step_seconds=0.02) as harness:
+    async with serve(tmp_path, step_seconds=0.02) as harness:
         await submit(harness, "one")
         async with leasing(harness) as call:
             lease = await take(call)
@@ -134,6 +152,7 @@ async def test_a_branch_that_never_began_does_not_expire_with_its_root(tmp_path:
             code, _ = await failure(harness.generate("branch", [9], parent_trajectory_id=root))
             assert code == grpc.StatusCode.UNAVAILABLE
             await refuse(None)
+            harness.pass_lease_time()
             await take(call)
             # The id is free: it belongs to no lease.
             turn = await harness.generate("branch", [9])
@@ -149,10 +168,10 @@ async def test_a_lease_that_runs_out_while_the_prompt_is_encoded_is_refused(
     class Slow(ByteRenderer):
         def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
             loop.call_soon_threadsafe(encoding.set)
-            asyncio.run_coroutine_threadsafe(encoded.wait(), loop).result(5)
+            asyncio.run_coroutine_threadsafe(encoded.wait(), loop).result(20)
             return super().encode_text("x", first=first)
 
-    async with serve(tmp_path, "leases.seconds=0.3") as harness:
+    async with serve(tmp_path) as harness:
         await submit(harness, "one")
         async with leasing(harness) as call:
             lease = await take(call)
@@ -161,6 +180,7 @@ async def test_a_lease_that_runs_out_while_the_prompt_is_encoded_is_refused(
                 harness.generate(lease.trajectory_id, text="y" * 20_000)
             )
             await encoding.wait()
+            harness.pass_lease_time()
             await take(call)
             encoded.set()
             assert await failure(opening) == EXPIRED
@@ -170,14 +190,15 @@ async def test_a_lease_that_runs_out_while_the_prompt_is_encoded_is_refused(
 
 
 async def test_a_group_without_leases_lives_while_any_sibling_is_called(tmp_path: Path) -> None:
-    async with serve(tmp_path, "leases.seconds=0.4", step_seconds=0.02) as harness:
+    async with serve(tmp_path, step_seconds=0.02) as harness:
         place = {"group_id": "mine", "group_size": 3}
         turn = asyncio.ensure_future(
             harness.generate("t0", sample_index=0, sampling_params=sampling(60), **place)
         )
         # Open, and idle for longer than a lease; and never opened at all.
         await harness.generate("t1", sample_index=1, sampling_params=sampling(1), **place)
-        await asyncio.sleep(0.8)
+        await harness.sampled("t0")
+        harness.pass_lease_time()
         assert not turn.done()
         assert not await harness.complete("t1")
         await harness.generate("t2", sample_index=2, sampling_params=sampling(1), **place)
@@ -192,11 +213,12 @@ async def test_a_group_without_leases_lives_while_any_sibling_is_called(tmp_path
 
 
 async def test_a_group_without_leases_ends_a_lease_after_its_last_call(tmp_path: Path) -> None:
-    async with serve(tmp_path, "leases.seconds=0.3", step_seconds=0.01) as harness:
+    async with serve(tmp_path, step_seconds=0.01) as harness:
         turn = asyncio.ensure_future(
             harness.generate("t0", group_id="mine", group_size=2, sampling_params=sampling(400))
         )
-        await asyncio.sleep(0.5)
+        await harness.sampled("t0")
+        harness.pass_lease_time()
         exchange = await hello(harness.wire)
         exchange.send(demand={"group_count": 1})
         await exchange.nothing()
@@ -204,6 +226,10 @@ async def test_a_group_without_leases_ends_a_lease_after_its_last_call(tmp_path:
         request.all.SetInParent()
         await harness.wire.Abort(request)
         await turn
+        attempt = harness.serving.queue.attempt_of("t0")
+        assert attempt is not None
+        await until(lambda: not attempt.open_calls)
+        harness.pass_lease_time()
         delivery = await exchange.receive("delivery")
         reasons = {t.outcome.failure.reason for t in delivery.group.trajectories}
         assert reasons == {"LEASE_EXPIRED"}
