@@ -149,6 +149,8 @@ async def test_a_server_that_cannot_see_this_memory_gets_a_stream(
 
 async def test_an_upload_that_is_in_the_way_is_waited_out() -> None:
     async def busy(requests: AsyncIterator[Any], context: Any) -> None:
+        # As a server does: a call that ends unread may look like a broken one to who still writes to it.
+        await anext(requests)
         await refuse(context, grpc.StatusCode.ABORTED, "UPLOAD_IN_PROGRESS")
 
     async with ScriptedServer() as server, publishing(server) as publisher:
@@ -176,9 +178,11 @@ async def test_a_version_the_server_holds_already_is_not_sent_again() -> None:
 
 async def test_refusals_say_why_and_a_lost_server_is_another_matter() -> None:
     async def wrong(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
         await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "SHAPE_MISMATCH", "a.weight is odd")
 
     async def lost(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
         await refuse(context, grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
     async def silent(requests: AsyncIterator[Any], context: Any) -> None:
@@ -497,10 +501,11 @@ async def test_a_server_that_was_lost_since_it_was_begun_is_sent_all_of_it() -> 
 
 @pytest.mark.parametrize("how", ["filled again", "relabelled", "closed", "failed"])
 async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(how: str) -> None:
-    ended = asyncio.get_running_loop().create_future()
+    begun, ended = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def forgotten(requests: AsyncIterator[Any], context: Any) -> None:
         header = (await anext(requests)).header
+        begun.set()
         await context.write(
             Progress(weight_version=header.weight_version, state=weights_pb2.WEIGHT_STATE_READY)
         )
@@ -525,7 +530,7 @@ async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(ho
                     await publisher.fill(Broken(), 1, "float32", ANNOUNCED)
             else:
                 await publisher.fill(weights, 1, "float32", ANNOUNCED)
-                await asyncio.sleep(0.1)
+                await begun.wait()
             if how == "filled again":
                 await publisher.fill(weights, 2, "float32")
             if how == "relabelled":

@@ -208,11 +208,12 @@ async def test_leases_that_nobody_calls_on_run_out_and_are_made_again(tmp_path: 
         await submit(first, "x", group_size=2)
         _, leases = await lease(first, 2)
         after = killed(tmp_path / "a")
-    async with on_disk(after, "leases.seconds=0.5") as second:
+    async with on_disk(after) as second:
         answer = await second.wire.RenewLease(
             RenewLeaseRequest(trajectory_ids=[leases[0].trajectory_id])
         )
         assert not answer.expired_trajectory_ids
+        second.pass_lease_time()
         _, again = await lease(second, 2, "another")
         assert {given.retry_count for given in again} == {1}
         late = second.generate(leases[1].trajectory_id, sampling_params=sampling(8))

@@ -54,7 +54,7 @@ def lease(harness: Harness, concurrency: int = 8, agent_id: str = "agent", **fie
     return harness.wire.LeaseTasks(request)
 
 
-async def take(call: Any, seconds: float = 5.0) -> Any:
+async def take(call: Any, seconds: float = 20.0) -> Any:
     async with asyncio.timeout(seconds):
         return await call.read()
 
@@ -167,20 +167,21 @@ async def test_a_lost_agents_attempts_are_leased_again(tmp_path: Path) -> None:
 
 
 async def test_calls_and_renewals_keep_a_lease(tmp_path: Path) -> None:
-    async with serve(tmp_path, "leases.seconds=0.4", step_seconds=0.02) as harness:
+    async with serve(tmp_path, step_seconds=0.02) as harness:
         await submit(harness, task("a", 2, sampling_params=sampling(50)))
         call = lease(harness, 2)
         busy, idle = await take(call), await take(call)
         # A turn longer than the lease: the open call keeps it.
         turn = asyncio.ensure_future(open_leased(harness, busy))
+        await harness.sampled(busy.trajectory_id)
         for _ in range(6):
-            await asyncio.sleep(0.15)
+            harness.pass_lease_time(40)
             answer = await harness.wire.RenewLease(
                 RenewLeaseRequest(trajectory_ids=[idle.trajectory_id, "unknown"])
             )
             assert list(answer.expired_trajectory_ids) == ["unknown"]
         assert len((await turn).tokens) == 50
-        await asyncio.sleep(0.7)
+        harness.pass_lease_time(70)
         answer = await harness.wire.RenewLease(
             RenewLeaseRequest(trajectory_ids=[idle.trajectory_id])
         )
@@ -266,9 +267,10 @@ async def test_a_callers_own_group_is_delivered_without_a_task(harness: Harness)
 
 
 async def test_an_abandoned_group_of_a_caller_ends_in_failures(tmp_path: Path) -> None:
-    async with serve(tmp_path, "leases.seconds=0.3") as harness:
+    async with serve(tmp_path) as harness:
         await harness.generate("mine-0", group_id="mine", group_size=2, sample_index=0)
         await harness.complete("mine-0", 1.0)
+        harness.pass_lease_time()
         exchange = await hello(harness.wire)
         exchange.send(demand={"group_count": 1})
         delivery = await exchange.receive("delivery")
@@ -322,7 +324,7 @@ async def test_a_turn_cut_off_with_its_agent_leaves_only_the_grace(tmp_path: Pat
         await turn.read()
         # What a kill -9 looks like: every call of the process ends at once.
         await channel.close()
-        again = await take(lease(harness, 1), seconds=3)
+        again = await take(lease(harness, 1))
         assert again.retry_count == 1
         assert not harness.serving.turns.in_flight
 
