@@ -157,7 +157,7 @@ async def test_sigterm_gives_back_and_ends_with_0(functions):
         )
         await asyncio.wait_for(server.wait_until(lambda: "t-0-0" in server.records), 60)
         process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 15)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0, errors.decode()
         assert server.outcomes[0][1].failure.reason == "WORKER_STOPPED"
 
@@ -171,5 +171,5 @@ async def test_a_worker_without_a_server_says_so_and_can_be_stopped(functions):
         while b"no server at 127.0.0.1:1" not in await process.stderr.readline():
             pass
     process.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(process.communicate(), 15)
+    await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0

@@ -143,7 +143,7 @@ async def test_a_server_that_stays_away_fails_the_turn_within_the_bound():
     patience = Patience(reconnect_seconds=0.5)
     async with connect("127.0.0.1:1", patience=patience) as client:
         with pytest.raises(ServerUnavailable):
-            await asyncio.wait_for(client.trajectory().turn("hello"), 10)
+            await asyncio.wait_for(client.trajectory().turn("hello"), 20)
 
 
 async def test_an_aborted_turn_is_resumed_whole(penstock, server):

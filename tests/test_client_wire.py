@@ -335,7 +335,7 @@ class Proxy:
 
 async def ended(client: Client, trajectory_id: str, turn_count: int) -> None:
     """Waits until the server has ended a turn that nobody may hear of."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             with contextlib.suppress(NotFound):
                 record = await client.get_trajectory(trajectory_id)
@@ -516,7 +516,7 @@ async def group_worker(
     try:
         yield worker
         worker.stop()
-        await asyncio.wait_for(working, 5)
+        await asyncio.wait_for(working, 20)
     finally:
         working.cancel()
     assert not worker._final and not worker._book._groups
@@ -616,7 +616,7 @@ async def test_a_turn_refused_after_the_last_lease_leaves_the_group_to_its_sibli
     ):
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
-            await until(lambda: harness.serving.buffer.waiting_count == 1, 2.0)
+            await until(lambda: harness.serving.buffer.waiting_count == 1)
         assert sizes == [2]
 
 

@@ -391,7 +391,7 @@ async def test_a_defect_in_the_writer_fails_what_waits(tmp_path: Path) -> None:
     list(journal.replay())
     await journal.start(broken)
     with pytest.raises(DomainError) as error:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while True:
                 await journal.append([record("x", 300_000)])
     assert error.value.reason is Reason.JOURNAL_FAILED

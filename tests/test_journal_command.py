@@ -101,7 +101,7 @@ async def fill(harness: Harness) -> Exchange:
 
 async def exchange_settled(harness: Harness) -> None:
     """The receipt is in the journal."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not any(group.step for group in harness.serving.buffer.groups):
             await asyncio.sleep(0.01)
     await harness.serving._journal.append(())

@@ -98,7 +98,7 @@ async def submit(harness: Harness, *names: str, group_size: int = 2, **fields: A
 async def lease(harness: Harness, count: int, agent: str = "agent") -> tuple[Any, list[Any]]:
     """The stream, which must stay open, and what was leased on it."""
     call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id=agent, concurrency=count))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         leases = [await call.read() for _ in range(count)]
     return call, leases
 
@@ -461,7 +461,7 @@ async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(
         ids = [(await exchange.receive("delivery")).delivery_id for _ in range(held)]
         exchange.send(receipt={"delivery_ids": ids, "step": 1})
         exchange.send(checkpoint={"step": 1})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while harness.serving.buffer.held_count:
                 await asyncio.sleep(0.01)
         # The same call again.

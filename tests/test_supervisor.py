@@ -47,7 +47,7 @@ class Stage:
             found = [what for name, what in self.events if name == who and text in what]
             return len(found) >= count or self.running.done()
 
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(20), self.changed:
             await self.changed.wait_for(there)
 
     def pid(self, index: int) -> int:

@@ -267,7 +267,7 @@ async def test_aborted_and_continued_greedy_text_is_that_of_one_turn(
 
 async def begins(engine: VllmEngine) -> None:
     """vLLM tells of its load with a step, which may be a while on a busy machine."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not engine.stats().running:
             await asyncio.sleep(0.01)
 
@@ -650,7 +650,7 @@ async def check_death_is_noticed(engine: VllmEngine, process: psutil.Process) ->
     turn = asyncio.create_task(run(engine, asked))
     await first_token(engine)
     process.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert "exit code -9" in await waiting
         with pytest.raises(EngineLost):
             await turn

@@ -135,7 +135,7 @@ async def test_what_the_word_says_is_looked_at_before_the_commit(
         await asyncio.sleep(0.1)
         assert not looked.is_set()
         file.tell_filled(8)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await looked.wait()
         # Said too soon: what was looked at is what counts.
         file.view[:4] = b"\xff" * 4
@@ -187,7 +187,7 @@ async def test_the_verdict_is_the_same_whatever_the_word_says_and_whenever_the_c
             if pause is not None:
                 await asyncio.sleep(pause)
         expected = verdict(manifest, spoiled, not_finite)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             if expected is None:
                 staged = await upload.verify(checksums)
                 assert dict(staged.hashes) == dict(zip(SHAPES, checksums, strict=True))
@@ -207,7 +207,7 @@ async def test_a_word_that_never_moves_keeps_nobody_waiting_and_hardly_a_core_bu
         before = time.process_time()
         await asyncio.sleep(0.5)
         assert time.process_time() - before < 0.1
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(20):
             await upload.end()
         stage.close()
 
@@ -399,7 +399,7 @@ async def test_an_uploader_that_vanishes_while_it_fills_leaves_nothing(
             await held.begun.wait()
         held.go_on.set()
         # The same version is taken, once nobody is at it.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while True:
                 try:
                     assert await states(harness, requests) == [READY, STAGED, ACTIVE]

@@ -118,7 +118,7 @@ async def adapters_of(harness: Harness) -> list[int]:
 
 async def freed(harness: Harness, *versions: int) -> None:
     """Waits until the engine has none of these, nor their files."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while set(versions) & set(harness.engine.adapters) or any(
             harness.engine.adapter_folders[v].exists() for v in versions
         ):
@@ -318,7 +318,7 @@ async def test_a_stop_string_is_found_across_the_move(lora: Harness) -> None:
     assert stop not in bytes(before).decode()
     lora.engine.freeze_at = cut
     call = begin(lora, "t", prompt, 60, sampling_params=sampling(60, stop=[stop]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while [r.count for r in lora.engine._running.values()] != [cut]:
             await asyncio.sleep(0.005)
     await push(lora, 1, policy="recompute")
@@ -371,7 +371,7 @@ async def test_a_caller_that_is_lost_while_its_turn_moves_leaves_nothing(lora: H
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     await switching
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while lora.serving.turns.in_flight:
             await asyncio.sleep(0.01)
     await freed(lora, 1)

@@ -145,7 +145,7 @@ class Server:
 
     async def only(self, *versions: int) -> None:
         """Waits until the engine has these adapters and no others, and so has the memory."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while set(await self.engine._llm.list_loras()) != set(versions):
                 await asyncio.sleep(0.01)
             wanted = {f"v{version}" for version in versions}

@@ -269,7 +269,7 @@ async def then_nothing(requests: list[Any]) -> Any:
 
 
 async def until_idle(harness: Harness) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await harness.serving.uploads._slot.wait_free()
 
 

@@ -154,7 +154,7 @@ async def call(
     service: ServiceDescriptor,
     method: MethodDescriptor,
     *bodies: bytes,
-    seconds: float = 0.5,
+    seconds: float = 20.0,
 ) -> tuple[grpc.StatusCode, str]:
     """Calls a method with raw bytes; returns its status and reason."""
     path = f"/{service.full_name}/{method.name}"

@@ -36,7 +36,7 @@ async def finish_groups(harness: Harness, *names: str, index: int = 0) -> None:
     )
     call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=100))
     for _ in names:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             attempt = await call.read()
         await harness.generate(attempt.trajectory_id, [1, 2], sampling_params=sampling(4))
         await harness.complete(attempt.trajectory_id)
@@ -45,7 +45,7 @@ async def finish_groups(harness: Harness, *names: str, index: int = 0) -> None:
 
 async def ended(exchange: Exchange) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while await exchange.call.read() is not grpc.aio.EOF:
                 pass
             code = await exchange.call.code()
@@ -215,7 +215,7 @@ async def test_late_groups_by_policy(harness: Harness, policy: Any, notice: str 
     assert (await exchange.receive("notice")).reason == notice
     call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1))
     if notice == "GROUP_REQUEUED":
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await call.read()).task.task_id == "a"
     else:
         reading = asyncio.ensure_future(call.read())

@@ -218,16 +218,19 @@ async def test_a_trajectory_is_readable_while_its_group_is_held(harness: Harness
 # Evaluation groups that nobody asks for
 
 
-async def leases(harness: Harness, **fields: Any) -> AsyncIterator[Any]:
-    """Leases, until none comes for a while."""
+async def leases(harness: Harness, count: int, **fields: Any) -> AsyncIterator[Any]:
+    """So many leases, and no more of them for a while."""
     call = harness.wire.LeaseTasks(
         LeaseTasksRequest(**{"agent_id": "a", "concurrency": 4, **fields})
     )
     try:
-        while True:
-            async with asyncio.timeout(0.3):
+        async with asyncio.timeout(20):
+            for _ in range(count):
                 yield await call.read()
-    except TimeoutError:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await call.read()
+    finally:
         call.cancel()
 
 
@@ -240,7 +243,7 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
         tasks.append(Task(task_id="t", group_size=1, tokens=sequence([1])))
         await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=tasks))
         seen = []
-        async for lease in leases(harness):
+        async for lease in leases(harness, 7):
             seen.append(lease.task.task_id)
             await harness.complete(lease.trajectory_id)
         # Training goes on beside them.
@@ -255,14 +258,14 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
         exchange.send(demand={"group_count": 2, "purpose": EVAL})
         for _ in range(2):
             await exchange.receive("delivery")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             taken = [(await reading).task.task_id, (await waiting.read()).task.task_id]
         assert taken == ["e6", "e7"]
         # What was delivered and is lost with the trainer waits, and counts, again.
         exchange.half_close()
         await hello(harness.wire, epoch=2)
         assert harness.serving.buffer.waiting_evaluation_count == 6
-        async for lease in leases(harness, agent_id="c"):
+        async for lease in leases(harness, 0, agent_id="c"):
             raise AssertionError(lease)
 
 

@@ -26,6 +26,7 @@ from penstock.client.groups import GroupBook
 from penstock.client.leases import Attempt
 from penstock.client.scoring import RewardInvalid, as_failed, as_outcome, as_outcomes, single_turn
 from penstock.client.worker import Worker, WorkerMisconfigured
+from tests.harness import until
 from tests.scripted_server import Script, ScriptedServer, expected_tokens, status
 
 ANSWER = str(expected_tokens(0)[-1])
@@ -211,7 +212,7 @@ async def test_a_failed_sibling_is_made_again_before_the_group_is_scored(penstoc
     add_group(server, 3)
     generate, reward, scored = group_of(lambda t, count: t.sample_index == 0 and count < 3)
     settings = WorkerSettings(concurrency=3, attempts=5)
-    await asyncio.wait_for(penstock.worker(settings, generate, reward).run(), 10)
+    await asyncio.wait_for(penstock.worker(settings, generate, reward).run(), 20)
     assert scored == [[0, 1, 2]] and sorted(rewards(server)) == [0.0, 1.0, 2.0]
     assert reasons(server) == {"VALUE_ERROR": 2}
 
@@ -222,7 +223,7 @@ async def test_a_sibling_that_failed_for_good_is_left_out_and_not_waited_for(pen
     generate, reward, scored = group_of(lambda t, count: t.sample_index == 1)
     worker = penstock.worker(WorkerSettings(concurrency=3), generate, reward)
     running = asyncio.create_task(worker.run())
-    await asyncio.wait_for(server.wait_until(lambda: len(server.outcomes) == 4), 10)
+    await asyncio.wait_for(server.wait_until(lambda: len(server.outcomes) == 4), 20)
     worker.stop()
     await running
     assert scored == [[0, 2]] and sorted(rewards(server)) == [0.0, 2.0]
@@ -266,7 +267,7 @@ async def test_a_sibling_whose_score_failed_is_made_again_and_the_other_scores_s
         return [float(len(seen)), middle, float(len(seen))]
 
     settings = WorkerSettings(concurrency=3, attempts=4)
-    await asyncio.wait_for(penstock.worker(settings, single_turn, reward).run(), 10)
+    await asyncio.wait_for(penstock.worker(settings, single_turn, reward).run(), 20)
     assert seen == [[0, 1, 2]] * 2
     assert sorted(rewards(server)) == [0.5, 1.0, 1.0] and reasons(server) == {"JUDGE_SILENT": 1}
 
@@ -287,7 +288,7 @@ async def test_a_group_reward_that_raises_does_not_wait_for_a_sibling_out_of_ret
 
     # 0 and 1; 0 again; both scored in vain, 0 for the last time; 1 again, alone.
     settings = WorkerSettings(concurrency=2, attempts=4)
-    await asyncio.wait_for(penstock.worker(settings, generate, raises_once).run(), 10)
+    await asyncio.wait_for(penstock.worker(settings, generate, raises_once).run(), 20)
     assert scored == [[0, 1], [1]] and rewards(server) == [1.0]
     assert reasons(server) == {"VALUE_ERROR": 1, "RUNTIME_ERROR": 2}
 
@@ -342,8 +343,7 @@ async def test_a_lost_server_is_spoken_of_and_found_again(penstock, server, capl
     running = asyncio.create_task(worker.run())
     await server.wait_until(lambda: len(server.outcomes) == 1)
     await server.server.stop(None)
-    await asyncio.sleep(0.5)
-    assert any("trying again" in message for message in caplog.messages)
+    await until(lambda: any("trying again" in message for message in caplog.messages))
     add_tasks(server, 3)
     await server.start(server.address)
     await asyncio.wait_for(server.wait_until(lambda: len(server.outcomes) == 4), 20)
@@ -366,7 +366,7 @@ async def test_work_whose_lease_ran_out_is_stopped(penstock, server):
             stopped.set()
 
     working = asyncio.create_task(penstock.work(agent, concurrency=1, attempts=2))
-    await asyncio.wait_for(stopped.wait(), 10)
+    await asyncio.wait_for(stopped.wait(), 20)
     await server.lease_later(Task("next", "hello"))
     statistics = await working
     assert (statistics.lost_count, statistics.scored_count) == (1, 1)
@@ -397,7 +397,7 @@ async def test_a_stop_gives_back_what_does_not_finish(penstock, server):
     running = asyncio.create_task(worker.run())
     await server.wait_until(lambda: len(server.leased) == 2)
     worker.stop()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 20)
     assert reasons(server) == {"WORKER_STOPPED": 2}
 
 
@@ -415,7 +415,7 @@ async def test_a_stop_gives_back_siblings_that_wait_for_one_another(penstock, se
     running = asyncio.create_task(worker.run())
     await server.wait_until(lambda: server.calls.count("Generate") == 1)
     worker.stop()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 20)
     assert reasons(server) == {"WORKER_STOPPED": 2}
 
 

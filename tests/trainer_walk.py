@@ -98,7 +98,7 @@ class Run:
     saved: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """Step and weight version of each checkpoint, and the steps the policy had done by then."""
 
-    async def ends(self, seconds: float = 3.0) -> None:
+    async def ends(self, seconds: float = 20.0) -> None:
         async with asyncio.timeout(seconds):
             await self.walk
 

@@ -125,7 +125,7 @@ class Site:
 
     async def idle(self) -> None:
         """No upload is under way, nor a switch."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await self.serving.uploads._slot.wait_free()
             await self.serving.weights._switches.wait()
 

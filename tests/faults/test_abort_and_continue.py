@@ -31,7 +31,7 @@ async def test_a_switch_goes_on_while_callers_continue(slow: Harness) -> None:
     turn = await call
     assert turn.finished.finish_reason == ABORTED
     rest = asyncio.ensure_future(slow.resume("t"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert (await upload)[-1].active_weight_version == 1
         assert len(turn.tokens + (await rest).tokens) == 60
     assert set((await rest).versions) == {1}
@@ -45,7 +45,7 @@ async def test_an_abort_does_not_wait_for_the_attempt_after_it(slow: Harness) ->
     abort = asyncio.ensure_future(slow.wire.Abort(request))
     assert (await call).finished.finish_reason == ABORTED
     rest = asyncio.ensure_future(slow.resume("t"))
-    # The rest takes two seconds.
-    async with asyncio.timeout(1):
-        await abort
+    await abort
+    # It takes two seconds.
+    assert not rest.done()
     assert len((await rest).tokens) > 200
