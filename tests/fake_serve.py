@@ -51,6 +51,7 @@ class EngineOptions:
     max_model_len: int = MAX_CONTEXT
     step_seconds: float = 0.0
     start_seconds: float = 0.0
+    freeze_at: int | None = None
     engine_process: bool = False
     enable_lora: bool = False
     max_lora_rank: int = 16
@@ -66,6 +67,7 @@ class EngineOptions:
 @click.option("--max-model-len", type=int)
 @click.option("--step-seconds", type=float)
 @click.option("--start-seconds", type=float)
+@click.option("--freeze-at", type=int)
 @click.option("--engine-process", is_flag=True, default=None)
 @click.option("--enable-lora", is_flag=True, default=None)
 @click.option("--max-lora-rank", type=int)
@@ -147,7 +149,7 @@ def make_engine(options: EngineOptions) -> FakeEngine:
         tensors = tensors_of(options.model)
         vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
     adapters = AdapterLimits(options.max_lora_rank, options.max_loras)
-    return FakeEngine(
+    engine = FakeEngine(
         options.step_seconds,
         options.max_model_len,
         adapters=adapters if options.enable_lora else None,
@@ -155,6 +157,8 @@ def make_engine(options: EngineOptions) -> FakeEngine:
         vocab_size=vocabulary,
         keeps_history=False,
     )
+    engine.freeze_at = options.freeze_at
+    return engine
 
 
 def tensors_of(folder: Path) -> dict[str, TensorMeta]:

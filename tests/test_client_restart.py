@@ -18,6 +18,9 @@ from tests.processes import Server, server_process
 
 PROMPT = [1, 2, 3]
 SLOW = ("--step-seconds", "0.01")
+FROZEN = ("--freeze-at", "20")
+"""The engine samples no more than that for a turn: it is in mid-turn for as long as it takes."""
+THAWED = ("--freeze-at", "-1")
 MEMORY = ("--set", 'journal.durability="none"')
 
 
@@ -34,21 +37,23 @@ def uninterrupted(*lengths: int, prompt: list[int] = PROMPT, say: list[int] | No
 
 
 async def in_mid_turn(client: Client, trajectory_id: str, index: int) -> None:
-    """Returns when a turn has sampled its first token, and a few more have been."""
+    """Returns when a turn has sampled its first token."""
     while True:
         with contextlib.suppress(NotFound):
             record = await client.get_trajectory(trajectory_id)
             if record.policy_segments(index):
                 break
         await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("final_only", [True, False])
 async def test_a_turn_goes_on_at_the_exact_token_when_the_server_was_killed(
     tmp_path: Path, final_only: bool
 ) -> None:
-    async with server_process(tmp_path, *SLOW) as server, connect(server.address) as client:
+    async with (
+        server_process(tmp_path, *SLOW, *FROZEN) as server,
+        connect(server.address) as client,
+    ):
         trajectory = client.trajectory("t")
         first, second = uninterrupted(20, 60)
         turn = await trajectory.turn(PROMPT, max_tokens=20, ignore_eos=True)
@@ -62,7 +67,7 @@ async def test_a_turn_goes_on_at_the_exact_token_when_the_server_was_killed(
             del text[segment.position :]
             text += segment.token_ids.tolist()
             if restarting is None and len(text) > 15:
-                restarting = asyncio.create_task(server.restart())
+                restarting = asyncio.create_task(server.restart(*THAWED))
         assert restarting is not None
         await restarting
         # Whatever was streamed and lost was taken back: it all fits together.
@@ -74,7 +79,7 @@ async def test_a_turn_goes_on_at_the_exact_token_when_the_server_was_killed(
 
 async def _restart_in_mid_turn(server: Server, client: Client) -> None:
     await in_mid_turn(client, "t", 1)
-    await server.restart()
+    await server.restart(*THAWED)
 
 
 async def test_a_turn_that_was_finished_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -114,7 +119,7 @@ async def test_a_server_without_a_journal_comes_back_empty_and_the_error_says_so
     tmp_path: Path,
 ) -> None:
     async with (
-        server_process(tmp_path, *SLOW, *MEMORY) as server,
+        server_process(tmp_path, *SLOW, *FROZEN, *MEMORY) as server,
         connect(server.address) as client,
     ):
         begun = client.trajectory("begun")
@@ -129,13 +134,13 @@ async def test_a_server_without_a_journal_comes_back_empty_and_the_error_says_so
         first = client.trajectory("first")
         taking = asyncio.create_task(first.turn(PROMPT, max_tokens=50, ignore_eos=True))
         await in_mid_turn(client, "first", 0)
-        await server.restart()
+        await server.restart(*THAWED)
         assert (await taking).token_ids.tolist() == uninterrupted(50)[0]
 
 
 async def test_a_first_turn_on_a_lease_that_is_gone_is_not_opened_anew(tmp_path: Path) -> None:
     async with (
-        server_process(tmp_path, *SLOW, *MEMORY) as server,
+        server_process(tmp_path, *SLOW, *FROZEN, *MEMORY) as server,
         connect(server.address) as client,
     ):
         await client.submit_tasks([Task("task", prompt="hello")])
