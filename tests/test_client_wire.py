@@ -27,6 +27,7 @@ from penstock.client import (
     group_reward,
 )
 from penstock.client.scoring import Agent, single_turn
+from penstock.server.attempts import Attempt
 from penstock.server.errors import DomainError
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, expected_tokens
@@ -89,6 +90,11 @@ async def test_text_messages_and_tokens_each_open_a_trajectory(penstock: Client)
             assert turn.text == ByteRenderer().decode(turn.token_ids)
 
 
+def sampling_at(harness: Harness) -> int:
+    """Which token of its request the engine is at; zero where it has none."""
+    return max((running.count for running in harness.engine._running.values()), default=0)
+
+
 async def test_a_turn_survives_weight_switches_with_a_segment_per_version(
     slow: Harness,
 ):
@@ -96,7 +102,8 @@ async def test_a_turn_survives_weight_switches_with_a_segment_per_version(
         trajectory = penstock.trajectory()
         taking = asyncio.create_task(trajectory.turn("go", max_tokens=120, ignore_eos=True))
         for version in (1, 2):
-            await asyncio.sleep(0.1)
+            # Some tokens under each.
+            await until(lambda count=20 * version: sampling_at(slow) >= count)
             await slow.upload(version)
         turn = await taking
         assert turn.weight_versions == (0, 1, 2) and len(turn.token_ids) == 120
@@ -111,7 +118,7 @@ async def test_aborts_and_resumes_give_the_tokens_of_an_uninterrupted_turn(slow:
         taking = asyncio.create_task(trajectory.turn("go", **options))
         pieces = 0
         while True:
-            await asyncio.sleep(0.06)
+            await until(lambda taking=taking: sampling_at(slow) >= 6 or taking.done())
             await penstock.abort(everything=True)
             if not (await taking).aborted:
                 break
@@ -248,14 +255,32 @@ async def test_group_rewards_compare_the_siblings_of_each_group(harness: Harness
     assert harness.serving.buffer.waiting_count == 4
 
 
+def let_leases_last(harness: Harness, times: float = 20.0, but: int | None = None) -> None:
+    """Leases last so many times longer than agents are told, `but` for those of one sibling: they are
+    renewed in time on any machine."""
+    leases = harness.serving.queue.leases
+    touch = leases.touch
+
+    def longer(attempt: Attempt) -> None:
+        touch(attempt)
+        if attempt.sample_index != but:
+            attempt.deadline += (times - 1) * leases.rules.seconds
+
+    leases.touch = longer  # type: ignore[method-assign]
+
+
 async def test_slow_attempts_keep_their_leases(tmp_path):
-    settings = ("leases.seconds=0.4", "leases.grace_seconds=0.4")
-    async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+    async with serve(tmp_path, "leases.seconds=0.4") as harness, client_of(harness) as penstock:
+        let_leases_last(harness)
         await penstock.submit_tasks([Task("t", "go", sampling=SamplingParams(max_tokens=2))])
 
         async def agent(task, trajectory):
             await trajectory.turn()
-            await asyncio.sleep(1.5)
+            attempt = harness.serving.queue.attempt_of(trajectory.trajectory_id)
+            for _ in range(5):
+                harness.pass_lease_time(5.0)
+                left = attempt.deadline
+                await until(lambda left=left: attempt.deadline > left)
             return 1.0
 
         statistics = await penstock.work(agent, attempts=1)
@@ -275,7 +300,7 @@ async def test_aborted_turns_of_a_worker_go_on_under_new_weights(tmp_path):
             return 1.0
 
         working = asyncio.create_task(penstock.work(agent, attempts=1))
-        await asyncio.sleep(0.25)
+        await until(lambda: sampling_at(harness) > 0)
         await harness.upload(1)
         await working
         assert len(turns[0].token_ids) == 100 and turns[0].weight_versions == (0, 1)
@@ -561,6 +586,7 @@ async def test_a_group_does_not_wait_for_a_sibling_whose_lease_ran_out_for_the_l
         return [1.0] * len(trajectories)
 
     async with serve(tmp_path, *LAST) as harness, client_of(harness) as penstock:
+        let_leases_last(harness)
         await penstock.submit_tasks(group_tasks(2, 3))
         async with group_worker(harness, penstock, generate, reward) as worker:
             if stage == "waiting":
@@ -589,6 +615,7 @@ async def test_a_sibling_whose_lease_ran_out_is_waited_for_while_it_is_made_agai
 
     settings = ("leases.seconds=1.2", "leases.max_attempts=3")
     async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        let_leases_last(harness)
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
             await until(lambda: harness.serving.buffer.waiting_count == 1)
@@ -641,6 +668,7 @@ async def test_a_sibling_whose_close_is_refused_is_known_to_be_lost_when_its_lea
 
     settings = ("leases.seconds=0.4", f"leases.max_attempts={max_attempts}")
     async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        let_leases_last(harness, but=1)
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
             await until(lambda: harness.serving.buffer.waiting_count == 1)
