@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.faults.report import (  # noqa: F401
     pytest_addoption,
@@ -13,6 +14,10 @@ from tests.faults.report import (  # noqa: F401
     report,
 )
 from tests.harness import Harness, serve
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("penstock")
 
 
 @pytest.fixture

@@ -140,6 +140,19 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.002)
 
 
+async def begun(wire: Any, trajectory_id: str, least: int = 1) -> None:
+    """Returns once a policy has written so many tokens of a trajectory, wherever its server runs."""
+    request = GetTrajectoryRequest(trajectory_id=trajectory_id)
+    count = 0
+    async with asyncio.timeout(20):
+        while count < least:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                found = (await wire.GetTrajectory(request)).trajectory
+                written = [s for s in found.segments if s.author == trajectory_pb2.AUTHOR_POLICY]
+                count = sum(len(codec.token_ids(segment)) for segment in written)
+            await asyncio.sleep(0.005)
+
+
 def sequence(tokens: Sequence[int]) -> Any:
     return TokenSequence(token_ids=codec.array_bytes(np.asarray(tokens, np.int32)))
 

@@ -32,6 +32,7 @@ from tests.harness import (
     Turn,
     WeightHeader,
     Wire,
+    begun,
     collect,
     messages,
     sequence,
@@ -114,12 +115,12 @@ class Stand:
     turns: list[Turn]
     """What each model writes, by a dense upload."""
 
-    async def generate(self, max_tokens: int = 60) -> Turn:
+    async def generate(self, max_tokens: int = 60, name: str | None = None) -> Turn:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         return await collect(
             self.wire.Generate(
                 GenerateRequest(
-                    trajectory_id=f"t{next(COUNTER)}",
+                    trajectory_id=name or f"t{next(COUNTER)}",
                     tokens=sequence(PROMPT),
                     sampling_params=params,
                 )
@@ -229,8 +230,8 @@ async def test_a_version_by_gloo_is_the_dense_upload_bit_for_bit_and_again(stand
 @pytest.mark.parametrize("policy", ["RECOMPUTE", "DRAIN", "ABORT"])
 async def test_turns_in_flight_follow_the_policy(stand: Stand, policy: str) -> None:
     version = await stand.active() + 1
-    running = asyncio.ensure_future(stand.generate(400))
-    await asyncio.sleep(0.2)
+    running = asyncio.ensure_future(stand.generate(400, policy))
+    await begun(stand.wire, policy)
     await stand.trainer.begin("send", [stand.models[1]], [version], policy=policy)
     events = await stand.trainer.end()
     assert events[0].get("active") == version, events

@@ -81,7 +81,8 @@ async def test_a_turn_that_might_not_fit_is_not_begun_and_fits_once_others_are_g
         calls = [
             asyncio.ensure_future(harness.generate(f"t{i}", sampling_params=long)) for i in range(2)
         ]
-        await asyncio.sleep(0.2)
+        for i in range(2):
+            await harness.sampled(f"t{i}")
         failure = await refused(harness.generate("t2", sampling_params=long))
         assert failure.reason == "MEMORY_BUDGET"
         assert harness.serving.store.find("t2") is None

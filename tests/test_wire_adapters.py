@@ -629,7 +629,7 @@ async def test_where_all_slots_are_taken_the_probe_gets_one(lora: Harness) -> No
     for version in (1, 2, 3, 4):
         await push(lora, version, probe=probe(version))
         calls.append(begin(lora, f"t{version}", [version], 100))
-        await asyncio.sleep(0.03)
+        await lora.sampled(f"t{version}")
     for index, call in enumerate(calls):
         turn = await call
         check_tokens(turn, [index + 1])

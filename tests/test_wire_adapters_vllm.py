@@ -136,6 +136,14 @@ class Server:
         requests = requests_of(peft, self.version, **fields)
         return [response async for response in self.wire.UpdateWeights(iter(requests))][-1]
 
+    async def begun(self, names: int) -> None:
+        """The turns begun last, so many, each have a token."""
+        async with asyncio.timeout(20):
+            while len(self.serving.turns.sampling) < names or not all(
+                turn.policy_token_count for turn in self.serving.turns.sampling
+            ):
+                await asyncio.sleep(0.005)
+
     async def generate(self, count: int = 24, **fields: Any) -> Turn:
         fields.setdefault("sampling_params", greedy(count))
         request = GenerateRequest(
@@ -225,7 +233,7 @@ async def test_an_adapter_samples_as_peft_computes_it(server: Server, models: li
 async def test_a_probe_is_scored_among_turns_in_flight(server: Server, models: list[Path]) -> None:
     """vLLM prepares the output layer for adapters in a way that cannot do this."""
     running = [asyncio.ensure_future(server.generate(300)) for _ in range(5)]
-    await asyncio.sleep(0.1)
+    await server.begun(5)
     for seed in (50, 51):
         peft = Peft(models[0], seed=seed)
         response = await server.push(peft, probe=probe_of(peft.score(PROMPT)))
@@ -247,7 +255,7 @@ async def test_old_turns_finish_under_the_old_adapter_and_it_is_freed(
     await server.push(old)
     before = server.version
     running = [asyncio.ensure_future(server.generate(400)) for _ in range(3)]
-    await asyncio.sleep(0.15)
+    await server.begun(3)
     await server.push(new)
     after = await server.generate()
     assert not running[0].done()
@@ -267,7 +275,7 @@ async def test_recompute_goes_on_under_the_new_adapter_at_the_exact_token(
     await server.push(old)
     before = server.version
     running = [asyncio.ensure_future(server.generate(300)) for _ in range(3)]
-    await asyncio.sleep(0.15)
+    await server.begun(3)
     await server.push(new, in_flight=weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE)
     for call in running:
         turn = await call

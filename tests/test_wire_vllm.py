@@ -31,6 +31,7 @@ from tests.harness import (
     Turn,
     WeightHeader,
     Wire,
+    begun,
     collect,
     messages,
     sequence,
@@ -83,7 +84,8 @@ async def test_greedy_text_survives_any_number_of_aborts(wire: Any) -> None:
     call = asyncio.ensure_future(generate(wire, "cut", tokens=prompt))
     turns: list[Turn] = []
     while True:
-        await asyncio.sleep(0.03)
+        sampled = sum(len(turn.tokens) for turn in turns)
+        await begun(wire, "cut", min(120, sampled + 15))
         await wire.Abort(AbortRequest(trajectories={"trajectory_ids": ["cut"]}))
         turns.append(await call)
         if turns[-1].finished.finish_reason != trajectory_pb2.FINISH_REASON_ABORTED:
@@ -159,7 +161,7 @@ async def test_updates_change_what_is_sampled_and_back_again(wire: Any, models: 
                 sampling_params=SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True),
             )
         )
-        await asyncio.sleep(0.2)
+        await begun(wire, f"running-{version}")
         states = [
             response.state
             async for response in wire.UpdateWeights(iter(upload_of(path, version, recompute)))
