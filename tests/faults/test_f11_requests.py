@@ -22,6 +22,7 @@ from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from tests.fakes import VOCAB_SIZE, expected_tokens
 from tests.faults.fake_server import ServerProcess, fake_server
+from tests.faults.lateness import watched_lateness
 from tests.faults.report import Report, report_of
 from tests.harness import (
     AbortRequest,
@@ -491,16 +492,22 @@ async def send(harness: Harness, absurd: Absurd) -> tuple[grpc.StatusCode, str]:
 async def longest_wait(
     server: ServerProcess, asking: asyncio.Event, stopping: asyncio.Event
 ) -> float:
-    """Asks for something small again and again, by a connection of its own; the longest wait."""
+    """Asks for something small again and again, by a connection of its own; the longest wait, less what
+    this process was late by itself."""
     longest = 0.0
     options = client_options(own_connection=True)
-    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+    async with (
+        grpc.aio.insecure_channel(server.address, options=options) as channel,
+        watched_lateness() as lateness,
+    ):
         wire = Wire(channel)
         await wire.GetServerInfo(GetServerInfoRequest())
         asking.set()
+        late = await lateness.seconds()
         while not stopping.is_set():
             begun = time.perf_counter()
             await wire.GetServerInfo(GetServerInfoRequest())
-            longest = max(longest, time.perf_counter() - begun)
-            await asyncio.sleep(0.002)
+            waited = time.perf_counter() - begun
+            late, before = await lateness.seconds(), late
+            longest = max(longest, waited - (late - before))
     return longest

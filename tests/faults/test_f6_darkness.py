@@ -22,6 +22,7 @@ from penstock.wire.channel import (
     client_options,
 )
 from tests.faults.fake_server import ServerProcess, fake_server
+from tests.faults.lateness import watched_lateness
 from tests.faults.namespace import Namespace, namespace, why_not
 from tests.faults.report import Report
 from tests.faults.workload import Workload
@@ -98,15 +99,17 @@ async def happen(
     try:
         await asyncio.sleep(rng.uniform(0.05, 0.6))
         clock = asyncio.get_running_loop().time
-        inside.go_dark()
-        begun = clock()
-        await asyncio.wait([idle], timeout=seconds)
-        dark = clock() - begun
+        async with watched_lateness() as lateness:
+            inside.go_dark()
+            begun = clock()
+            await asyncio.wait([idle], timeout=seconds)
+            dark = clock() - begun
+            late = await lateness.seconds()
         if idle.done():
             idle.result()
             await asyncio.sleep(max(0.0, seconds - dark))
         inside.go_on()
-        assert dark <= NOTICED_SECONDS + SLACK_SECONDS, f"not noticed for {dark:.1f} s"
+        assert dark <= NOTICED_SECONDS + SLACK_SECONDS + late, f"not noticed for {dark:.1f} s"
         await running
         workload.check()
         return dark if idle.done() else 0.0

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.wire.channel import client_options
 from tests.faults.fake_server import ServerProcess, fake_server
+from tests.faults.lateness import watched_lateness
 from tests.faults.proxy import Proxy, proxying
 from tests.faults.report import Report
 from tests.harness import GetServerInfoRequest, LeaseTasksRequest, Wire
@@ -68,16 +69,17 @@ class Crowd:
                     self.lost += 1
 
     async def cut(self, proxy: Proxy) -> float:
-        """Resets everybody; seconds until the last is back."""
+        """Resets everybody; seconds until the last is back, less what this process was late by itself."""
         self.there.clear()
         self.all_there.clear()
         clock = asyncio.get_running_loop().time
         begun = clock()
         cut = proxy.reset_all()
         assert cut >= self.count
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS), watched_lateness() as lateness:
             await self.all_there.wait()
-        return clock() - begun
+            took = clock() - begun
+            return max(0.0, took - await lateness.seconds())
 
 
 async def test_reconnect(
