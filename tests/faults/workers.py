@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.processes import Process
+from tests.faults.lateness import watched_lateness
 from tests.harness import (
     Exchange,
     Harness,
@@ -75,10 +76,15 @@ class Crew:
         }
 
     async def lets_go(self, trajectory_ids: set[str], seconds: float) -> None:
-        """These are leased no more, each completed or given back, within so many seconds."""
-        async with asyncio.timeout(seconds):
+        """These are leased no more, each completed or given back, within so many seconds, not counting
+        what the server's process, which is this one, was late by."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        async with asyncio.timeout(60), watched_lateness() as lateness:
             while trajectory_ids & set(self.harness.serving.queue._attempts):
                 await asyncio.sleep(0.02)
+            took = clock() - begun
+            assert took - await lateness.seconds() <= seconds, f"leased for {took:.1f} s more"
 
     async def all_done(self, seconds: float = 60.0) -> None:
         """Every group submitted so far is complete."""
