@@ -22,6 +22,7 @@ import pytest_asyncio
 
 from penstock.wire.channel import client_options
 from tests.faults.fake_server import ServerProcess, fake_server
+from tests.faults.lateness import watched_lateness
 from tests.faults.report import Report
 from tests.harness import (
     CompleteTrajectoryRequest,
@@ -40,7 +41,8 @@ from tests.harness import (
 QUICK = 8
 OTHERS = 4
 SLICE_SECONDS = 1.5
-QUICK_SLICE_SECONDS = 0.4
+QUICK_SLICE_SECONDS = 0.2
+QUICK_SLICES = 6
 TURN_TOKENS = 500
 TASK_TOKENS = 10_000
 """Of the prompt of each task that is leased: 40 KB."""
@@ -75,7 +77,7 @@ async def others(server: ServerProcess) -> AsyncGenerator[Harness]:
 
 
 async def take_turns(harness: Harness, seconds: float) -> float:
-    """How many turns a second callers get that do read."""
+    """How many turns a second callers get that do read, while this process is not late itself."""
     turns = 0
     clock = asyncio.get_running_loop().time
     begun = clock()
@@ -89,10 +91,12 @@ async def take_turns(harness: Harness, seconds: float) -> float:
             await harness.complete(name)
             turns += 1
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(OTHERS):
-            tasks.create_task(one())
-    return turns / (clock() - begun)
+    async with watched_lateness() as lateness:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(OTHERS):
+                tasks.create_task(one())
+        took = clock() - begun
+        return turns / max(took - await lateness.seconds(), 0.01)
 
 
 async def slice_of(
@@ -142,7 +146,7 @@ async def test_speed(
     count = report.count or QUICK
     name, node = f"{count} unread turns", request.node.nodeid
     each = SLICE_SECONDS if report.count else QUICK_SLICE_SECONDS
-    seconds = request.config.getoption("fault_seconds") if report.count else 2 * each
+    seconds = request.config.getoption("fault_seconds") if report.count else QUICK_SLICES * each
     speeds: dict[bool, list[float]] = {True: [], False: []}
     options = client_options(own_connection=True)
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:
@@ -153,7 +157,9 @@ async def test_speed(
                 speeds[read].append(await slice_of(others, channel, count, each, read=read))
         after = server.footprint()
     server.check_alive()
-    share = median(speeds[False]) / median(speeds[True])
+    # What else the machine has to do slows some of the slices.
+    typical = median if report.count else max
+    share = typical(speeds[False]) / typical(speeds[True])
     grown = (after.resident_bytes - before.resident_bytes) / 1e6
     wanted = SPEED if report.count else QUICK_SPEED
     if share < wanted or after.resident_bytes - before.resident_bytes > count * BUDGET_BYTES:
