@@ -151,7 +151,7 @@ async def start_server(model: Path) -> tuple[Spoken, str]:
     )
     server = Spoken(process)
     seen = ""
-    while " on 127.0.0.1:" not in (line := await server.line(90)):
+    while " on 127.0.0.1:" not in (line := await server.line(200)):
         seen += line
     return server, f"127.0.0.1:{line.rpartition(':')[2].split()[0]}"
 
@@ -199,7 +199,7 @@ async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Stan
     try:
         server, address = await start_server(models[0])
         trainer.address = address
-        assert (await trainer.event(90)) == {"event": "ready"}
+        assert (await trainer.event(200)) == {"event": "ready"}
         async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
             stand = Stand(server, trainer, Wire(channel), models, [])
             for version, model in ((1, 1), (2, 0)):
@@ -266,7 +266,7 @@ async def test_a_trainer_that_dies_half_way_changes_nothing(stand: Stand, where:
     turn = await running
     await stand.serves(1, version)
     # Its deadline, what noticing costs, and a turn.
-    assert time.monotonic() - began < DEADLINE_SECONDS + 4
+    assert time.monotonic() - began < DEADLINE_SECONDS + 20
     assert turn.tokens == stand.turns[1].tokens
     assert set(turn.versions) == {version}
     if where == "alive but silent":
@@ -294,7 +294,7 @@ async def test_a_trainer_that_nobody_joins_hears_why(stand: Stand) -> None:
     await stand.trainer.begin("send", [stand.models[0]], [99])
     began = time.monotonic()
     assert (await stand.trainer.end())[0]["failed"] == "STALE_EPOCH"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     stand.trainer.epoch += 2
 
 

@@ -170,7 +170,7 @@ class Trainer:
                 text += line.decode()
         return text
 
-    async def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
+    async def end(self, seconds: float = 120.0) -> tuple[int, str, str]:
         async with asyncio.timeout(seconds):
             out, err = await self.process.communicate()
         assert self.process.returncode is not None
@@ -462,7 +462,7 @@ async def test_sigterm_ends_after_the_step_under_way(tiny: Path, tmp_path: Path)
         trainer = await start_trainer(path)
         await server.engine.loads(2)
         trainer.process.send_signal(signal.SIGTERM)
-        code, _, err = await trainer.end(20)
+        code, _, err = await trainer.end(60)
         assert code == 0, err
         assert len(records(tmp_path)) == len(server.engine.versions)
         assert "while its server was away" not in err
@@ -476,7 +476,7 @@ async def test_sigterm_ends_a_trainer_that_never_reached_its_server(
         trainer = await start_trainer(path)
         await reached.wait()
         trainer.process.send_signal(signal.SIGTERM)
-        code, _, err = await trainer.end(10)
+        code, _, err = await trainer.end(60)
     assert code == 0, err
     assert "penstock train: stopped at step 0 while its server was away\n" in err
 
@@ -495,7 +495,7 @@ async def test_sigterm_ends_a_trainer_whose_server_was_killed_and_it_resumes(
         await first.serving.stop(0.0)
         said = await trainer.says("lost the server")
         trainer.process.send_signal(signal.SIGTERM)
-        code, _, err = await trainer.end(10)
+        code, _, err = await trainer.end(60)
         assert code == 0, said + err
     last = records(tmp_path)[-1]["step"]
     assert f"penstock train: stopped at step {last} while its server was away\n" in err
@@ -534,7 +534,7 @@ async def test_a_server_lost_after_sigterm_is_not_waited_for(tiny: Path, tmp_pat
         trainer.process.send_signal(signal.SIGTERM)
         await trainer.says("SIGTERM: stopping")
         await server.serving.stop(0.0)
-        code, _, err = await trainer.end(10)
+        code, _, err = await trainer.end(60)
     assert code == 0, err
     (step,) = records(tmp_path)
     assert (step["step"], step["seconds_switch"]) == (1, 0.0)

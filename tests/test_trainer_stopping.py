@@ -108,7 +108,7 @@ async def test_a_step_that_computes_is_finished_and_saved_without_the_server(
 ) -> None:
     async with Stalling("none") as server, running(tmp_path, server.address) as run:
         run.policy.may_end.clear()
-        await asyncio.to_thread(run.policy.computing.wait, 10)
+        await asyncio.to_thread(run.policy.computing.wait, 60)
         await server.server.stop(0)
         run.stopping.set()
         await run.exchange.left.wait()
