@@ -372,7 +372,7 @@ class Exchange:
     def half_close(self) -> None:
         self.outgoing.put_nowait(None)
 
-    async def receive(self, kind: str, seconds: float = 10.0) -> Any:
+    async def receive(self, kind: str, seconds: float = 20.0) -> Any:
         """The next message, which must be of this kind."""
         async with asyncio.timeout(seconds):
             response = await self.call.read()

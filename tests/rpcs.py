@@ -47,7 +47,7 @@ async def call(
     body: bytes = b"",
     *,
     metadata: tuple[tuple[str, str], ...] = (),
-    seconds: float = 5.0,
+    seconds: float = 20.0,
     open_ended: bool = False,
 ) -> Failure | None:
     """Calls a method with raw bytes; what it failed with, None where it was answered.
