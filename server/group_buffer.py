@@ -8,7 +8,8 @@ States of a group:
        +------------------+-------------------------+   resume: a trainer went back before that step
 
 Delivery is at least once; a group is gone only when a durable checkpoint contains its step, or when the
-trainer refused it. The bound is the staleness gate's: a group is charged when it is admitted, and
+trainer refused it. An evaluation group is gone with its receipt: no weights are made of it, and a trainer
+that goes back measures anew. The bound is the staleness gate's: a group is charged when it is admitted, and
 leaves the gate's count when it is taken. Evaluation groups are charged by the task queue.
 
 A group that lies in a journal on the disk is kept in memory too, while there is room for that, until it is
@@ -280,7 +281,8 @@ class GroupBuffer:
             self._evaluations[group.group_id] = None
 
     def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
-        """Groups were used by a step, or refused where it is zero; unknown deliveries are ignored.
+        """Groups were used by a step, or refused where it is zero; unknown deliveries are ignored. What
+        was measured is gone.
 
         A delivery is unknown once its group was delivered again, or when it is final.
         """
@@ -290,7 +292,7 @@ class GroupBuffer:
             if group is None:
                 continue
             settled.append(group)
-            if step:
+            if step and group.training:
                 group.step = step
                 self._used[group.group_id] = group
             else:

@@ -19,7 +19,9 @@ States of an attempt (one of a group's `group_size` places):
   leased, what is leased is taken back (LEASE_EXPIRED, not made again), and neither they nor those that
   failed are part of it. Where too many fail for that, it is complete as any other, failures included.
 - Evaluation groups pass the gate. What bounds them is the number begun and not delivered: beyond it their
-  tasks wait.
+  tasks wait. Whoever takes any task begins theirs first: training has as many as the gate admits, which can
+  be more than all agents together work on, and behind them an evaluation would wait for ever. What it takes
+  from training is bounded by whoever submits it.
 
 Pure but for the clock it is given; nothing here awaits.
 """
@@ -60,9 +62,10 @@ class TaskQueue:
         self.leases = LeaseClock(rules, clock)
         self._max_pending = max_pending
         self.max_evaluation_groups = max_evaluation_groups
+        # In the order in which groups are begun.
         self._pending: dict[trajectory_pb2.Purpose.ValueType, deque[task_service_pb2.Task]] = {
-            trajectory_pb2.PURPOSE_TRAIN: deque(),
             trajectory_pb2.PURPOSE_EVAL: deque(),
+            trajectory_pb2.PURPOSE_TRAIN: deque(),
         }
         self.known_tasks = KnownTasks()
         """Ids of the tasks of this run."""
@@ -85,6 +88,12 @@ class TaskQueue:
     def pending_count(self) -> int:
         """Tasks not yet begun."""
         return sum(len(tasks) for tasks in self._pending.values())
+
+    def pending_count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
+        """Tasks not yet begun of the purposes that these have, of all where there are none: whoever keeps
+        some waiting for training is not served by those of an evaluation."""
+        purposes = {_effective(task.purpose) for task in tasks} or self._pending.keys()
+        return sum(len(self._pending[purpose]) for purpose in purposes)
 
     @property
     def open_group_count(self) -> int:

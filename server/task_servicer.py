@@ -74,7 +74,7 @@ class TaskServicer:
         return SubmitTasksResponse(
             accepted_count=len(accepted),
             duplicate_count=duplicates,
-            pending_count=self._queue.pending_count,
+            pending_count=self._queue.pending_count_of(request.tasks),
         )
 
     async def lease_tasks(

@@ -208,7 +208,10 @@ class TrainerServicer:
         await self._journal.append([session_began(self._run_id, self._epoch, hello.resume_step)])
         welcome = Welcome(
             active_weight_version=self._weights.active_version,
-            buffered_group_count=self._buffer.waiting_count,
+            # Those of evaluations come on a demand of their own, and not among the others.
+            buffered_group_count=(
+                self._buffer.waiting_count - self._buffer.waiting_evaluation_count
+            ),
         )
         logger.info(
             "trainer of run %s holds version %d, resumes after step %d; %s",
@@ -312,9 +315,14 @@ class TrainerServicer:
             # had them delivered again, and they must not keep the places of others.
             for group in groups:
                 self._admission.vacate(group.group_id)
-        group_ids = tuple(group.group_id for group in groups)
+        group_ids = tuple(group.group_id for group in groups if group.training)
+        measured_ids = tuple(group.group_id for group in groups if not group.training)
+        records = [groups_receipted(group_ids, receipt.step)]
+        if measured_ids:
+            # As gone: nobody asks for them again.
+            records.append(groups_receipted(measured_ids, 0))
         hit("receipt.before_append")
-        await self._journal.append([groups_receipted(group_ids, receipt.step)])
+        await self._journal.append(records)
         hit("receipt.after_append")
 
     async def _finalize(self, step: int) -> None:

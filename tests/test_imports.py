@@ -92,7 +92,16 @@ def loaded_by(*command: str) -> set[str]:
         ("-m", "penstock.client", "version"),
         *(
             ("-m", "penstock.client", name, "--help")
-            for name in ("serve", "train", "rollout", "weights", "token", "demo", "version")
+            for name in (
+                "serve",
+                "train",
+                "rollout",
+                "eval",
+                "weights",
+                "token",
+                "demo",
+                "version",
+            )
         ),
     ],
     ids=" ".join,

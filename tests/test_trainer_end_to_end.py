@@ -20,6 +20,7 @@ from safetensors import safe_open
 from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import Agent, single_turn
+from penstock.client.tasks import Purpose
 from penstock.server import config as server_config
 from penstock.server.engine import (
     Adapter,
@@ -575,3 +576,44 @@ async def test_dry_run_prints_what_load_config_reads_back(tiny: Path, tmp_path: 
     out, _ = await process.communicate()
     assert process.returncode == 0
     assert "groups_per_step = 5" in out.decode()
+
+
+async def test_evaluations_are_measured_and_one_that_was_broken_off_is_begun_anew(
+    tiny: Path, tmp_path: Path
+) -> None:
+    begun = asyncio.Event()
+    slow = True
+
+    async def scored(task: Task, trajectory: Trajectory) -> float:
+        if slow and task.purpose is Purpose.EVAL and trajectory.last_turn.weight_versions[0]:
+            begun.set()
+            await asyncio.Event().wait()
+        return await letters(task, trajectory)
+
+    prompts = tmp_path / "held-out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))
+    held_out = {"name": "held-out", "jsonl": {"path": str(prompts)}, "every_versions": 1}
+    async with serving(tiny) as server, working(server.address, scored) as worker:
+        path = configure(
+            tmp_path, tiny, server.address, run={"steps": 2}, checkpoint={"every_steps": 1}
+        )
+        document = path.read_text()
+        path.write_text(document + tomli_w.dumps({"evaluation": [held_out]}))
+        first = await start_trainer(path)
+        async with asyncio.timeout(180):
+            await begun.wait()
+            while not (tmp_path / "out" / "checkpoints" / "step-00000001").exists():
+                await asyncio.sleep(0.01)
+        first.process.kill()
+        await first.end()
+        slow = False
+        for task in list(worker._running.values()):
+            task.cancel()
+        code, out, err = await (await start_trainer(path, resume=True)).end(180)
+        assert code == 0, err
+    lines = records(tmp_path)
+    measured = [line for line in lines if line.get("kind") == "evaluation"]
+    assert [line["step"] for line in lines if "kind" not in line] == [1, 2]
+    assert [line["step"] for line in measured] == [0, 1, 2]
+    assert all(line["prompts"] == 4 and line["mixed_share"] == 0.0 for line in measured)
+    assert out.count("eval held-out") == 2

@@ -20,6 +20,8 @@ from rich.console import Console
 from penstock.trainer.__main__ import _make_publisher, _Parts, _walk
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.evaluation import EvaluationSet, Evaluator
+from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.ledger import Ledger
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
@@ -27,7 +29,7 @@ from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy import StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.tasks import Problem, TaskFeeder
+from penstock.trainer.tasks import Problem, TaskFeeder, submit_tasks
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -121,23 +123,30 @@ async def running(
     policy: StillPolicy | None = None,
     weights: dict[str, object] | None = None,
     groups: dict[str, object] | None = None,
+    evaluation: Sequence[dict[str, object]] = (),
+    max_lag: int = 4,
+    data: dict[str, object] | None = None,
 ) -> AsyncGenerator[Run]:
     config = TrainerConfig.model_validate(
         {
             "run": {"steps": steps, "out": str(folder)},
             "model": {"path": "none"},
-            "data": {"group_size": 2, "reasoning_gym": {"name": "chain_sum"}},
+            "data": {"group_size": 2, "reasoning_gym": {"name": "chain_sum"}, **(data or {})},
             "groups": groups or {},
             "train": {"groups_per_step": 1},
             "weights": {"transport": "stream", **(weights or {})},
+            "staleness": {"max_lag": max_lag},
             "checkpoint": {"every_steps": 50},
+            "evaluation": list(evaluation),
         }
     )
     compute, stopping = ComputeThread(1), asyncio.Event()
     policy = policy or StillPolicy()
     saved: list[tuple[int, int, int]] = []
     ledger = Ledger(folder)
-    metrics = MetricsWriter(folder, Scalars(), Console(file=io.StringIO()), steps=100)
+    console = Console(file=io.StringIO())
+    metrics = MetricsWriter(folder, Scalars(), console, steps=100)
+    measured = EvaluationWriter(folder, Scalars(), console)
     options, own = client_options(), client_options(own_connection=True)
     async with (
         grpc.aio.insecure_channel(address, options=options) as channel,
@@ -153,7 +162,7 @@ async def running(
         exchange = Exchange(
             channel,
             run_id="r",
-            contract=Contract(max_lag=4, groups_per_step=1),
+            contract=Contract(max_lag=max_lag, groups_per_step=1),
             in_flight=IN_FLIGHT["keep"],
             weight_version=step,
             step=step,
@@ -169,6 +178,15 @@ async def running(
             next_index=next_index,
             outstanding=outstanding,
         )
+        last = last_steps(folder)
+        evaluator = Evaluator(
+            [EvaluationSet(one, config.data, last.get(one.name)) for one in config.evaluation],
+            exchange,
+            run_id="r",
+            submit=lambda asked: submit_tasks(channel, asked),
+            write=measured.write,
+            stopping=stopping,
+        )
         loop = TrainingLoop(
             config,
             policy=policy,
@@ -183,6 +201,7 @@ async def running(
             stopping=stopping,
             step=step,
             share_prefixes=False,
+            evaluator=evaluator,
         )
         parts = _Parts(exchange, publisher, metrics, loop)
         walk = asyncio.create_task(_walk(parts, stopping))
@@ -194,6 +213,7 @@ async def running(
             await asyncio.wait((walk,))
             publisher.close()
             metrics.close()
+            measured.close()
             compute.close()
             ledger.close()
 

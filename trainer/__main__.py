@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from penstock.trainer.checkpoint import TrainerState
     from penstock.trainer.compute import ComputeThread
+    from penstock.trainer.evaluation import EvaluationSet, Evaluator
+    from penstock.trainer.evaluation_writer import EvaluationWriter
     from penstock.trainer.exchange import Exchange
     from penstock.trainer.fsdp_policy import FsdpPolicy
     from penstock.trainer.ledger import Ledger
@@ -102,6 +104,7 @@ class _Start:
     policy: FsdpPolicy
     state: TrainerState
     source: Source
+    evaluations: tuple[EvaluationSet, ...]
     ledger: Ledger
     share_prefixes: bool
     passed_over: int
@@ -116,6 +119,7 @@ class _Parts:
     publisher: Publisher
     metrics: MetricsWriter
     loop: TrainingLoop
+    evaluations: EvaluationWriter | None = None
 
 
 async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> None:
@@ -154,6 +158,8 @@ async def _run_locked(
         try:
             await _walk(parts, stopping)
         finally:
+            if parts.evaluations is not None:
+                parts.evaluations.close()
             parts.metrics.close()
             parts.publisher.close()
     if parts.exchange.left.is_set():
@@ -222,7 +228,19 @@ def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
     if config.train.share_prefixes and not share_prefixes:
         log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
     passed_over = checkpoint.passed_over if checkpoint is not None else 0
-    return _Start(policy, state, source, ledger, share_prefixes, passed_over)
+    evaluations = _open_evaluations(config, state.step)
+    return _Start(policy, state, source, evaluations, ledger, share_prefixes, passed_over)
+
+
+def _open_evaluations(config: TrainerConfig, step: int) -> tuple[EvaluationSet, ...]:
+    """The sets to measure, each with what a run that resumes has measured of it."""
+    from penstock.trainer.evaluation import EvaluationSet
+    from penstock.trainer.evaluation_writer import last_steps
+    from penstock.trainer.metrics import keep_until
+
+    keep_until(config.run.out, step)
+    last = last_steps(config.run.out)
+    return tuple(EvaluationSet(e, config.data, last.get(e.name)) for e in config.evaluation)
 
 
 def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -> None:
@@ -248,6 +266,7 @@ def _wire(
     from torch.utils.tensorboard import SummaryWriter
 
     from penstock.trainer.checkpoint import TrainerState, save_checkpoint
+    from penstock.trainer.evaluation_writer import EvaluationWriter
     from penstock.trainer.gathering import settle_refused
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter, keep_until
@@ -264,11 +283,13 @@ def _wire(
     )
     publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
     settle_refused(tasks, start.ledger.refused)
+    # Before the file is opened, for this replaces it.
     written_step = keep_until(run.out, state.step)
     scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
     if state.record:
         metrics.restore(state.record, written_step=written_step)
+    evaluations = EvaluationWriter(run.out, scalars, console)
 
     def checkpoint(
         step: int, weight_version: int, figures: dict[str, object]
@@ -302,8 +323,30 @@ def _wire(
         step=state.step,
         share_prefixes=start.share_prefixes,
         forgotten_step=start.passed_over,
+        evaluator=_make_evaluator(start, run.id, exchange, channel, evaluations, stopping),
     )
-    return _Parts(exchange, publisher, metrics, loop)
+    return _Parts(exchange, publisher, metrics, loop, evaluations)
+
+
+def _make_evaluator(
+    start: _Start,
+    run_id: str,
+    exchange: Exchange,
+    channel: grpc.aio.Channel,
+    writer: EvaluationWriter,
+    stopping: asyncio.Event,
+) -> Evaluator:
+    from penstock.trainer.evaluation import Evaluator
+    from penstock.trainer.tasks import submit_tasks
+
+    return Evaluator(
+        start.evaluations,
+        exchange,
+        run_id=run_id,
+        submit=lambda asked: submit_tasks(channel, asked),
+        write=writer.write,
+        stopping=stopping,
+    )
 
 
 def _make_publisher(

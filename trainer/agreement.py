@@ -71,6 +71,13 @@ class Agreement:
         self._weight_dtype = ""
         self._ahead_version = 0
         """Newest version of the trainer before, while this one is catching up with it."""
+        self._sampled_ahead = False
+        """Whether the server samples it already, or has it only staged."""
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the server samples a version that the trainer does not hold yet."""
+        return self._sampled_ahead and self._ahead_version > self._exchange.held_version
 
     async def begin(self, welcome: trainer_service_pb2.Welcome, saved_step: int) -> None:
         """Agrees with the server on weights and tasks before the first step.
@@ -112,7 +119,7 @@ class Agreement:
                 "doing them again before anything is published",
                 newest,
             )
-            self._ahead_version = newest
+            self._ahead_version, self._sampled_ahead = newest, active > held
             await self.fill(held)
         elif serves and newest == held:
             # Also where it is there: a server that restarts is given it again.

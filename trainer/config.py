@@ -13,11 +13,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.group_config import GroupsConfig
 from penstock.trainer.section import Section
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
+# Characters of a run's id and an evaluation's name, which task ids begin with.
+LONGEST_NAMES = 200
 # Transports that know neither differences nor adapters.
 ALWAYS_WHOLE = ("checkpoint", "collective")
 
@@ -254,6 +257,20 @@ class TrainerConfig(Section):
     """What survives the trainer."""
     failure: FailureConfig = FailureConfig()
     """When to stop instead of waiting."""
+    evaluation: tuple[EvaluationConfig, ...] = ()
+    """Sets that are measured while training runs."""
+
+    @model_validator(mode="after")
+    def _evaluations_have_names(self) -> TrainerConfig:
+        names = [one.name for one in self.evaluation]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two evaluations are named {twice!r}; give each a name of its own")
+        if (longest := max(map(len, names), default=0)) + len(self.run.id) > LONGEST_NAMES:
+            raise ValueError(
+                f"run.id and the name of an evaluation are {longest + len(self.run.id)} characters "
+                f"together; task ids have room for {LONGEST_NAMES}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _enough_attempts_are_begun(self) -> TrainerConfig:

@@ -130,8 +130,22 @@ class PartConfig(SourceConfig):
         return self
 
 
-class DataConfig(SourceConfig):
-    """What is asked of the policy: exactly one source, or a mixture of them."""
+class MixableConfig(SourceConfig):
+    """Exactly one source, or a mixture of them."""
+
+    mixture: tuple[PartConfig, ...] = ()
+    """Several sources, each with its share."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> MixableConfig:
+        given = [*self.given(), *(["mixture"] if self.mixture else [])]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(SOURCES)}, mixture is needed, got {given}")
+        return self
+
+
+class DataConfig(MixableConfig):
+    """What is asked of the policy."""
 
     group_size: int = Field(default=8, ge=2)
     """Trajectories sampled for one prompt."""
@@ -139,12 +153,3 @@ class DataConfig(SourceConfig):
     """Text of a system message before each prompt; empty for none."""
     sampling: SamplingConfig = SamplingConfig()
     """How to sample where the agent leaves it unset."""
-    mixture: tuple[PartConfig, ...] = ()
-    """Several sources, each with its share."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        given = [*self.given(), *(["mixture"] if self.mixture else [])]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of {', '.join(SOURCES)}, mixture is needed, got {given}")
-        return self

@@ -34,6 +34,7 @@ from typing import cast
 import grpc
 
 from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
+from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.stopping import unless
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
@@ -130,6 +131,8 @@ class Exchange:
         """Deliveries that arrived, those of known groups included."""
         self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
         self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
+        self.evaluations = EvaluationStream(self._ready, self._send)
+        """Evaluation groups, which nothing else here is about."""
 
     @property
     def trainer_epoch(self) -> int:
@@ -365,6 +368,9 @@ class Exchange:
                 self.on_notice(response.notice)
 
     def _take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
+        if delivery.group.purpose == trajectory_pb2.PURPOSE_EVAL:
+            self.evaluations.take(delivery)
+            return
         group_id = delivery.group.group_id
         self.delivery_count += 1
         known = group_id in self._in_hand or group_id in self._settled
@@ -417,6 +423,7 @@ class Exchange:
         self._send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
         if self._owed:
             self._send(Request(demand=Demand(group_count=self._owed)))
+        self.evaluations.resume()
         if self._closing and self._outgoing is not None:
             self._outgoing.put_nowait(None)
         log.warning("connected again; the server samples version %d", welcome.active_weight_version)

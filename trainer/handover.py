@@ -106,15 +106,19 @@ class Handover:
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T | None:
         """Until it succeeds."""
-        return await self.answer(self._attempt(attempt))
+        return await self.answer(keep_trying(self._exchange.ready, attempt))
 
-    async def _attempt(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        pause = RETRY_SECONDS
-        while True:
-            await self._exchange.ready()
-            try:
-                return await attempt()
-            except ServerLost as error:
-                log.warning("%s; trying again", error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+
+async def keep_trying(
+    ready: Callable[[], Awaitable[None]], attempt: Callable[[], Awaitable[T]]
+) -> T:
+    """Until it succeeds; each time the server is `ready` first."""
+    pause = RETRY_SECONDS
+    while True:
+        await ready()
+        try:
+            return await attempt()
+        except ServerLost as error:
+            log.warning("%s; trying again", error)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_RETRY_SECONDS)

@@ -60,6 +60,7 @@ from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange import Exchange, SwitchReceipt
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
@@ -109,13 +110,15 @@ class TrainingLoop:
         step: int,
         share_prefixes: bool,
         forgotten_step: int = 0,
+        evaluator: Evaluator | None = None,
     ) -> None:
         """`checkpoint(step, weight_version, figures)` notes what there is to save, among it the step's
         figures where they are not written yet; what it returns saves it, and runs in the compute thread.
         `stopping`, which the exchange has too, ends the run after the step under way. Up to
         `forgotten_step`, of a checkpoint that is broken, the server may have forgotten what the ledger
-        has ahead."""
+        has ahead. Without an `evaluator` nothing is measured."""
         self._config = config
+        self._evaluator = evaluator
         self._policy = policy
         self._compute = compute
         self._exchange = exchange
@@ -162,6 +165,8 @@ class TrainingLoop:
         """
         async with asyncio.TaskGroup() as concluding:
             self._exchange.on_notice = lambda notice: self._heed(notice, concluding)
+            if self._evaluator is not None:
+                self._evaluator.open(concluding)
             try:
                 await self._steps(concluding)
             finally:
@@ -169,6 +174,7 @@ class TrainingLoop:
 
     async def _steps(self, concluding: asyncio.TaskGroup) -> None:
         conclusion = None
+        self._measure(self._exchange.held_version)
         if self.step < self._config.run.steps:
             self._gatherer.demand(self.step + 1)
         while self.step < self._config.run.steps:
@@ -184,13 +190,21 @@ class TrainingLoop:
             if conclusion is not None:
                 # The payload is the server's until it has answered the switch before.
                 await conclusion
+            if self._config.weights.transport == "collective":
+                # Its upload is the switch.
+                await self._may_switch(record)
             await self._publish(batch, result, record)
             hit("train.published")
+            await self._may_switch(record)
             switch = self._switch(batch, record)
             self._unconcluded = record
             record.seconds_checkpoint = await self._save_if_due()
             record.seconds = time.time() - record.time_gather_start
             conclusion = concluding.create_task(self._conclude(switch, record, span))
+        if conclusion is not None:
+            await conclusion
+        if self._evaluator is not None and not self._exchange.left.is_set():
+            await self._evaluator.finish(self.step, self._exchange.held_version)
 
     async def begin(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Agrees with the server on weights and tasks before the first step. Raises ConfigInvalid where
@@ -200,6 +214,18 @@ class TrainingLoop:
     async def restore(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Brings a server up to date that came back with less than it had. Raises ServerLost."""
         await self._agreement.restore(welcome)
+        if self._evaluator is not None:
+            await self._evaluator.submit_again()
+
+    def _measure(self, weight_version: int) -> None:
+        """The server samples what the trainer holds: evaluations that are due begin."""
+        behind = self._agreement.catching_up or self._exchange.left.is_set()
+        if self._evaluator is not None and not behind:
+            self._evaluator.version_active(self.step, weight_version)
+
+    async def _may_switch(self, record: StepRecord) -> None:
+        if self._evaluator is not None:
+            record.seconds_held += await self._evaluator.may_switch()
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """The next batch, without groups that failed altogether; None where the run is to stop."""
@@ -320,6 +346,7 @@ class TrainingLoop:
             if switched.sent_again is not None:
                 record.upload_bytes += switched.sent_again.bytes_sent
                 record.delta = False
+            self._measure(record.weight_version)
         record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0
         self._metrics.write(record, span)
         if self._unconcluded is record:

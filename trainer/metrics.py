@@ -78,6 +78,8 @@ class StepRecord:
     seconds_train: float = 0.0
     """Packing, forward and backward passes, optimizer."""
     seconds_upload: float = 0.0
+    seconds_held: float = 0.0
+    """How long the switch waited for pinned evaluations."""
     seconds_switch: float = 0.0
     """From the request to its receipt; the next step's gathering has begun meanwhile."""
     seconds_checkpoint: float = 0.0
@@ -339,12 +341,14 @@ def keep_until(folder: Path, step: int) -> int:
     last = 0
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            of = int(json.loads(line)["step"])
+            row = json.loads(line)
+            of = int(row["step"])
         except ValueError:
             break  # The killed trainer wrote half a line.
-        if of <= step:
+        if step and of <= step:
             kept.append(line)
-            last = max(last, of)
+            # An evaluation's line names its step too.
+            last = max(last, of if "kind" not in row else 0)
     # As a whole: who is killed meanwhile keeps what there was.
     shorter = folder / ".metrics.jsonl"
     shorter.write_text("".join(kept), encoding="utf-8")

@@ -73,18 +73,23 @@ def build_task(
     `attempts` are begun, where that is more than make a group; `again` gives it an id of its own, under
     which a server takes it that knows the first one.
     """
-    task = Task(
-        task_id=f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}",
-        purpose=trajectory_pb2.PURPOSE_TRAIN,
-        group_size=attempts or config.group_size,
-        finish_count=config.group_size if attempts else 0,
-        data_source=problem.data_source,
-        index=index,
-        sampling_params=_sampling(config.sampling),
-    )
+    task = describe_problem(problem, config.system_prompt, config.sampling)
+    task.task_id = f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}"
+    task.purpose, task.index = trajectory_pb2.PURPOSE_TRAIN, index
+    task.group_size = attempts or config.group_size
+    task.finish_count = config.group_size if attempts else 0
+    return task
+
+
+def describe_problem(
+    problem: Problem, system_prompt: str, sampling: SamplingConfig
+) -> task_service_pb2.Task:
+    """What an agent is to know of a problem, and how to sample: a task without its id, purpose, size and
+    place in the data."""
+    task = Task(data_source=problem.data_source, sampling_params=_sampling(sampling))
     messages = problem.messages
-    if config.system_prompt:
-        messages = (("system", config.system_prompt), *messages)
+    if system_prompt:
+        messages = (("system", system_prompt), *messages)
     for role, text in messages:
         task.conversation.messages.append(ChatMessage(role=ROLES[role], content=text))
     # For agents, which see no other field of where a problem is from; what a row says itself stands.
@@ -243,25 +248,38 @@ class TaskFeeder:
             )
             for index in indices
         ]
-        call: grpc.aio.UnaryUnaryMultiCallable[
-            task_service_pb2.SubmitTasksRequest, task_service_pb2.SubmitTasksResponse
-        ] = self._channel.unary_unary(
-            SUBMIT_TASKS,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(task_service_pb2.SubmitTasksResponse),
-        )
-        try:
-            response = await call(SubmitTasksRequest(tasks=tasks), timeout=SUBMIT_TIMEOUT_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            failure = read_failure(error)
-            if failure.reason == Reason.QUEUE_FULL:
-                return False
-            text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
-            if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise ServerLost(text) from error
-            raise SessionRefused(text) from error
-        self._pending = response.pending_count
+        pending = await submit_tasks(self._channel, tasks)
+        if pending is None:
+            return False
+        self._pending = pending
         return True
+
+
+async def submit_tasks(
+    channel: grpc.aio.Channel, tasks: Sequence[task_service_pb2.Task]
+) -> int | None:
+    """How many tasks wait at the server once it has taken these; None where its queue is full.
+
+    Raises ServerLost and SessionRefused.
+    """
+    call: grpc.aio.UnaryUnaryMultiCallable[
+        task_service_pb2.SubmitTasksRequest, task_service_pb2.SubmitTasksResponse
+    ] = channel.unary_unary(
+        SUBMIT_TASKS,
+        request_serializer=codec.encode,
+        response_deserializer=codec.decoder(task_service_pb2.SubmitTasksResponse),
+    )
+    try:
+        response = await call(SubmitTasksRequest(tasks=tasks), timeout=SUBMIT_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        failure = read_failure(error)
+        if failure.reason == Reason.QUEUE_FULL:
+            return None
+        text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
+        if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise ServerLost(text) from error
+        raise SessionRefused(text) from error
+    return response.pending_count
 
 
 def times_asked_again(task_id: str) -> int:

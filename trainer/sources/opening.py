@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.trainer.data_config import DataConfig, SourceConfig
+from penstock.trainer.data_config import MixableConfig, SourceConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources.jsonl import open_jsonl
 from penstock.trainer.sources.mixture import MixtureSource
@@ -12,13 +12,13 @@ from penstock.trainer.sources.procedural import ReasoningGymSource
 from penstock.trainer.sources.tables import open_huggingface, open_parquet
 
 
-def open_source(config: DataConfig, seed: int) -> Source:
-    """The configured source; `seed` is the run's. Raises ConfigInvalid."""
+def open_source(config: MixableConfig, seed: int, section: str = "data") -> Source:
+    """The configured source; `seed` is the run's, `section` what errors name. Raises ConfigInvalid."""
     if not config.mixture:
-        return _open_one(config, seed, "data")
+        return _open_one(config, seed, section)
     parts: list[tuple[str, float, Source]] = []
     for number, part in enumerate(config.mixture):
-        source = _open_one(part, seed, f"data.mixture.{number}")
+        source = _open_one(part, seed, f"{section}.mixture.{number}")
         parts.append((part.name or source.name, part.weight, source))
     return MixtureSource(parts)
 

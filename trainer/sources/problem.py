@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -35,4 +35,14 @@ class Source(Protocol):
 
     def problem(self, index: int) -> Problem:
         """The problem of an index, from zero. Raises ConfigInvalid where the data cannot be read."""
+        ...
+
+
+@runtime_checkable
+class Finite(Protocol):
+    """A source that knows when its problems repeat."""
+
+    @property
+    def size(self) -> int:
+        """Problems in one pass."""
         ...

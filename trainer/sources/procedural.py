@@ -23,7 +23,7 @@ class ReasoningGymSource:
         """Raises ConfigInvalid for an unknown data set or setting."""
         import reasoning_gym
 
-        self.name, self._size = config.name, config.size
+        self.name, self.size = config.name, config.size
         settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
         self.identity = f"reasoning_gym {settings}"
         try:
@@ -38,7 +38,7 @@ class ReasoningGymSource:
 
     def problem(self, index: int) -> Problem:
         """One problem; after `size` of them they come again."""
-        entry = self._dataset[index % self._size]
+        entry = self._dataset[index % self.size]
         text = json.dumps(entry, default=str)
         plain = cast("dict[str, object]", json.loads(text))
         metadata = {"dataset": self.name, "entry_json": text, **plain}

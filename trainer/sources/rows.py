@@ -50,6 +50,11 @@ class RowSource:
         self._seed = seed
         self._pass, self._order = -1, list[int]()
 
+    @property
+    def size(self) -> int:
+        """Problems in one pass."""
+        return len(self._rows)
+
     def problem(self, index: int) -> Problem:
         """One problem; each pass over the rows has every one of them once."""
         number, place = divmod(index, len(self._rows))

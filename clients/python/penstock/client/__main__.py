@@ -1,4 +1,4 @@
-"""The command line: `penstock serve | train | rollout | weights | journal | token | demo | up`.
+"""The command line: `penstock serve | train | rollout | eval | weights | journal | token | demo | up`.
 
 Kept light: each command imports what it runs when it runs. The engine's child process imports the main
 module anew, so nothing here may have an effect at import.
@@ -179,6 +179,20 @@ def rollout(
     )
     patience = Patience(reconnect_seconds=reconnect_timeout)
     sys.exit(run(RolloutOptions(server, generate, reward, settings, patience, security)))
+
+
+@main.command("eval", context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def evaluate(options: tuple[str, ...]) -> None:
+    """Measure what a server, or a model, samples on a set of prompts.
+
+    (--server HOST:PORT | --model MODEL) (--data FILE | --task NAME) [--reward PKG.MODULE:FUNCTION]
+    """
+    if any(option.partition("=")[0] == "--model" for option in options):
+        extras, module = "server,trainer,cpu", "penstock.demo.evaluate"
+    else:
+        extras, module = "trainer", "penstock.trainer.evaluate_command"
+    _exit(_load(module, "main", extras), extras, list(options))
 
 
 @main.group()

@@ -120,7 +120,12 @@ class Summary:
 def read_run(folder: Path) -> Run:
     """Reads what trainer and demo wrote while it ran."""
     return Run(
-        steps=tuple(read_step(line) for line in read_lines(folder / "metrics.jsonl")),
+        # Lines of another kind are not of steps.
+        steps=tuple(
+            read_step(line)
+            for line in read_lines(folder / "metrics.jsonl")
+            if line.get("kind", "step") == "step"
+        ),
         load=tuple(
             Load(line["time"], line["running"]) for line in read_lines(folder / "activity.jsonl")
         ),

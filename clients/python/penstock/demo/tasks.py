@@ -14,12 +14,14 @@ PRINTABLE_PROMPTS = 64
 
 
 def write_sums(path: Path) -> None:
+    """Every one of `sums`, a line each."""
+    _write(path, sums())
+
+
+def sums() -> list[dict[str, object]]:
     """Every "What is a + b?" with a and b from 1 to 20, and its answer."""
     numbers = range(1, LARGEST_SUMMAND + 1)
-    _write(
-        path,
-        [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a in numbers for b in numbers],
-    )
+    return [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a in numbers for b in numbers]
 
 
 def write_printable(path: Path) -> None:

@@ -135,7 +135,7 @@ class SubmitTasksResponse(_message.Message):
     duplicate_count: _builtins.int
     """Tasks known already."""
     pending_count: _builtins.int
-    """Tasks waiting for an agent."""
+    """Tasks of the same purposes waiting for an agent; of all where none was submitted."""
     def __init__(
         self,
         *,

@@ -231,7 +231,7 @@ class Welcome(_message.Message):
     active_weight_version: _builtins.int
     """Version now sampling."""
     buffered_group_count: _builtins.int
-    """Groups finished and waiting."""
+    """Groups finished and waiting, evaluation groups not among them."""
     def __init__(
         self,
         *,

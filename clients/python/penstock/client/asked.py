@@ -1,0 +1,33 @@
+"""A trajectory that answers a task nobody leased: it begins with its prompt, and no trainer sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.client.calls import Calls, TurnRequest
+from penstock.client.conversation import Observation, Tool
+from penstock.client.sampling import SamplingOptions
+from penstock.client.tasks import Task
+from penstock.client.trajectory import Trajectory
+from penstock.v1 import rollout_service_pb2
+
+
+class AskedTrajectory(Trajectory):
+    """As that of a lease, for functions of (task, trajectory); the server knows of no task."""
+
+    def __init__(self, calls: Calls, trajectory_id: str, task: Task) -> None:
+        super().__init__(calls, trajectory_id, resume_aborted=True)
+        self._asked = task
+        self._sampling = task.sampling
+        self._kind = task.prompt_kind
+
+    def _write_turn(
+        self,
+        observation: Observation | None,
+        tools: Sequence[Tool],
+        options: rollout_service_pb2.StreamOptions,
+        sampling: SamplingOptions,
+    ) -> TurnRequest:
+        if observation is None and not self.turns:
+            observation, tools = self._asked.prompt, tools or self._asked.tools
+        return super()._write_turn(observation, tools, options, sampling)

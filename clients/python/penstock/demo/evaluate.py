@@ -1,0 +1,88 @@
+"""`penstock eval --model`: a server for one evaluation, and `penstock eval --server` beside it.
+
+Order: everything but the server checked, before a model is loaded -> server -> evaluation -> its end.
+The exit status is the evaluation's, or 1 where the server does not come up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from penstock.demo.model import ModelUnavailable, prepare_model
+from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed, end
+from penstock.demo.settings import SERVER_THREADS, environment, penstock
+from penstock.demo.supervisor import SERVING
+
+FAILED, INTERRUPTED = 1, 130
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.option("--model", required=True)
+@click.option("--max-model-len", type=click.IntRange(min=1))
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def _evaluate(
+    serve: tuple[str, ...], model: str, max_model_len: int | None, rest: tuple[str, ...]
+) -> None:
+    sys.exit(asyncio.run(_run(model, max_model_len, rest, serve)))
+
+
+def main(arguments: list[str], serve: tuple[str, ...] | None = None) -> int:
+    """Runs it; returns the exit status. `serve` is the beginning of the server's command line."""
+    try:
+        _evaluate.main(
+            arguments,
+            prog_name="penstock eval",
+            standalone_mode=False,
+            obj=serve or penstock("serve"),
+        )
+        return 0
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (ModelUnavailable, ProcessFailed) as error:
+        sys.stderr.write(f"penstock eval: {error}\n")
+        return FAILED
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return INTERRUPTED
+
+
+async def _run(
+    model: str, max_model_len: int | None, rest: tuple[str, ...], serve: tuple[str, ...]
+) -> int:
+    if status := await _evaluate_at("127.0.0.1:0", (*rest, "--dry-run")):
+        return status
+    folder = prepare_model(model, lambda text: click.echo(f"penstock eval: {text}", err=True))
+    arguments = [*serve, "--model", str(folder), "--listen", "127.0.0.1:0"]
+    if max_model_len is not None:
+        arguments += ["--max-model-len", str(max_model_len)]
+    with tempfile.TemporaryDirectory(prefix="penstock-eval-") as logs:
+        log = Path(logs) / "server.log"
+        command = Command("server", tuple(arguments), log, environment(SERVER_THREADS))
+        serves = FirstMatch(SERVING)
+        server = Process.start(command, serves)
+        try:
+            return await _evaluate_at(await serves.wait(server), rest)
+        finally:
+            await end([server])
+
+
+async def _evaluate_at(address: str, rest: tuple[str, ...]) -> int:
+    """`penstock eval` on this terminal; Ctrl-C reaches it by itself."""
+    process = await asyncio.create_subprocess_exec(*penstock("eval", "--server", address, *rest))
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        await process.wait()
+        raise

@@ -1,0 +1,184 @@
+"""`penstock eval`: by itself, beside a trainer, and with a server of its own around the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client import Patience, Task, Trajectory, group_reward
+from penstock.client.calls import Calls
+from penstock.client.sampling import SamplingParams
+from penstock.client.scoring import single_turn
+from penstock.trainer.data_config import DataConfig
+from penstock.trainer.evaluate_alone import Extent, Functions, Measuring
+from penstock.trainer.evaluate_command import main
+from penstock.trainer.evaluation_record import EvaluationRecord
+from penstock.trainer.sources.opening import open_source
+from tests.harness import Harness, hello
+from tests.tiny_model import make_tiny_model
+
+PROMPTS = 7
+
+
+def data(folder: Path) -> Path:
+    path = folder / "held-out.jsonl"
+    rows = [{"prompt": f"p{n}", "n": n} for n in range(PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+async def measure(
+    harness: Harness,
+    folder: Path,
+    reward: Any,
+    *,
+    generate: Any = single_turn,
+    per_group: bool = False,
+    **fields: Any,
+) -> EvaluationRecord:
+    config = DataConfig.model_validate({"jsonl": {"path": str(data(folder))}})
+    extent = Extent(
+        **{
+            "name": "held-out",
+            "prompts": PROMPTS,
+            "samples_per_prompt": 2,
+            "concurrency": 3,
+            "attempts": 2,
+            "sampling": SamplingParams(max_tokens=5),
+            **fields,
+        }
+    )
+    calls = Calls(f"127.0.0.1:{harness.port}", Patience())
+    try:
+        functions = Functions(generate, reward, per_group)
+        return await Measuring(calls, open_source(config, 0), functions, extent).run()
+    finally:
+        await calls.close()
+
+
+async def test_a_trainer_of_the_same_server_notices_nothing(
+    tmp_path: Path, harness: Harness
+) -> None:
+    exchange = await hello(harness.wire)
+    exchange.send(demand={"group_count": 5})
+    exchange.send(demand={"group_count": 5, "purpose": 2})
+    active: list[int] = []
+
+    async def reward(task: Task, trajectory: Trajectory) -> float:
+        active.append(harness.engine.max_running)
+        return float(task.metadata["n"] % 2)
+
+    record = await measure(harness, tmp_path, reward)
+    assert (record.figures.prompts, record.figures.samples) == (7, 14)
+    assert record.figures.reward_mean == pytest.approx(3 / 7)
+    assert record.figures.pass_at == {"1": pytest.approx(3 / 7), "2": pytest.approx(3 / 7)}
+    assert (record.weight_version, record.mixed_groups, record.lag) == (0, 0, 0)
+    assert record.by_source.keys() == {"held-out"}
+    assert harness.engine.max_running <= 3 * 2
+    # Neither ended nor sent anything; and it is still the one that may switch.
+    await exchange.nothing()
+    await harness.upload(1, staged=True)
+    exchange.send(switch_weights={"weight_version": 1})
+    assert (await exchange.receive("weight_receipt")).active_weight_version == 1
+    assert harness.serving.store.open_count == 0
+
+
+async def test_what_fails_is_made_again_and_then_counted(tmp_path: Path, harness: Harness) -> None:
+    tried: dict[int, int] = {}
+
+    async def fragile(task: Task, trajectory: Trajectory) -> float:
+        tried[task.index] = tried.get(task.index, 0) + 1
+        if task.metadata["n"] == 3 or tried[task.index] == 1:
+            raise RuntimeError("no")
+        return 1.0
+
+    record = await measure(harness, tmp_path, fragile, samples_per_prompt=1)
+    assert set(tried.values()) == {2}
+    assert (record.figures.prompts, record.figures.failures) == (6, 1)
+    assert record.failure_reasons == {"RUNTIME_ERROR": 1}
+
+
+async def test_samples_of_a_prompt_can_be_scored_together(tmp_path: Path, harness: Harness) -> None:
+    @group_reward
+    def longest(task: Task, trajectories: Any) -> list[float]:
+        lengths = [len(one.text) for one in trajectories]
+        return [float(length == max(lengths)) for length in lengths]
+
+    record = await measure(harness, tmp_path, longest, per_group=True)
+    assert record.figures.samples == 14 and record.figures.failures == 0
+    assert record.figures.pass_at["2"] == 1.0
+
+
+async def test_an_agent_of_several_turns_is_measured_over_all_of_them(
+    tmp_path: Path, harness: Harness
+) -> None:
+    async def twice(task: Task, trajectory: Trajectory) -> float:
+        await trajectory.turn(max_tokens=4, ignore_eos=True)
+        await trajectory.turn("Again.", max_tokens=2)
+        return 1.0
+
+    record = await measure(harness, tmp_path, None, generate=twice)
+    assert record.figures.tokens_mean == 6.0 and record.figures.truncated_share == 1.0
+
+
+async def run(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(110):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+def test_a_command_line_that_cannot_be_used_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(data(tmp_path))
+    reward = ("--reward", "penstock.demo.rewards:printable_share")
+    server = ("--server", "127.0.0.1:1")
+    wrong: list[tuple[tuple[str, ...], str]] = [
+        (("--data", path, *reward), "give --server"),
+        ((*server, *reward), "either --data or --task"),
+        ((*server, "--data", path), "give --reward"),
+        ((*server, "--data", path, "--reward", "nowhere:f"), "--reward nowhere:f"),
+        ((*server, "--data", "x.txt", *reward), "neither *.jsonl"),
+        ((*server, "--data", str(tmp_path / "none.jsonl"), *reward), "none.jsonl"),
+    ]
+    for arguments, said in wrong:
+        assert main(list(arguments)) == 2
+        assert said in capsys.readouterr().err
+    assert main([*server, "--data", path, *reward, "--dry-run"]) == 0
+    assert main([*server, "--task", "sums", "--dry-run"]) == 0
+
+
+def test_a_server_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--server", "127.0.0.1:1", "--task", "sums", "--reconnect-timeout", "0.1"]
+    assert main(arguments) == 1
+    assert "penstock eval: " in capsys.readouterr().err
+
+
+async def test_with_a_model_it_serves_that_itself_and_ends_with_json(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", layers=1)
+    program = (
+        "import sys; from penstock.demo.evaluate import main; "
+        "sys.exit(main(sys.argv[1:], (sys.executable, '-m', 'tests.fake_serve')))"
+    )
+    status, out, err = await run(
+        *("-c", program, "--model", str(model), "--data", str(data(tmp_path))),
+        *("--reward", "penstock.demo.rewards:printable_share", "--max-tokens", "8"),
+        *("--samples", "2", "--prompts", "5"),
+    )
+    assert status == 0, err
+    line = json.loads(out.splitlines()[-1])
+    assert (line["kind"], line["prompts"], line["samples"]) == ("evaluation", 5, 10)
+    assert "pass@2" in out

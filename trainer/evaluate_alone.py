@@ -1,0 +1,265 @@
+"""Evaluation without a trainer: turns are taken and scored here, on whatever a server samples.
+
+    prompt -> trajectories without a lease -> generate, reward -> measured -> the record
+
+`concurrency` prompts are under way at a time, each with all its samples. No task is submitted and no
+exchange is opened, so that a trainer of the same server is not fenced off, no group of its run is dropped,
+and what is measured never reaches it; it only shares the engine. Where it switches meanwhile, answers mix
+versions, and the record says how many.
+
+What a failure does:
+
+    a function raises, or    the attempt is made again, `attempts` times in all; then it is a failure, in no
+      a call is refused        figure, and counted by reason
+    the server is lost       turns wait for it and go on; after `Patience.reconnect_seconds` the evaluation
+                               ends with ServerUnavailable, and has no record
+    interrupted              the server aborts the turns in flight; there is no record
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.client.asked import AskedTrajectory
+from penstock.client.calls import Calls
+from penstock.client.conversation import Message, Role
+from penstock.client.errors import PenstockError, ServerUnavailable
+from penstock.client.outcome import Failed, Outcome
+from penstock.client.sampling import SamplingParams
+from penstock.client.scoring import Agent, as_failed, as_outcome, as_outcomes, call
+from penstock.client.tasks import Purpose, Task
+from penstock.client.turns import FinishReason
+from penstock.trainer.evaluation_record import EvaluationRecord, MeasuredPrompt, make_record
+from penstock.trainer.sources.problem import Problem, Source
+
+log = logging.getLogger("penstock.eval")
+
+MODE = "alone"
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """How attempts are made and scored, as `penstock rollout` takes it."""
+
+    generate: Agent
+    reward: Agent | None
+    """None where `generate` returns the reward."""
+    per_group: bool = False
+    """Whether `reward` scores all samples of a prompt at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What is asked, and how."""
+
+    name: str
+    prompts: int
+    samples_per_prompt: int
+    concurrency: int
+    """Prompts under way at a time."""
+    attempts: int
+    """Of each sample, the first one counted."""
+    sampling: SamplingParams
+    system_prompt: str = ""
+    passes_from: float = 1.0
+
+
+class Measuring:
+    """One evaluation."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        source: Source,
+        functions: Functions,
+        extent: Extent,
+        on_prompt: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_prompt` is called as each prompt is measured."""
+        self._calls = calls
+        self._source = source
+        self._functions = functions
+        self._extent = extent
+        self._on_prompt = on_prompt
+        self._id = f"eval-{uuid.uuid4().hex[:12]}"
+        self._measured: list[MeasuredPrompt] = []
+        self._shown: set[str] = set()
+        """Reasons of failure that were shown."""
+
+    async def run(self) -> EvaluationRecord:
+        """Raises PenstockError where the server refuses everything, ServerUnavailable where it is lost,
+        ConfigInvalid where the data cannot be read."""
+        extent, begun = self._extent, time.time()
+        version = (await self._calls.get_server_info()).active_weight_version
+        indices = iter(range(extent.prompts))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(extent.concurrency, extent.prompts)):
+                    group.create_task(self._work(indices))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        record = make_record(
+            self._measured,
+            name=extent.name,
+            step=version,
+            weight_version=version,
+            mode=MODE,
+            samples_per_prompt=extent.samples_per_prompt,
+            passes_from=extent.passes_from,
+            prompts_asked=extent.prompts,
+        )
+        active = (await self._calls.get_server_info()).active_weight_version
+        oldest = record.oldest_weight_version
+        record.lag = max(0, active - (version if oldest is None else oldest))
+        record.time_start, record.time = begun, time.time()
+        record.seconds = record.time - begun
+        return record
+
+    async def _work(self, indices: Iterator[int]) -> None:
+        """Consumes places in the data, which others consume too; produces measured prompts."""
+        for index in indices:
+            task = make_task(
+                self._source.problem(index), f"{self._id}-{index}", index, self._extent
+            )
+            samples = range(self._extent.samples_per_prompt)
+            if self._functions.per_group:
+                ended = await self._judge_together(task)
+            else:
+                ended = await asyncio.gather(*(self._judge(task, sample) for sample in samples))
+            self._measured.append(_measure(task.data_source, ended))
+            self._on_prompt()
+
+    async def _judge(self, task: Task, sample: int) -> tuple[AskedTrajectory, Outcome | Failed]:
+        """One sample, made until it does not fail, or often enough."""
+        attempt = 0
+        while True:
+            trajectory = self._open(task, sample, attempt)
+            outcome = await self._attempt(task, trajectory)
+            await self._close(trajectory, outcome)
+            attempt += 1
+            if isinstance(outcome, Outcome) or attempt == self._extent.attempts:
+                return trajectory, outcome
+
+    async def _judge_together(self, task: Task) -> list[tuple[AskedTrajectory, Outcome | Failed]]:
+        """All samples of a prompt, made again together where their reward fails."""
+        attempt = 0
+        while True:
+            opened = [
+                self._open(task, sample, attempt)
+                for sample in range(self._extent.samples_per_prompt)
+            ]
+            ended = await asyncio.gather(*(self._generate(task, one) for one in opened))
+            failed = {one: end for one, end in zip(opened, ended, strict=True) if end is not None}
+            there = [one for one in opened if one not in failed]
+            scores = await self._score_together(task, there) if there else []
+            outcomes = dict(zip(there, scores, strict=True))
+            both = [(one, failed[one] if one in failed else outcomes[one]) for one in opened]
+            await asyncio.gather(*(self._close(one, outcome) for one, outcome in both))
+            attempt += 1
+            fine = not any(isinstance(outcome, Failed) for _, outcome in both)
+            if fine or attempt == self._extent.attempts:
+                return both
+
+    def _open(self, task: Task, sample: int, attempt: int) -> AskedTrajectory:
+        return AskedTrajectory(self._calls, f"{task.task_id}-{sample}-{attempt}", task)
+
+    async def _attempt(self, task: Task, trajectory: AskedTrajectory) -> Outcome | Failed:
+        try:
+            score = await call(self._functions.generate, task, trajectory)
+            if isinstance(score, Failed):
+                return score
+            if trajectory.closed and trajectory.outcome is not None:
+                # By the function itself.
+                return trajectory.outcome
+            if self._functions.reward is not None:
+                score = await call(self._functions.reward, task, trajectory)
+            return as_outcome(score)
+        except (Exception, SystemExit) as error:
+            return self._failed(error)
+
+    async def _generate(self, task: Task, trajectory: AskedTrajectory) -> Failed | None:
+        """None where it can be scored."""
+        try:
+            score = await call(self._functions.generate, task, trajectory)
+        except (Exception, SystemExit) as error:
+            return self._failed(error)
+        return score if isinstance(score, Failed) else None
+
+    async def _score_together(
+        self, task: Task, trajectories: list[AskedTrajectory]
+    ) -> list[Outcome | Failed]:
+        assert self._functions.reward is not None
+        try:
+            scores = await call(self._functions.reward, task, trajectories)
+            return as_outcomes(scores, len(trajectories))
+        except (Exception, SystemExit) as error:
+            return [self._failed(error)] * len(trajectories)
+
+    def _failed(self, error: BaseException) -> Failed:
+        """The failure that an exception is. Raises ServerUnavailable: nothing more would succeed."""
+        if isinstance(error, ServerUnavailable):
+            raise error
+        failed = as_failed(error)
+        if failed.reason not in self._shown:
+            self._shown.add(failed.reason)
+            log.warning(
+                "an attempt failed with %s: %s (further ones are only counted)",
+                failed.reason,
+                failed.message,
+                exc_info=None if isinstance(error, PenstockError) else error,
+            )
+        return failed
+
+    async def _close(self, trajectory: AskedTrajectory, outcome: Outcome | Failed) -> None:
+        """So that the server keeps nothing of it."""
+        if trajectory.closed or not trajectory.turns:
+            return
+        # It was lost with a server that remembers nothing, or an outcome does not fit: nobody asks for it.
+        with contextlib.suppress(PenstockError, TypeError, ValueError):
+            await trajectory.close(outcome)
+
+
+def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Task:
+    """A problem as functions are given it: the same fields as of a task that a trainer submits."""
+    messages = [Message(ROLES[role], text) for role, text in problem.messages]
+    if extent.system_prompt:
+        messages.insert(0, Message("system", extent.system_prompt))
+    return Task(
+        task_id,
+        prompt=tuple(messages),
+        metadata={"data_source": problem.data_source, **problem.metadata},
+        group_size=extent.samples_per_prompt,
+        purpose=Purpose.EVAL,
+        data_source=problem.data_source,
+        index=index,
+        sampling=extent.sampling,
+    )
+
+
+def _measure(
+    data_source: str, ended: list[tuple[AskedTrajectory, Outcome | Failed]]
+) -> MeasuredPrompt:
+    scored = [(one, end) for one, end in ended if isinstance(end, Outcome)]
+    lengths = [sum(len(turn.token_ids) for turn in one.turns) for one, _ in scored]
+    cut = [one for one, _ in scored if one.turns]
+    versions = {v for one, _ in ended for turn in one.turns for v in turn.weight_versions}
+    return MeasuredPrompt(
+        data_source,
+        rewards=tuple(end.reward for _, end in scored),
+        tokens=tuple(lengths),
+        truncated=sum(one.last_turn.finish_reason is FinishReason.LENGTH for one in cut),
+        failure_reasons=tuple(end.reason for _, end in ended if isinstance(end, Failed)),
+        versions=tuple(sorted(versions)),
+    )

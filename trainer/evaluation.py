@@ -1,0 +1,341 @@
+"""Evaluation while training runs: sets of prompts, measured beside the loop by the same server and agents.
+
+    version active -> due? -> prompts asked, `concurrency` at a time -> groups, on a demand of their own
+                                -> measured, received -> all are: the record
+
+An evaluation begins when the server samples the version it is due for. **Pinned**: until it has ended
+the loop does not switch. The trainer computes its next step and uploads it, staged, and then waits.
+**On the fly**: nothing waits; groups may be of several versions, which the record says.
+
+The groups never meet training: they have a demand of their own, pass the staleness gate, are received as
+soon as they are read, and stand in no ledger. So an evaluation that did not end is nothing that is to be
+resumed: it is begun anew.
+
+What a failure does:
+
+    an attempt fails            the server has it made again, up to its bound; then it is a failure, in no
+                                  figure, and counted by reason
+    all of them do              a record without figures, and a warning; training goes on
+    the server is lost          what is asked is submitted again, under the same ids, once it is back; what
+                                  comes twice is measured once. A pinned set does not take tokens that
+                                  another version sampled meanwhile, and asks again
+    nothing comes               after `patience_seconds` with the server there it ends with what it has;
+                                  what comes later is refused
+    the run is asked to stop    the evaluation is left, without a record, and the switch waits no longer
+    the trainer dies            the same. The one that resumes reads in `metrics.jsonl` what has a record:
+                                  what was due since and has none begins on the weights it resumes with,
+                                  under ids of its own; groups of the one before are refused
+    the one before still runs   the set is passed over this time, which the next record counts; but the last
+                                  weights are measured, after it
+    catching up with a server   nothing begins until the server samples what the trainer holds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.trainer.data_config import DataConfig
+from penstock.trainer.errors import ServerLost
+from penstock.trainer.evaluation_config import EvaluationConfig, PinnedConfig
+from penstock.trainer.evaluation_prompts import Asked, Prompts, Schedule, Verdict
+from penstock.trainer.evaluation_record import EvaluationRecord, make_record, read_measured
+from penstock.trainer.evaluation_stream import EvaluationStream
+from penstock.trainer.handover import keep_trying
+from penstock.trainer.sources.opening import open_source
+from penstock.trainer.sources.problem import Finite, Source
+from penstock.trainer.stopping import unless
+from penstock.trainer.tasks import describe_problem
+from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2
+
+log = logging.getLogger(__name__)
+
+OVER = "EVALUATION_OVER"
+OTHER_VERSION = "OTHER_VERSION"
+# The first prompts of a set are the same in every run, whatever its own seed.
+SEED = 0
+
+Submit = Callable[[Sequence[task_service_pb2.Task]], Awaitable[int | None]]
+"""Gives tasks to the server; None where its queue is full. Raises ServerLost."""
+
+
+class Exchange(Protocol):
+    """What an evaluation needs of the trainer's stream."""
+
+    @property
+    def evaluations(self) -> EvaluationStream: ...
+    @property
+    def trainer_epoch(self) -> int: ...
+    @property
+    def held_version(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Measurement:
+    """One evaluation under way."""
+
+    prompts: Prompts
+    step: int
+    weight_version: int
+    skipped: int
+    time_start: float
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """A group came."""
+    data_sources: dict[str, str] = field(default_factory=dict[str, str])
+    """By task id."""
+    hold_start: float | None = None
+    """When the switch began to wait for it."""
+
+
+class EvaluationSet:
+    """One `[[evaluation]]`: its prompts, when it is due, and what of it is under way."""
+
+    def __init__(
+        self, config: EvaluationConfig, data: DataConfig, last_step: int | None = None
+    ) -> None:
+        """`data` is how training asks; `last_step` that of the last evaluation with a record. Raises
+        ConfigInvalid where its data cannot be read."""
+        self.config = config
+        self.source: Source = open_source(config, SEED, f"evaluation.{config.name}")
+        size = self.source.size if isinstance(self.source, Finite) else config.prompts
+        self.prompt_count = min(config.prompts, size)
+        self.sampling = config.sampling_over(data)
+        self.system_prompt = config.system_prompt_over(data)
+        self.schedule = Schedule(
+            every=config.every_versions,
+            at_start=config.at_start,
+            at_end=config.at_end,
+            last_step=last_step,
+        )
+        self.current: _Measurement | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def build_task(self, asked: Asked) -> task_service_pb2.Task:
+        """The task of a prompt. Raises ConfigInvalid where the data cannot be read."""
+        problem = self.source.problem(asked.index)
+        task = describe_problem(problem, self.system_prompt, self.sampling)
+        task.task_id, task.index = asked.task_id, asked.index
+        task.purpose = trajectory_pb2.PURPOSE_EVAL
+        task.group_size = self.config.samples_per_prompt
+        return task
+
+
+class Evaluator:
+    """Every set of one run."""
+
+    def __init__(
+        self,
+        sets: Sequence[EvaluationSet],
+        exchange: Exchange,
+        *,
+        run_id: str,
+        submit: Submit,
+        write: Callable[[EvaluationRecord], None],
+        stopping: asyncio.Event,
+    ) -> None:
+        self._sets = sets
+        self._exchange = exchange
+        self._stream = exchange.evaluations
+        self._run_id = run_id
+        self._submit_tasks = submit
+        self._write = write
+        self._stopping = stopping
+        self._group: asyncio.TaskGroup | None = None
+
+    def open(self, group: asyncio.TaskGroup) -> None:
+        """What begins from now on runs in this group."""
+        self._group = group
+        self._stream.on_delivery = self._take
+
+    def version_active(self, step: int, weight_version: int) -> None:
+        """The server samples these weights: begins what is due."""
+        for one in self._sets:
+            if self._stopping.is_set() or not one.schedule.due(step):
+                continue
+            if one.current is not None:
+                one.schedule.skip(step)
+                log.warning(
+                    "evaluation %s is due at version %d, and that of version %d still runs: skipped",
+                    one.config.name,
+                    weight_version,
+                    one.current.weight_version,
+                )
+                continue
+            self._begin(one, step, weight_version)
+
+    async def may_switch(self) -> float:
+        """Waits until no pinned evaluation runs, or the run is to stop; returns the seconds it took."""
+        begun = time.time()
+        holding = [one for one in self._sets if one.config.pinned and one.current is not None]
+        for one in holding:
+            assert one.current is not None
+            one.current.hold_start = begun
+        await self._ended(holding)
+        return time.time() - begun if holding else 0.0
+
+    async def finish(self, step: int, weight_version: int) -> None:
+        """Measures the last weights, and returns when everything has ended, or the run is to stop."""
+        await self._ended(self._sets)
+        for one in self._sets:
+            if not self._stopping.is_set() and one.schedule.due_at_end(step):
+                self._begin(one, step, weight_version)
+        await self._ended(self._sets)
+
+    async def submit_again(self) -> None:
+        """Submits what is asked to a server that may have lost it. Raises ServerLost."""
+        for one in self._sets:
+            if one.current is not None and one.current.prompts.asked:
+                await self._submit(one, one.current, list(one.current.prompts.asked.values()))
+
+    async def _ended(self, sets: Sequence[EvaluationSet]) -> None:
+        running = [one.task for one in sets if one.task is not None]
+        if running:
+            await unless(self._stopping, asyncio.wait(running))
+
+    def _begin(self, one: EvaluationSet, step: int, weight_version: int) -> None:
+        assert self._group is not None, "open comes first"
+        config, mode = one.config, one.config.mode
+        # The epoch is no other start's of the trainer: an id of theirs is never met again.
+        prefix = f"{self._run_id}/~{config.name}/{step}-{self._exchange.trainer_epoch}"
+        pinned = mode if isinstance(mode, PinnedConfig) else None
+        prompts = Prompts(
+            prefix,
+            one.prompt_count,
+            concurrency=config.concurrency,
+            pinned_version=weight_version if pinned else None,
+            max_other_version=pinned.max_other_version if pinned else 0,
+        )
+        one.current = _Measurement(
+            prompts, step, weight_version, one.schedule.begin(step), time.time()
+        )
+        log.info(
+            "evaluation %s begins at version %d: %d prompts, %d samples each, %s",
+            config.name,
+            weight_version,
+            one.prompt_count,
+            config.samples_per_prompt,
+            mode.kind,
+        )
+        running = self._measure(one, one.current)
+        one.task = self._group.create_task(running, name=f"evaluation {config.name}")
+
+    async def _measure(self, one: EvaluationSet, current: _Measurement) -> None:
+        """Consumes groups; waits for those of the prompts it has asked; produces a record."""
+        try:
+            if await unless(self._stopping, self._ask_all(one, current)) is None:
+                log.warning(
+                    "evaluation %s of version %d is left: the run is to stop",
+                    one.config.name,
+                    current.weight_version,
+                )
+                return
+            self._write(self._record(one, current))
+        finally:
+            one.current = one.task = None
+
+    async def _ask_all(self, one: EvaluationSet, current: _Measurement) -> bool:
+        """Whether everything came."""
+        prompts = current.prompts
+        while not prompts.done:
+            fresh = prompts.next()
+            if fresh:
+                await keep_trying(
+                    self._stream.ready, lambda asked=fresh: self._submit(one, current, asked)
+                )
+                self._demand()
+            if not await self._comes(one, current):
+                log.warning(
+                    "evaluation %s: nothing came for %g s; it ends with %d of %d prompts. Is there a "
+                    "worker that takes evaluations?",
+                    one.config.name,
+                    one.config.patience_seconds,
+                    len(prompts.measured),
+                    prompts.count,
+                )
+                return False
+        return True
+
+    async def _comes(self, one: EvaluationSet, current: _Measurement) -> bool:
+        """Waits for a group; False where none came in time, and the server was there."""
+        while True:
+            try:
+                async with asyncio.timeout(one.config.patience_seconds):
+                    await current.changed.wait()
+            except TimeoutError:
+                if self._stream.is_ready:
+                    return False
+                await self._stream.ready()
+                continue
+            current.changed.clear()
+            return True
+
+    async def _submit(
+        self, one: EvaluationSet, current: _Measurement, asked: Sequence[Asked]
+    ) -> None:
+        tasks = [one.build_task(prompt) for prompt in asked]
+        current.data_sources.update((task.task_id, task.data_source) for task in tasks)
+        if await self._submit_tasks(tasks) is None:
+            raise ServerLost(f"evaluation {one.config.name}: the server's queue is full")
+
+    def _demand(self) -> None:
+        """As much credit as prompts are asked; what an evaluation left unused counts."""
+        running = [one.current for one in self._sets if one.current is not None]
+        missing = sum(len(current.prompts.asked) for current in running) - self._stream.owed
+        if missing > 0:
+            self._stream.demand(missing)
+
+    def _take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
+        """A group came: it is one prompt's of one evaluation, or nobody's."""
+        group, verdict = delivery.group, Verdict.UNKNOWN
+        for one in self._sets:
+            current = one.current
+            if current is None or group.task_id not in current.data_sources:
+                continue
+            measured = read_measured(group, current.data_sources[group.task_id])
+            verdict = current.prompts.take(group.task_id, measured)
+            current.changed.set()
+            break
+        if verdict is Verdict.MEASURED:
+            # The step that the trainer is at: zero would be a refusal.
+            self._stream.measured(delivery, self._exchange.held_version + 1)
+        elif verdict is Verdict.AGAIN:
+            message = f"another version than the one measured sampled {group.group_id}"
+            self._stream.refuse(delivery, OTHER_VERSION, message)
+        else:
+            message = f"task {group.task_id} is of no evaluation under way"
+            self._stream.refuse(delivery, OVER, message)
+        self._demand()
+
+    def _record(self, one: EvaluationSet, current: _Measurement) -> EvaluationRecord:
+        config, prompts = one.config, current.prompts
+        record = make_record(
+            prompts.measured,
+            name=config.name,
+            step=current.step,
+            weight_version=current.weight_version,
+            mode=config.mode.kind,
+            samples_per_prompt=config.samples_per_prompt,
+            passes_from=config.passes_from,
+            prompts_asked=prompts.count,
+        )
+        oldest = record.oldest_weight_version
+        measured = current.weight_version if oldest is None else oldest
+        record.lag = max(0, self._exchange.held_version - measured)
+        record.asked_again, record.skipped = prompts.asked_again, current.skipped
+        record.time_start, record.time = current.time_start, time.time()
+        record.seconds = record.time - record.time_start
+        if current.hold_start is not None:
+            record.seconds_held = record.time - current.hold_start
+        if not record.figures.samples:
+            counted = ", ".join(f"{r} {n}" for r, n in sorted(record.failure_reasons.items()))
+            log.warning(
+                "evaluation %s of version %d has no result: %s",
+                config.name,
+                current.weight_version,
+                f"every trajectory failed: {counted}" if counted else "nothing came",
+            )
+        return record

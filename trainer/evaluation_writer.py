@@ -1,0 +1,124 @@
+"""Where the records of evaluations go: lines of their own in `metrics.jsonl`, TensorBoard, the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol, TextIO, cast
+
+from rich.console import Console
+
+from penstock.trainer.evaluation_record import EvaluationRecord, Figures
+
+FILE = "metrics.jsonl"
+KIND = "evaluation"
+
+
+class Scalars(Protocol):
+    """The part of TensorBoard's writer that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+
+
+class EvaluationWriter:
+    """Writes each record wherever records go."""
+
+    def __init__(self, folder: Path, scalars: Scalars, console: Console) -> None:
+        """`folder` has the run's `metrics.jsonl`, to whose end a line is added for each record."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / FILE).open("a", encoding="utf-8")
+        self._scalars = scalars
+        self._console = console
+
+    def write(self, record: EvaluationRecord) -> None:
+        """An evaluation has ended."""
+        self._file.write(json.dumps(as_line(record)) + "\n")
+        self._file.flush()
+        for name, value in _scalars(record):
+            self._scalars.add_scalar(f"eval/{record.name}/{name}", value, record.step)
+        self._scalars.flush()
+        # Above the live table, where there is one.
+        self._console.print(as_text(record), soft_wrap=True, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Writes nothing more."""
+        self._file.close()
+
+
+def as_line(record: EvaluationRecord) -> dict[str, object]:
+    """The line of a record: its own fields, and the figures of all prompts among them."""
+    fields = cast("dict[str, object]", asdict(record))
+    figures = cast("dict[str, object]", fields.pop("figures"))
+    return {"kind": KIND, **fields, **figures}
+
+
+def as_text(record: EvaluationRecord) -> str:
+    """The line of a record for a person."""
+    figures = record.figures
+    parts = [
+        f"eval {record.name}  version {_versions(record)}",
+        f"reward {_number(figures.reward_mean)} ± {_number(figures.reward_stderr)}",
+        *(f"pass@{k} {share:.3f}" for k, share in figures.pass_at.items()),
+        f"prompts {figures.prompts}/{record.prompts_asked}",
+        f"tokens {_number(figures.tokens_mean, 1)}",
+        f"truncated {_share(figures.truncated_share)}",
+        f"failed {figures.failures}",
+        f"mixed {record.mixed_share:.0%}",
+        f"lag {record.lag}",
+        f"seconds {record.seconds:.1f}, held {record.seconds_held:.1f}",
+    ]
+    if record.skipped:
+        parts.append(f"skipped {record.skipped}")
+    if len(record.by_source) > 1:
+        parts += [f"{name} {_number(f.reward_mean)}" for name, f in record.by_source.items()]
+    return "  ".join(parts)
+
+
+def last_steps(folder: Path) -> dict[str, int]:
+    """Step of the last record of each set; of a file that a killed trainer wrote, what is whole."""
+    path = folder / FILE
+    found: dict[str, int] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            fields = cast("dict[str, object]", json.loads(line))
+        except ValueError:
+            break
+        if fields.get("kind") == KIND:
+            name, step = str(fields["name"]), cast("int", fields["step"])
+            found[name] = max(step, found.get(name, step))
+    return found
+
+
+def _scalars(record: EvaluationRecord) -> Iterator[tuple[str, float]]:
+    yield from _figures(record.figures)
+    if len(record.by_source) > 1:
+        for source, figures in record.by_source.items():
+            yield from ((f"source/{source}/{name}", value) for name, value in _figures(figures))
+    for name in ("mixed_share", "lag", "prompts_missing", "skipped", "seconds", "seconds_held"):
+        yield name, float(cast("float", getattr(record, name)))
+
+
+def _figures(figures: Figures) -> Iterator[tuple[str, float]]:
+    for name, value in cast("dict[str, object]", asdict(figures)).items():
+        if isinstance(value, int | float):
+            yield name, float(value)
+    for k, share in figures.pass_at.items():
+        yield f"pass_at/{k}", share
+
+
+def _versions(record: EvaluationRecord) -> str:
+    oldest, newest = record.oldest_weight_version, record.newest_weight_version
+    if oldest is None or oldest == newest:
+        return str(record.weight_version if oldest is None else oldest)
+    return f"{oldest} to {newest}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
