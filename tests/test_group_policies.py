@@ -33,7 +33,7 @@ from penstock.trainer.group_policies import (
     reason_to_drop,
 )
 from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
-from penstock.trainer.metrics import StepRecord
+from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import ALL_FAILED, TaskFeeder
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rich.console import Console
 
-from penstock.trainer.metrics import MetricsWriter, StepRecord, figures_of, keep_until
+from penstock.trainer.batch_figures import BatchFigures
+from penstock.trainer.figures import as_json
+from penstock.trainer.metrics import MetricsWriter, keep_until
+from penstock.trainer.policy import StepResult
+from penstock.trainer.step_record import StepRecord
 from penstock.wire import telemetry
 
 REQUIRED = {
@@ -27,9 +32,9 @@ REQUIRED = {
 }  # fmt: skip
 
 
+@dataclass
 class Scalars:
-    def __init__(self) -> None:
-        self.written: dict[tuple[str, int], float] = {}
+    written: dict[tuple[str, int], float] = field(default_factory=dict[tuple[str, int], float])
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         self.written[tag, global_step] = scalar_value
@@ -58,7 +63,9 @@ def write(folder: Path, *records: StepRecord, terminal: bool = False) -> tuple[s
 
 
 def test_a_record_is_a_line_of_json_and_scalars(tmp_path: Path) -> None:
-    record = StepRecord(3, reward_mean=0.25, tokens_masked=7, traceparents=["x"])
+    record = StepRecord(
+        3, batch=BatchFigures(trajectories=1, reward_mean=0.25, tokens_masked=7), traceparents=["x"]
+    )
     text, scalars = write(tmp_path, record)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     fields: dict[str, Any] = json.loads(line)
@@ -69,7 +76,8 @@ def test_a_record_is_a_line_of_json_and_scalars(tmp_path: Path) -> None:
 
 
 def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
-    text, _ = write(tmp_path, StepRecord(1, reward_mean=0.125), StepRecord(2), terminal=True)
+    first = StepRecord(1, batch=BatchFigures(trajectories=1, reward_mean=0.125))
+    text, _ = write(tmp_path, first, StepRecord(2), terminal=True)
     assert "step 2 of 9" in text and "0.125" in text and "reward" in text
 
 
@@ -78,7 +86,7 @@ def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     keep_until(tmp_path, 2)
-    write(tmp_path, StepRecord(3, reward_mean=1.0))
+    write(tmp_path, StepRecord(3, batch=BatchFigures(reward_mean=1.0)))
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["reward_mean"] == 1.0
@@ -114,15 +122,118 @@ def test_a_trajectorys_trace_reaches_the_step_that_trained_it(
     assert step.attributes is not None and step.attributes["penstock.weight_version"] == 6
 
 
-def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step"')
-    left = figures_of(StepRecord(3, weight_version=4, reward_mean=0.5, groups_dropped={"flat": 2}))
-    for _ in range(2):
+@pytest.mark.parametrize("every_steps", [1, 3])
+def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_steps: int) -> None:
+    console = Console(file=io.StringIO())
+    first = MetricsWriter(tmp_path, Scalars(), console, steps=9, every_steps=every_steps)
+    for record in steps(1, 2):
+        first.write(record, first.begin_step(record.step))
+    # It is killed: nothing more is sent.
+    first._file.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "kind": "evaluation"}\n{"step"')
+    left = as_json(steps(3)[0].line())
+    scalars = Scalars()
+    for again in range(2):
         written = keep_until(tmp_path, 3)
-        writer = MetricsWriter(tmp_path, Scalars(), Console(file=io.StringIO()), steps=9)
-        # As it comes back from a checkpoint.
-        writer.restore(json.loads(json.dumps(left)), written_step=written)
+        assert written == (3 if again else 2)
+        writer = MetricsWriter(
+            tmp_path, scalars, console, steps=9, step=written, every_steps=every_steps
+        )
+        if written < 3:
+            # As it comes back from a checkpoint.
+            writer.restore(3, json.loads(json.dumps(left)))
         writer.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[2] == left
+    assert [row["step"] for row in rows] == [1, 2, 3, 3]
+    assert rows[3] == {"step": 3, **left}
+    # The point at its step is of as many steps as any other.
+    assert scalars.written["train/tokens", 3] == (6.0 if every_steps == 3 else 3.0)
+
+
+def steps(*numbers: int) -> list[StepRecord]:
+    """Each with its own number as reward and as tokens."""
+    return [
+        StepRecord(n, batch=BatchFigures(trajectories=1, reward_mean=n, tokens=n)) for n in numbers
+    ]
+
+
+def write_windows(folder: Path, *records: StepRecord, step: int = 0) -> tuple[str, Scalars]:
+    out, scalars = io.StringIO(), Scalars()
+    writer = MetricsWriter(
+        folder, scalars, Console(file=out, width=200), steps=9, step=step, every_steps=3
+    )
+    for record in records:
+        writer.write(record, writer.begin_step(record.step))
+    writer.close()
+    return out.getvalue(), scalars
+
+
+def test_steps_are_told_together_and_kept_apart(tmp_path: Path) -> None:
+    text, scalars = write_windows(tmp_path, *steps(1, 2, 3, 4))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    told = {
+        (n, s): v for (n, s), v in scalars.written.items() if n.endswith(("reward_mean", "/tokens"))
+    }
+    assert told == {
+        ("train/reward_mean", 3): 2.0,
+        ("train/tokens", 3): 6.0,
+        # What was left at the end.
+        ("train/reward_mean", 4): 4.0,
+        ("train/tokens", 4): 4.0,
+    }
+    first, last = text.splitlines()
+    assert first.startswith("steps 1 to 3/9  reward 2.000") and "tokens 6 " in first
+    assert last.startswith("step 4/9  reward 4.000")
+
+
+def test_a_run_that_resumes_amid_some_steps_tells_them_all(tmp_path: Path) -> None:
+    write_windows(tmp_path, *steps(1, 2, 3, 4, 5))
+    keep_until(tmp_path, 4)
+    text, scalars = write_windows(tmp_path, *steps(5, 6, 7), step=4)
+    assert scalars.written["train/tokens", 6] == 15.0
+    assert scalars.written["train/tokens", 7] == 7.0
+    assert text.splitlines()[0].startswith("steps 4 to 6/9  reward 5.000")
+
+
+def test_a_run_that_resumes_and_does_nothing_tells_nothing(tmp_path: Path) -> None:
+    write_windows(tmp_path, *steps(1, 2))
+    assert write_windows(tmp_path, step=2) == ("", Scalars())
+
+
+def test_where_there_is_no_terminal_there_are_lines_alone(tmp_path: Path) -> None:
+    text, _ = write(tmp_path, *steps(1, 2, 3))
+    assert "\x1b" not in text and "\r" not in text
+    lines = text.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == ["step 1/9", "step 2/9", "step 3/9"]
+    assert "left" not in lines[0] and lines[2].endswith(" left")
+
+
+def test_a_terminal_gets_a_bar_and_the_time_left(tmp_path: Path) -> None:
+    text, _ = write(tmp_path, *steps(1, 2, 3), terminal=True)
+    assert "step 3 of 9" in text and "roughly 0 s left" in text
+    text, _ = write(tmp_path / "done", *steps(9), terminal=True)
+    assert "step 9 of 9" in text and "done, in " in text
+
+
+@pytest.mark.parametrize(("width", "seen"), [(160, {"reward", "MB"}), (60, {"reward"})])
+def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path, width: int, seen: set[str]) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width)
+    writer = MetricsWriter(tmp_path, Scalars(), console, steps=9)
+    for record in steps(1, 2):
+        writer.write(record, writer.begin_step(record.step))
+    writer.close()
+    assert {head for head in ("reward", "MB") if head in out.getvalue()} == seen
+    assert "…" not in out.getvalue()
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    record = StepRecord(1, result=StepResult(updates=1, grad_norm=float("inf")))
+    write(tmp_path, record)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line["grad_norm"] is None

@@ -3,7 +3,7 @@ code.
 
 Order of shutdown: the loop ends after its step, the last checkpoint included; the stream is
 half-closed and read to its end; metrics, payload and channels are closed; the model is written;
-then the compute thread ends.
+trackers are waited for, `trackers.CLOSE_SECONDS` at most; then the compute thread ends.
 
 The first SIGTERM or SIGINT begins it. Where the server is away, or lost before it is over, nobody
 waits for the server: there is no stream to close, and stderr says at which step the run stopped
@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.trainer.publisher import Publisher
     from penstock.trainer.sources.problem import Source
     from penstock.trainer.tasks import TaskFeeder
+    from penstock.trainer.trackers import Trackers
     from penstock.v1 import weights_pb2
     from penstock.wire.security import Security
 
@@ -144,19 +145,40 @@ async def _run_locked(
     stopping: asyncio.Event,
 ) -> None:
     """No other trainer writes to the run's folder meanwhile."""
+    from penstock.trainer.trackers import make_trackers
+
+    trackers = make_trackers(config.metrics.trackers, config.run.steps)
+    try:
+        start = await compute.run(_load, config, resume, ledger)
+        told = config.model_dump(mode="json", exclude={"metrics": {"trackers"}})
+        trackers.begin(config.run.out, config.run.id, told, resumes=resume)
+        await _run_loaded(config, compute, start, trackers, console, stopping)
+    finally:
+        trackers.close()
+
+
+async def _run_loaded(
+    config: TrainerConfig,
+    compute: ComputeThread,
+    start: _Start,
+    trackers: Trackers,
+    console: Console,
+    stopping: asyncio.Event,
+) -> None:
+    """From the first call of the server to the model being written."""
     from penstock.trainer.checkpoint import replace_folder
     from penstock.wire.security import open_channel
 
     security = _security(config.server)
-    start = await compute.run(_load, config, resume, ledger)
     address = config.server.address
     async with (
         open_channel(address, security) as channel,
         open_channel(address, security, own_connection=True) as bulk,
     ):
-        parts = _wire(config, start, compute, channel, bulk, console, stopping)
+        parts = _wire(config, start, compute, channel, bulk, console, stopping, trackers)
         try:
-            await _walk(parts, stopping)
+            async with parts.metrics.measuring():
+                await _walk(parts, stopping)
         finally:
             if parts.evaluations is not None:
                 parts.evaluations.close()
@@ -262,6 +284,7 @@ def _wire(
     bulk: grpc.aio.Channel,
     console: Console,
     stopping: asyncio.Event,
+    trackers: Trackers,
 ) -> _Parts:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -271,6 +294,8 @@ def _wire(
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter, keep_until
     from penstock.trainer.probe import Probe
+    from penstock.trainer.server_load import LoadMeter
+    from penstock.trainer.trackers import TrackedScalars
 
     run, state = config.run, start.state
     tasks = _make_feeder(config, start, channel)
@@ -285,14 +310,25 @@ def _wire(
     settle_refused(tasks, start.ledger.refused)
     # Before the file is opened, for this replaces it.
     written_step = keep_until(run.out, state.step)
-    scalars = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
-    metrics = MetricsWriter(run.out, scalars, console, steps=run.steps)
-    if state.record:
-        metrics.restore(state.record, written_step=written_step)
+    unwritten: Mapping[str, object] = state.record if written_step < state.step else {}
+    tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
+    scalars = TrackedScalars(tensorboard, trackers)
+    metrics = MetricsWriter(
+        run.out,
+        scalars,
+        console,
+        steps=run.steps,
+        step=written_step if unwritten else state.step,
+        every_steps=config.metrics.every_steps,
+        trackers=trackers,
+        load=LoadMeter(channel, config.metrics.load_every_seconds),
+    )
+    if unwritten:
+        metrics.restore(state.step, unwritten)
     evaluations = EvaluationWriter(run.out, scalars, console)
 
     def checkpoint(
-        step: int, weight_version: int, figures: dict[str, object]
+        step: int, weight_version: int, figures: Mapping[str, object]
     ) -> Callable[[], object]:
         reached = TrainerState(
             run.id,

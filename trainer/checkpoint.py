@@ -28,7 +28,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -68,7 +68,7 @@ class TrainerState:
     """What identifies the data that the indices are of; empty where nobody said."""
     ledger_bytes: int | None = None
     """Where the line of `step` ends in the ledger; None where nobody said."""
-    record: dict[str, object] = field(default_factory=dict[str, object])
+    record: Mapping[str, object] = field(default_factory=dict[str, object])
     """The figures of `step`, as far as known: they are written when its switch is answered, which a
     trainer that is killed may not live to see. Empty where they are written already."""
 

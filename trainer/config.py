@@ -15,6 +15,7 @@ from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.group_config import GroupsConfig
+from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.section import Section
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
@@ -259,6 +260,8 @@ class TrainerConfig(Section):
     """When to stop instead of waiting."""
     evaluation: tuple[EvaluationConfig, ...] = ()
     """Sets that are measured while training runs."""
+    metrics: MetricsConfig = MetricsConfig()
+    """What is told of the run while it goes on."""
 
     @model_validator(mode="after")
     def _evaluations_have_names(self) -> TrainerConfig:

@@ -44,7 +44,7 @@ from penstock.trainer.group_policies import (
 )
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, RefusedEntry
-from penstock.trainer.metrics import StepRecord
+from penstock.trainer.step_record import StepRecord
 from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
@@ -145,6 +145,7 @@ class Gatherer:
                 max_lag=self._config.staleness.max_lag,
             )
             record.failures += group.failures
+            record.tokens_received += group.policy_tokens
             if not group.samples:
                 record.groups_failed += 1
                 await self._refuse_failed(delivery)

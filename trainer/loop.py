@@ -49,27 +49,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-import numpy as np
 from opentelemetry.trace import Span
 
 from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batch_figures import describe_batch
 from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange import Exchange, SwitchReceipt
+from penstock.trainer.figures import as_json
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, StepEntry, TrainedGroup
-from penstock.trainer.metrics import MetricsWriter, StepRecord, figures_of
+from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher, Sent
+from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.failpoints import hit
@@ -105,7 +107,7 @@ class TrainingLoop:
         metrics: MetricsWriter,
         probe: Probe,
         ledger: Ledger,
-        checkpoint: Callable[[int, int, dict[str, object]], Callable[[], object]],
+        checkpoint: Callable[[int, int, Mapping[str, object]], Callable[[], object]],
         stopping: asyncio.Event,
         step: int,
         share_prefixes: bool,
@@ -198,8 +200,9 @@ class TrainingLoop:
             await self._may_switch(record)
             switch = self._switch(batch, record)
             self._unconcluded = record
+            record.finish(time.time() - record.time_gather_start)
             record.seconds_checkpoint = await self._save_if_due()
-            record.seconds = time.time() - record.time_gather_start
+            record.finish(time.time() - record.time_gather_start)
             conclusion = concluding.create_task(self._conclude(switch, record, span))
         if conclusion is not None:
             await conclusion
@@ -234,7 +237,14 @@ class TrainingLoop:
             return None
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
-        _describe_batch(batch, record)
+        sources = [self._tasks.data_source(delivery.task_id) for delivery in batch.deliveries]
+        record.batch = describe_batch(batch.deliveries, batch.groups, sources)
+        record.traceparents = [
+            trajectory.traceparent
+            for delivery in batch.deliveries
+            for trajectory in delivery.trajectories
+            if trajectory.traceparent
+        ]
         await self._handover.retry(self._tasks.fill)
         return None if self._exchange.left.is_set() else batch
 
@@ -252,9 +262,7 @@ class TrainingLoop:
         record.seconds_train = record.time_train_end - record.time_train_start
         record.tokens_trained = plan.trained_tokens
         record.groups_without_gradient = plan.groups_without_gradient
-        # A record has every field of a result.
-        for name, value in asdict(result).items():
-            setattr(record, name, value)
+        record.result = result
         return result
 
     def _compute_step(self, groups: list[TrainingGroup]) -> tuple[StepPlan, StepResult]:
@@ -319,7 +327,9 @@ class TrainingLoop:
             return 0.0
         begun = time.time()
         # Noted here, while nothing moves; written there.
-        figures = {} if self._unconcluded is None else figures_of(self._unconcluded)
+        figures: Mapping[str, object] = (
+            {} if self._unconcluded is None else as_json(self._unconcluded.line())
+        )
         save = self._checkpoint(self.step, self._exchange.held_version, figures)
         await self._compute.run(save)
         self._saved_step = self.step
@@ -347,7 +357,6 @@ class TrainingLoop:
                 record.upload_bytes += switched.sent_again.bytes_sent
                 record.delta = False
             self._measure(record.weight_version)
-        record.idle_ratio = record.seconds_wait / record.seconds if record.seconds else 0.0
         self._metrics.write(record, span)
         if self._unconcluded is record:
             self._unconcluded = None
@@ -369,26 +378,6 @@ def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:
     )
 
 
-def _describe_batch(batch: Batch, record: StepRecord) -> None:
-    groups = batch.groups
-    rewards = np.array([reward for group in groups for reward in group.rewards])
-    lags = np.concatenate([group.lags for group in groups])
-    record.reward_mean, record.reward_std = float(rewards.mean()), float(rewards.std())
-    trained = np.array([sample.reward for group in groups for sample in group.samples])
-    record.overlong_penalty_mean = float((rewards - trained).mean())
-    if len(lags):
-        record.lag_mean, record.lag_max = float(lags.mean()), int(lags.max())
-    record.tokens = sum(group.policy_tokens for group in groups)
-    record.tokens_masked = sum(group.masked_tokens for group in groups)
-    record.groups = len(groups)
-    record.traceparents = [
-        trajectory.traceparent
-        for delivery in batch.deliveries
-        for trajectory in delivery.trajectories
-        if trajectory.traceparent
-    ]
-
-
 def _describe_upload(sent: Sent, record: StepRecord) -> None:
     record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
     record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
@@ -396,5 +385,5 @@ def _describe_upload(sent: Sent, record: StepRecord) -> None:
     record.unchanged = sent.changed_tensors == 0
     record.pause_seconds, record.probe_difference = sent.pause_seconds, sent.probe_difference
     if record.unchanged:
-        why = "" if record.applied else ", for the step had no gradient"
+        why = "" if record.result.applied else ", for the step had no gradient"
         log.warning("version %d changes no tensor%s", record.weight_version, why)

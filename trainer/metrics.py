@@ -5,171 +5,120 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import TextIO, cast
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, Span
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
+from penstock.trainer.display import Display
+from penstock.trainer.figures import Line, aggregate, as_json, scalars
+from penstock.trainer.pace import Pace
+from penstock.trainer.server_load import LoadMeter
+from penstock.trainer.step_record import FIGURES, StepRecord
+from penstock.trainer.tracker import Scalars
+from penstock.trainer.trackers import Trackers
 from penstock.wire import telemetry
 
-ROWS_SHOWN = 16
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """One step; the field names are the keys of `metrics.jsonl`. Times are unix seconds."""
-
-    step: int
-    weight_version: int = 0
-    """Version of the weights the step made."""
-    reward_mean: float = 0.0
-    reward_std: float = 0.0
-    lag_mean: float = 0.0
-    """Versions behind the trainer, over the tokens young enough to be trained."""
-    lag_max: int = 0
-    tokens: int = 0
-    """Policy tokens in the batch."""
-    tokens_trained: int = 0
-    """Tokens in the loss: young enough, and of a group that some term of it moves."""
-    tokens_masked: int = 0
-    """Policy tokens left out for their age."""
-    groups: int = 0
-    groups_without_gradient: int = 0
-    groups_failed: int = 0
-    """Groups refused since the step before, because every trajectory had failed."""
-    failures: int = 0
-    """Failed trajectories, those of refused groups included."""
-    groups_dropped: dict[str, int] = field(default_factory=dict[str, int])
-    """Groups refused since the step before, because they were of no use, by reason."""
-    groups_kept_in_need: int = 0
-    """Groups in the batch that would have been dropped, had there not been too many of them."""
-    overlong_penalty_mean: float = 0.0
-    """What a trajectory in the batch lost for its length; `reward_mean` is without that."""
-    tokens_truncated: int = 0
-    """Tokens left out because the token budget ended their turn."""
-    applied: bool = True
-    """Whether the weights changed."""
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
-    clip_fraction: float = 0.0
-    """Part of the tokens in the loss whose ratio was out of its bounds; here and below see
-    `policy.StepResult`."""
-    clip_fraction_low: float = 0.0
-    clip_fraction_high: float = 0.0
-    logprob_diff_mean: float = 0.0
-    logprob_diff_max: float = 0.0
-    entropy: float = 0.0
-    kl_reference: float | None = None
-    correction_weight_mean: float | None = None
-    correction_weight_max: float | None = None
-    correction_masked: float | None = None
-    correction_clipped: float | None = None
-    critic_loss: float | None = None
-    critic_explained_variance: float | None = None
-    seconds: float = 0.0
-    """From the beginning of this step's gathering to that of the next one's."""
-    seconds_wait: float = 0.0
-    seconds_train: float = 0.0
-    """Packing, forward and backward passes, optimizer."""
-    seconds_upload: float = 0.0
-    seconds_held: float = 0.0
-    """How long the switch waited for pinned evaluations."""
-    seconds_switch: float = 0.0
-    """From the request to its receipt; the next step's gathering has begun meanwhile."""
-    seconds_checkpoint: float = 0.0
-    idle_ratio: float = 0.0
-    """Part of the step in which the trainer waited for groups."""
-    pause_seconds: float = 0.0
-    """How long generation stood still for the switch."""
-    probe_difference: float | None = None
-    """Mean difference between the engine's score of the probe and the trainer's, in nats; None without
-    one."""
-    upload_bytes: int = 0
-    """Bytes of weights that were sent; through the stream those of attempts that failed too."""
-    upload_dense_bytes: int = 0
-    """Size of the whole version."""
-    delta: bool = False
-    """Whether the version went as a difference."""
-    changed_tensors: int | None = None
-    """Tensors that differ from what the server sampled before, as it says; None where it did not say."""
-    changed_elements_ratio: float | None = None
-    """Elements that differ from the version before, of all; None where no difference was made."""
-    unchanged: bool = False
-    """Whether no tensor changed: an alarm."""
-    time: float = 0.0
-    """When the record was made."""
-    time_gather_start: float = 0.0
-    time_gather_end: float = 0.0
-    time_train_start: float = 0.0
-    time_train_end: float = 0.0
-    time_upload_start: float = 0.0
-    time_upload_end: float = 0.0
-    time_switch_start: float = 0.0
-    time_switch_end: float = 0.0
-    traceparents: list[str] = field(default_factory=list[str])
-    """Trace context of each trajectory in the batch; traced, not written."""
-
-
-class Scalars(Protocol):
-    """The part of TensorBoard's writer that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+FILE = "metrics.jsonl"
+PREFIX = "train/"
 
 
 class MetricsWriter:
-    """Writes each record wherever records go."""
+    """Writes each record wherever records go: to `metrics.jsonl` and the traces step by step, to everybody
+    else the point of `every_steps` of them.
 
-    def __init__(self, folder: Path, scalars: Scalars, console: Console, *, steps: int) -> None:
-        """`folder` gets `metrics.jsonl`, to whose end records are added."""
+    A point is due where the number of its step is a multiple of `every_steps`, and at the end, of the
+    steps that came since. A run that resumes between two takes the steps since the last one from
+    `metrics.jsonl`, so that its next point is of as many steps as any other, those of a point at the
+    end of the run before included.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        scalars: Scalars,
+        console: Console,
+        *,
+        steps: int,
+        step: int = 0,
+        every_steps: int = 1,
+        trackers: Trackers | None = None,
+        load: LoadMeter | None = None,
+    ) -> None:
+        """`folder` gets `metrics.jsonl`, to whose end records are added. `steps` is the number of the run's
+        last step, `step` the last that is done already. `trackers` are asked what they lost; points reach
+        them by `scalars`."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        path = folder / FILE
+        self._lines: list[Line] = _lines_between(path, step - step % every_steps, step)
+        self._unsent = False
+        self._last_step = step
+        self._every = every_steps
+        self._file: TextIO = path.open("a", encoding="utf-8")
         self._scalars = scalars
-        self._display = _Display(console, steps)
+        self._trackers = trackers
+        self._load = load
+        self._pace = Pace(steps)
+        self._display = Display(console, steps, self._pace, step=step)
         self._tracer = trace.get_tracer("penstock.trainer")
         self._instruments = _Instruments()
 
+    def measuring(self) -> AbstractAsyncContextManager[None]:
+        """The server's load is sampled meanwhile."""
+        return nullcontext() if self._load is None else self._load.running()
+
     def begin_step(self, step: int) -> Span:
         """The step's span, in a trace of its own; `write` ends it."""
+        self._pace.begin(step)
         return self._tracer.start_span("penstock.step", attributes={"penstock.step": step})
 
     def write(self, record: StepRecord, span: Span) -> None:
         """The step is over, its switch answered."""
-        figures = figures_of(record)
-        self._file.write(json.dumps(figures) + "\n")
+        if self._load is not None:
+            begun = record.time_gather_start
+            record.load = self._load.take(begun, begun + record.seconds)
+        if self._trackers is not None:
+            record.tracker_points_lost = self._trackers.take_lost()
+        line = record.line()
+        self._file.write(json.dumps({"step": record.step, **as_json(line)}) + "\n")
         self._file.flush()
-        for name, value in figures.items():
-            if isinstance(value, int | float) and not name.startswith("time"):
-                self._scalars.add_scalar(f"train/{name}", float(value), record.step)
-        for reason, count in record.groups_dropped.items():
-            self._scalars.add_scalar(f"train/groups_dropped/{reason}", float(count), record.step)
-        self._scalars.flush()
         self._trace(record, span, record.traceparents)
         self._instruments.record(record)
-        self._display.show(record)
+        self._add(record.step, line)
 
-    def restore(self, figures: Mapping[str, object], *, written_step: int) -> None:
-        """Writes the record that a killed trainer left in its last checkpoint (`figures_of`), where the
-        one of `written_step` is the last that was written."""
-        known = {name.name for name in fields(StepRecord)}
-        record = StepRecord(
-            **cast("dict[str, Any]", {name: figures[name] for name in known & figures.keys()})
-        )
-        if record.step > written_step:
-            self.write(record, self.begin_step(record.step))
+    def restore(self, step: int, line: Mapping[str, object]) -> None:
+        """Writes the figures of the last step that is done, which the trainer that did it left in its
+        checkpoint and did not live to write. Its traces are lost."""
+        self._file.write(json.dumps({"step": step, **line}) + "\n")
+        self._file.flush()
+        self._add(step, cast("Line", line))
+
+    def _add(self, step: int, line: Line) -> None:
+        self._lines.append(line)
+        self._unsent, self._last_step = True, step
+        if step % self._every == 0:
+            self._send()
+        self._display.step(step)
 
     def close(self) -> None:
-        """Flushes and ends the display."""
+        """Sends what is left, flushes, and ends the display."""
+        if self._unsent:
+            self._send()
         self._file.close()
         self._scalars.close()
         self._display.close()
+
+    def _send(self) -> None:
+        """The point of the lines that came since the last one."""
+        point = aggregate(FIGURES, self._lines)
+        self._lines, self._unsent = [], False
+        for name, value in scalars(FIGURES, point).items():
+            self._scalars.add_scalar(f"{PREFIX}{name}", value, self._last_step)
+        self._scalars.flush()
+        self._display.show(self._last_step, point)
 
     def _trace(self, record: StepRecord, span: Span, traceparents: Sequence[str]) -> None:
         """Ties both ways: the step's span links to the trajectories' spans, and each of their
@@ -196,9 +145,9 @@ class MetricsWriter:
         span.set_attributes(
             {
                 **attributes,
-                "penstock.reward_mean": record.reward_mean,
-                "penstock.lag_mean": record.lag_mean,
-                "penstock.tokens": record.tokens,
+                "penstock.reward_mean": record.batch.reward_mean,
+                "penstock.lag_mean": record.batch.lag_mean,
+                "penstock.tokens": record.batch.tokens,
                 "penstock.pause_seconds": record.pause_seconds,
             }
         )
@@ -226,13 +175,13 @@ class _Instruments:
         self._dropped = meter.create_counter("penstock.trainer.groups_dropped", unit="{group}")
 
     def record(self, record: StepRecord) -> None:
-        self._reward.record(record.reward_mean)
-        self._lag.record(record.lag_mean)
+        self._reward.record(record.batch.reward_mean)
+        self._lag.record(record.batch.lag_mean)
         self._idle.record(record.idle_ratio)
         self._seconds.record(record.seconds)
         self._pause.record(record.pause_seconds)
-        self._tokens.add(record.tokens)
-        self._masked.add(record.tokens_masked)
+        self._tokens.add(record.batch.tokens)
+        self._masked.add(record.batch.tokens_masked)
         self._bytes.add(record.upload_bytes)
         self._failures.add(record.failures)
         self._unchanged.add(record.unchanged)
@@ -242,115 +191,38 @@ class _Instruments:
             self._probe.record(record.probe_difference)
 
 
-class _Display:
-    """A live table in a terminal, plain lines otherwise."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._recent: list[StepRecord] = []
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        if self._live is not None:
-            self._live.start()
-
-    def show(self, record: StepRecord) -> None:
-        if self._live is None:
-            self._console.print(self._line(record), soft_wrap=True, highlight=False, markup=False)
-            return
-        self._recent = [*self._recent, record][-ROWS_SHOWN:]
-        self._live.update(self._table(), refresh=True)
-
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def _line(self, r: StepRecord) -> str:
-        return (
-            f"step {r.step}/{self._steps}  reward {r.reward_mean:.3f}  lag {r.lag_mean:.2f}"
-            f" (max {r.lag_max})  masked {r.tokens_masked}  tokens {r.tokens}"
-            f"  seconds {r.seconds:.2f} = wait {r.seconds_wait:.2f} + train {r.seconds_train:.2f}"
-            f" + upload {r.seconds_upload:.2f}  idle {r.idle_ratio:.0%}"
-            f"  pause {r.pause_seconds:.3f}  {_sent(r)} MB"
-            f"  logprob diff {r.logprob_diff_mean:.4f} (max {r.logprob_diff_max:.3f})"
-            f"  no gradient {r.groups_without_gradient}/{r.groups}  failed {r.failures}"
-            f"{_dropped(r)}"
-            f"{'  unchanged!' if r.unchanged else ''}"
-        )
-
-    def _table(self) -> Table:
-        table = Table(title=f"penstock train: step {self._recent[-1].step} of {self._steps}")
-        names = (
-            "step", "reward", "lag", "max", "masked", "tokens", "seconds", "wait", "train",
-            "upload", "idle", "pause", "MB", "diff", "flat", "failed",
-        )  # fmt: skip
-        for name in names:
-            table.add_column(name, justify="right")
-        for r in self._recent:
-            table.add_row(
-                str(r.step),
-                f"{r.reward_mean:.3f}",
-                f"{r.lag_mean:.2f}",
-                str(r.lag_max),
-                str(r.tokens_masked),
-                str(r.tokens),
-                f"{r.seconds:.2f}",
-                f"{r.seconds_wait:.2f}",
-                f"{r.seconds_train:.2f}",
-                f"{r.seconds_upload:.2f}",
-                f"{r.idle_ratio:.0%}",
-                f"{r.pause_seconds:.3f}",
-                "unchanged!" if r.unchanged else _megabytes(r.upload_bytes),
-                f"{r.logprob_diff_mean:.4f}",
-                f"{r.groups_without_gradient}/{r.groups}",
-                str(r.failures),
-            )
-        return table
-
-
-def _dropped(record: StepRecord) -> str:
-    """Groups that were dropped, by reason; nothing where none was."""
-    counted = ", ".join(f"{reason} {n}" for reason, n in sorted(record.groups_dropped.items()))
-    return f"  dropped {counted}" if counted else ""
-
-
-def _sent(record: StepRecord) -> str:
-    """Megabytes of the upload, beside those of the whole where a difference was sent."""
-    sent = _megabytes(record.upload_bytes)
-    return f"{sent} of {_megabytes(record.upload_dense_bytes)}" if record.delta else sent
-
-
-def _megabytes(count: int) -> str:
-    """Three digits, for a difference can be a thousandth of the whole."""
-    return f"{count / 1e6:.{3 if count < 1e6 else 1 if count < 1e8 else 0}f}"
-
-
-def figures_of(record: StepRecord) -> dict[str, object]:
-    """What of it is written down."""
-    figures = asdict(record)
-    del figures["traceparents"]
-    return figures
-
-
 def keep_until(folder: Path, step: int) -> int:
     """Removes from `metrics.jsonl` what a resumed run is about to do again; all of it at step
-    zero. Returns the last step it has, zero where it has none."""
-    path = folder / "metrics.jsonl"
+    zero. Returns the last step that it has, zero where it has none."""
+    path = folder / FILE
     if not path.exists():
         return 0
     kept: list[str] = []
     last = 0
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            row = json.loads(line)
-            of = int(row["step"])
+            line = json.loads(text)
+            of = int(line["step"])
         except ValueError:
             break  # The killed trainer wrote half a line.
         if step and of <= step:
-            kept.append(line)
-            # An evaluation's line names its step too.
-            last = max(last, of if "kind" not in row else 0)
+            kept.append(text)
+            # What says of what kind it is is no step's.
+            last = max(last, of if "kind" not in line else 0)
     # As a whole: who is killed meanwhile keeps what there was.
-    shorter = folder / ".metrics.jsonl"
+    shorter = folder / f".{FILE}"
     shorter.write_text("".join(kept), encoding="utf-8")
     shorter.replace(path)
     return last
+
+
+def _lines_between(path: Path, after: int, until: int) -> list[Line]:
+    """The figures of the steps after one and up to another, from a file without half a line; a line that
+    says of what kind it is is no step's."""
+    if after == until or not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        lines = [cast("Line", json.loads(line)) for line in file]
+    return [
+        line for line in lines if after < cast("int", line["step"]) <= until and "kind" not in line
+    ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from penstock.trainer.algorithms.objective import Figures
+from penstock.trainer.figures import LAST, MAX, MEAN, SUM, figure, weighted
 from penstock.trainer.planning import StepPlan
 from penstock.v1 import weights_pb2
 
@@ -23,45 +24,70 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+PER_UPDATE = weighted("updates")
+PER_TOKEN = weighted("tokens_computed")
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did; the means are over tokens in the loss, zero where there were none, None where
-    the configuration does not compute them."""
+    """What one step did; the means are over the tokens that were computed, zero where there were none,
+    None where the configuration does not compute them."""
 
-    applied: bool
-    """Whether the weights changed; they do not without a gradient, or with one that is not
-    finite."""
-    loss: float = 0.0
-    """Mean over the step's updates, as is the next."""
-    grad_norm: float = 0.0
-    """Before clipping."""
-    learning_rate: float = 0.0
-    """Of the last update."""
-    clip_fraction: float = 0.0
-    """Part of the tokens whose ratio was out of its bounds and is not in the gradient."""
-    clip_fraction_low: float = 0.0
-    """Those below the lower bound."""
-    clip_fraction_high: float = 0.0
-    """Those above the upper bound."""
-    logprob_diff_mean: float = 0.0
-    """Mean |recomputed - sampled log-probability|: the trainer's and the engine's arithmetic, and
-    lag."""
-    logprob_diff_max: float = 0.0
-    entropy: float = 0.0
-    """Of the distributions that tokens were drawn from, in nats."""
-    kl_reference: float | None = None
-    """KL to the reference, by the configured estimator."""
-    correction_weight_mean: float | None = None
-    """Weight of the off-policy correction, those that are masked included."""
-    correction_weight_max: float | None = None
-    correction_masked: float | None = None
-    """Part of the tokens that it masked."""
-    correction_clipped: float | None = None
-    """Part of the tokens whose weight it cut."""
-    critic_loss: float | None = None
-    """Mean over the step's updates."""
-    critic_explained_variance: float | None = None
-    """Part of the variance of what came of the tokens that the critic foretold."""
+    applied: bool = figure(
+        False,
+        MEAN,
+        "share",
+        "Whether the weights changed; they do not without a gradient, or with one that is not finite.",
+    )
+    updates: int = figure(0, SUM, "updates", "Optimizer updates that had something to compute.")
+    tokens_computed: int = figure(
+        0,
+        SUM,
+        "tokens",
+        "Tokens in the loss, less those of sequences that no term of it moves, which are not computed.",
+    )
+    loss: float = figure(0.0, PER_UPDATE, "", "Loss of an update.")
+    grad_norm: float = figure(0.0, PER_UPDATE, "", "Norm of an update's gradient, before clipping.")
+    learning_rate: float = figure(0.0, LAST, "", "Of the last update.")
+    clip_fraction: float = figure(
+        0.0, PER_TOKEN, "share", "Tokens whose ratio was out of its bounds."
+    )
+    clip_fraction_low: float = figure(0.0, PER_TOKEN, "share", "Those below the lower bound.")
+    clip_fraction_high: float = figure(
+        0.0, PER_TOKEN, "share", "Those above the upper bound, that of `dual_clip` included."
+    )
+    logprob_diff_mean: float = figure(
+        0.0,
+        PER_TOKEN,
+        "nat",
+        "Mean of |recomputed - sampled log-probability|: the trainer's and the engine's arithmetic, and "
+        "lag.",
+    )
+    logprob_diff_max: float = figure(0.0, MAX, "nat", "The largest.")
+    entropy: float = figure(
+        0.0, PER_TOKEN, "nat", "Of the distributions that tokens were drawn from."
+    )
+    kl_reference: float | None = figure(
+        None, PER_TOKEN, "nat", "KL to the reference, by the configured estimator."
+    )
+    correction_weight_mean: float | None = figure(
+        None,
+        PER_TOKEN,
+        "",
+        "Weight of the off-policy correction, those that it masks included.",
+    )
+    correction_weight_max: float | None = figure(None, MAX, "", "The largest.")
+    correction_masked: float | None = figure(None, PER_TOKEN, "share", "Tokens that it masked.")
+    correction_clipped: float | None = figure(
+        None, PER_TOKEN, "share", "Tokens whose weight it cut."
+    )
+    critic_loss: float | None = figure(None, PER_UPDATE, "", "Loss of the critic's update.")
+    critic_explained_variance: float | None = figure(
+        None,
+        PER_TOKEN,
+        "share",
+        "Part of the variance of what came of the tokens that the critic foretold.",
+    )
 
 
 def describe_step(
@@ -77,6 +103,8 @@ def describe_step(
 
     return StepResult(
         applied=applied,
+        updates=updates,
+        tokens_computed=figures.tokens,
         loss=figures.loss / updates,
         grad_norm=grad_norm,
         learning_rate=learning_rate,

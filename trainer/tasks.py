@@ -43,6 +43,9 @@ AGAIN = "~"
 # Before how often a prompt was asked again because a group of it was of no use.
 TIMES = "+"
 
+# What rewards are counted under whose task is of another run.
+UNKNOWN_SOURCE = "unknown"
+
 # Reason for which a group is refused whose task is settled by that.
 ALL_FAILED = "ALL_FAILED"
 
@@ -129,6 +132,8 @@ class TaskFeeder:
         self._again: dict[int, str] = {}
         self._to_ask_again: dict[int, str] = {}
         self._pending = 0
+        self._data_sources: dict[int, str] = {}
+        """Of indices that this process submitted and that are not settled."""
         # Two fillers at once would submit the same indices.
         self._filling = asyncio.Lock()
 
@@ -167,6 +172,7 @@ class TaskFeeder:
             self._taken.discard(index)
             self._again.pop(index, None)
             self._to_ask_again.pop(index, None)
+            self._data_sources.pop(index, None)
 
     def ask_again(self, task_id: str) -> None:
         """A group of this task was refused, and its prompt is to be answered by another one: the next
@@ -183,6 +189,16 @@ class TaskFeeder:
         """Where a task is in the data; after all others where it is not of this run."""
         index = self._index(task_id)
         return sys.maxsize if index is None else index
+
+    def data_source(self, task_id: str) -> str:
+        """What a task's rewards are counted under: what agents are told as `data_source`. It follows
+        from the index alone, so a trainer that resumes knows it too; of a task that is not of this run
+        nothing is known."""
+        index = self._index(task_id)
+        if index is None:
+            return UNKNOWN_SOURCE
+        found = self._data_sources.get(index)
+        return _name_of(self._source.problem(index)) if found is None else found
 
     def _index(self, task_id: str) -> int | None:
         """Its place in the data, which is known to have been submitted from now on."""
@@ -237,22 +253,31 @@ class TaskFeeder:
 
     async def _submit(self, indices: Sequence[int], again: str = "") -> bool:
         """Whether the server took them. Raises ServerLost and SessionRefused."""
-        tasks = [
-            build_task(
-                self._source.problem(index),
-                run_id=self._run_id,
-                index=index,
-                config=self._config,
-                attempts=self._attempts,
-                again=again or self._again.get(index, ""),
+        tasks: list[task_service_pb2.Task] = []
+        for index in indices:
+            problem = self._source.problem(index)
+            self._data_sources[index] = _name_of(problem)
+            tasks.append(
+                build_task(
+                    problem,
+                    run_id=self._run_id,
+                    index=index,
+                    config=self._config,
+                    attempts=self._attempts,
+                    again=again or self._again.get(index, ""),
+                )
             )
-            for index in indices
-        ]
         pending = await submit_tasks(self._channel, tasks)
         if pending is None:
             return False
         self._pending = pending
         return True
+
+
+def _name_of(problem: Problem) -> str:
+    """Of where a problem is from; what a row says itself stands."""
+    said = problem.metadata.get("data_source")
+    return said if isinstance(said, str) else problem.data_source
 
 
 async def submit_tasks(

@@ -1,0 +1,67 @@
+"""MLflow itself, in files, and without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.trainer.metrics_config import MetricsConfig
+from penstock.trainer.trackers import Trackers, make_trackers
+
+
+def begin(
+    monkeypatch: pytest.MonkeyPatch, out: Path, uri: str, *, resumes: bool = False
+) -> Trackers:
+    # A machine may be slow for a while.
+    monkeypatch.setattr("penstock.trainer.trackers.CLOSE_SECONDS", 200.0)
+    tracker = {"kind": "mlflow", "tracking_uri": uri, "experiment": "e"}
+    config = MetricsConfig.model_validate({"trackers": [tracker]})
+    trackers = make_trackers(config.trackers, 4)
+    settings = {f"s{n}": n for n in range(150)}
+    trackers.begin(out, "r", {"run": {"steps": 4}, "many": settings}, resumes=resumes)
+    return trackers
+
+
+def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "store").as_uri()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    statuses: list[str] = []
+    for resumes, steps in ((False, (1, 2, 3)), (True, (3, 4))):
+        trackers = begin(monkeypatch, tmp_path, uri, resumes=resumes)
+        for step in steps:
+            trackers.send(step, {"train/reward_mean": step / 4, "train/reward_by_source/a%b": 0.5})
+        trackers.close()
+        assert trackers.take_lost() == {}
+        (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+        statuses.append(run.info.status)
+    assert statuses == ["KILLED", "FINISHED"]
+    assert run.info.run_id == (tmp_path / "trackers" / "mlflow" / "id").read_text()
+    assert (run.info.run_name, run.data.params["run.steps"], len(run.data.params)) == (
+        "r",
+        "4",
+        151,
+    )
+    points = client.get_metric_history(run.info.run_id, "train/reward_mean")
+    assert [(p.step, p.value) for p in points] == [
+        (1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75), (4, 1.0),
+    ]  # fmt: skip
+    # It takes few characters in a name.
+    assert len(client.get_metric_history(run.info.run_id, "train/reward_by_source/a_b")) == 5
+
+
+def test_points_that_no_server_takes_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    trackers = begin(monkeypatch, tmp_path, "http://127.0.0.1:9")
+    for step in (1, 2):
+        trackers.send(step, {"train/loss": 1.0})
+    trackers.close()
+    assert "mlflow: 2 points did not reach it" in caplog.text
+    assert caplog.text.count("points are lost") == 1

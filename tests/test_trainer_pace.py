@@ -1,0 +1,110 @@
+"""The time left, as honest as it can be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.trainer.pace import Pace, in_words
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def after(*durations: float, steps: int, step: int = 0) -> tuple[Pace, Clock]:
+    """A pace that has seen these steps of a run of so many, and begins the next."""
+    clock = Clock()
+    pace = Pace(steps, clock)
+    for number, duration in enumerate(durations, step + 1):
+        pace.begin(number)
+        clock.now += duration
+    pace.begin(step + len(durations) + 1)
+    return pace, clock
+
+
+def test_nothing_is_said_before_a_step_is_over() -> None:
+    pace, _ = after(steps=10)
+    assert pace.remaining() is None
+
+
+def test_even_steps_leave_no_doubt() -> None:
+    pace, clock = after(*[2.0] * 10, steps=100)
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds == pytest.approx(180.0)
+    assert (remaining.least, remaining.most) == pytest.approx((180.0, 180.0))
+    assert str(remaining) == "about 3 min left"
+    clock.now += 1.5
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds == pytest.approx(178.5)
+    clock.now += 100.0
+    # A step that takes longer than it should takes nothing from those after it.
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds == pytest.approx(178.0)
+
+
+def test_a_few_steps_give_no_bounds() -> None:
+    pace, _ = after(3.0, 5.0, steps=10)
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.least is None
+    assert str(remaining).startswith("roughly 3")
+
+
+def test_the_first_step_counts_only_until_there_are_others() -> None:
+    pace, _ = after(100.0, 2.0, 2.0, steps=13)
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds > 300
+    pace, _ = after(100.0, 2.0, 2.0, 2.0, steps=14)
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds == pytest.approx(20.0)
+
+
+def test_a_long_step_every_so_often_counts_with_its_share() -> None:
+    pace, _ = after(*([1.0] * 9 + [11.0]) * 5, steps=150)
+    remaining = pace.remaining()
+    assert remaining is not None
+    assert remaining.seconds == pytest.approx(200.0, rel=0.1)
+    assert remaining.least is not None and remaining.most is not None
+    assert remaining.least < 200.0 < remaining.most
+
+
+def test_after_a_resume_only_the_own_steps_count() -> None:
+    pace, clock = after(5.0, 5.0, 5.0, 5.0, steps=100, step=90)
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds == pytest.approx(30.0)
+    assert pace.elapsed == clock.now - 1000.0 == 20.0
+
+
+def test_recent_steps_weigh_more() -> None:
+    pace, _ = after(*[1.0] * 60, *[3.0] * 40, steps=200)
+    remaining = pace.remaining()
+    assert remaining is not None and 240.0 < remaining.seconds < 300.0
+
+
+@pytest.mark.parametrize("seen", [10, 100])
+def test_four_of_five_runs_end_within_the_bounds(seen: int) -> None:
+    rng, within, runs = random.Random(seen), 0, 400
+    for _ in range(runs):
+        durations = [rng.lognormvariate(0.0, 0.5) for _ in range(seen + 50)]
+        pace, _ = after(*durations[:seen], steps=seen + 50)
+        remaining = pace.remaining()
+        assert remaining is not None
+        assert remaining.least is not None and remaining.most is not None
+        within += remaining.least <= sum(durations[seen:]) <= remaining.most
+    assert 0.7 < within / runs < 0.9
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"), (119, "119 s"), (121, "2 min"), (3600, "60 min"), (9000, "2.5 h"),
+        (100_000, "28 h"), (200_000, "2.3 d"), (2_000_000, "23 d"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_two_digits_or_so(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words

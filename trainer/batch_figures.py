@@ -1,0 +1,176 @@
+"""What the groups of a step were like: rewards, lag, lengths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.figures import MAX, SUM, breakdown, figure, weighted
+from penstock.v1 import trajectory_pb2
+from penstock.wire import codec
+
+PER_TRAJECTORY = weighted("trajectories")
+# An agent may name what it likes; each name is a curve somewhere.
+MOST_OUTCOME_METRICS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFigures:
+    """Figures of one batch. Trajectories are those that did not fail, responses what the policy wrote of
+    them, over all turns."""
+
+    groups: int = figure(0, SUM, "groups", "Groups in the batch.")
+    trajectories: int = figure(
+        0, SUM, "trajectories", "Trajectories in the batch, those that failed left out."
+    )
+    reward_mean: float = figure(0.0, PER_TRAJECTORY, "reward", "Mean reward of the trajectories.")
+    reward_std: float = figure(
+        0.0,
+        PER_TRAJECTORY,
+        "reward",
+        "Standard deviation of the rewards of a step; over several steps the mean of theirs.",
+    )
+    reward_by_source: dict[str, float] = field(
+        default_factory=dict[str, float],
+        metadata=breakdown(
+            weighted("trajectories_by_source"),
+            "reward",
+            "Mean reward of each data source; `unknown` where the task is not of this run.",
+        ),
+    )
+    trajectories_by_source: dict[str, int] = field(
+        default_factory=dict[str, int],
+        metadata=breakdown(SUM, "trajectories", "Trajectories of each data source."),
+    )
+    outcome_metrics: dict[str, float] = field(
+        default_factory=dict[str, float],
+        metadata=breakdown(
+            weighted("outcome_metrics_counts"),
+            "",
+            "Mean of what agents said beside the reward (`Outcome.metrics`), by name, over the "
+            "trajectories that have it; the first hundred names.",
+        ),
+    )
+    outcome_metrics_counts: dict[str, int] = field(
+        default_factory=dict[str, int],
+        metadata=breakdown(SUM, "trajectories", "Trajectories that have it, by name."),
+    )
+    overlong_penalty_mean: float = figure(
+        0.0,
+        PER_TRAJECTORY,
+        "reward",
+        "What a trajectory lost for its length; `reward_mean` is without that.",
+    )
+    lag_mean: float = figure(
+        0.0,
+        weighted("tokens_fresh"),
+        "versions",
+        "Versions behind the trainer, over the tokens young enough to be trained.",
+    )
+    lag_max: int = figure(0, MAX, "versions", "Largest lag of such a token.")
+    tokens: int = figure(0, SUM, "tokens", "Policy tokens in the batch.")
+    tokens_masked: int = figure(0, SUM, "tokens", "Policy tokens left out for their age.")
+    tokens_fresh: int = figure(0, SUM, "tokens", "Policy tokens young enough to be trained.")
+    response_tokens_mean: float = figure(
+        0.0, PER_TRAJECTORY, "tokens", "Mean length of the responses."
+    )
+    response_tokens_p10: float = figure(
+        0.0,
+        PER_TRAJECTORY,
+        "tokens",
+        "Length that a tenth of a step's responses stay below; over several steps, here and in the next "
+        "two, the mean of theirs.",
+    )
+    response_tokens_p50: float = figure(
+        0.0, PER_TRAJECTORY, "tokens", "Median length of a step's responses."
+    )
+    response_tokens_p90: float = figure(
+        0.0, PER_TRAJECTORY, "tokens", "Length that a tenth of a step's responses exceed."
+    )
+    response_tokens_max: int = figure(0, MAX, "tokens", "Length of the longest response.")
+    truncated_ratio: float = figure(
+        0.0,
+        PER_TRAJECTORY,
+        "share",
+        "Trajectories whose last turn the token budget or the context's length ended.",
+    )
+
+
+def describe_batch(
+    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
+    groups: Sequence[TrainingGroup],
+    sources: Sequence[str],
+) -> BatchFigures:
+    """The figures of a batch: its groups as delivered, as read, and the data source of each, in the same
+    order."""
+    rewards = np.array([reward for group in groups for reward in group.rewards])
+    trained = np.array([sample.reward for group in groups for sample in group.samples])
+    if not len(rewards):
+        return BatchFigures(groups=len(groups))
+    lags = np.concatenate([group.lags for group in groups])
+    lengths, truncated = _responses(deliveries)
+    p10, p50, p90 = np.quantile(lengths, (0.1, 0.5, 0.9)).tolist()
+    said = _outcome_metrics(deliveries)
+    tokens = sum(group.policy_tokens for group in groups)
+    masked = sum(group.masked_tokens for group in groups)
+    of_source: dict[str, list[float]] = defaultdict(list)
+    for source, group in zip(sources, groups, strict=True):
+        of_source[source] += group.rewards
+    return BatchFigures(
+        groups=len(groups),
+        trajectories=len(rewards),
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        reward_by_source={name: float(np.mean(own)) for name, own in sorted(of_source.items())},
+        trajectories_by_source={name: len(own) for name, own in sorted(of_source.items())},
+        outcome_metrics={name: float(np.mean(own)) for name, own in said.items()},
+        outcome_metrics_counts={name: len(own) for name, own in said.items()},
+        overlong_penalty_mean=float((rewards - trained).mean()),
+        lag_mean=float(lags.mean()) if len(lags) else 0.0,
+        lag_max=int(lags.max()) if len(lags) else 0,
+        tokens=tokens,
+        tokens_masked=masked,
+        tokens_fresh=tokens - masked,
+        response_tokens_mean=float(np.mean(lengths)),
+        response_tokens_p10=p10,
+        response_tokens_p50=p50,
+        response_tokens_p90=p90,
+        response_tokens_max=max(lengths),
+        truncated_ratio=truncated / len(lengths),
+    )
+
+
+def _scored(
+    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
+) -> Iterator[trajectory_pb2.Trajectory]:
+    """Those that did not fail."""
+    for delivery in deliveries:
+        for trajectory in delivery.trajectories:
+            if trajectory.outcome.WhichOneof("result") == "reward":
+                yield trajectory
+
+
+def _responses(deliveries: Sequence[trajectory_pb2.TrajectoryGroup]) -> tuple[list[int], int]:
+    """Length of each response, and how many were cut off."""
+    lengths: list[int] = []
+    truncated = 0
+    for trajectory in _scored(deliveries):
+        own = (s for s in trajectory.segments if s.author == trajectory_pb2.AUTHOR_POLICY)
+        lengths.append(sum(len(codec.token_ids(segment)) for segment in own))
+        truncated += trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+    return lengths, truncated
+
+
+def _outcome_metrics(
+    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
+) -> dict[str, list[float]]:
+    """What agents said of their trajectories, by name."""
+    said: dict[str, list[float]] = defaultdict(list)
+    for trajectory in _scored(deliveries):
+        for name, value in trajectory.outcome.metrics.items():
+            said[name].append(value)
+    return {name: said[name] for name in sorted(said)[:MOST_OUTCOME_METRICS]}

@@ -1,0 +1,81 @@
+"""MLflow.
+
+A point at a step that has one is kept beside it: after a resume the steps that were done again have
+two, of which the later is the one with the greater timestamp. A configuration is noted once, at the
+run's beginning, for MLflow lets no parameter change.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from penstock.trainer.metrics_config import MlflowConfig
+from penstock.trainer.tracker import RunStart
+
+# What it takes in the name of a metric; a data source can be called anything.
+REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
+METRICS_PER_CALL = 1000
+PARAMETERS_PER_CALL = 100
+
+
+class MlflowTracker:
+    """A run there; see `tracker.Tracker`."""
+
+    def __init__(self, config: MlflowConfig) -> None:
+        self._config = config
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+
+    def open(self, start: RunStart) -> None:
+        """Begins the run, or goes on with it."""
+        client = MlflowClient(tracking_uri=self._config.tracking_uri or None)
+        if start.tracked_id:
+            self._run_id = start.tracked_id
+            client.update_run(self._run_id, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(self._config.experiment)
+            experiment = (
+                client.create_experiment(self._config.experiment)
+                if found is None
+                else found.experiment_id
+            )
+            run = client.create_run(experiment, run_name=self._config.name or start.run_id)
+            self._run_id = run.info.run_id
+            start.keep(self._run_id)
+            parameters = [Param(name, value) for name, value in _flat(start.config)]
+            for begin in range(0, len(parameters), PARAMETERS_PER_CALL):
+                some = parameters[begin : begin + PARAMETERS_PER_CALL]
+                client.log_batch(self._run_id, params=some)
+        self._client = client
+
+    def log(self, step: int, point: Mapping[str, float]) -> None:
+        """One point."""
+        if self._client is None:
+            return
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(REFUSED.sub("_", name), value, now, step) for name, value in point.items()
+        ]
+        for begin in range(0, len(metrics), METRICS_PER_CALL):
+            some = metrics[begin : begin + METRICS_PER_CALL]
+            self._client.log_batch(self._run_id, metrics=some)
+
+    def close(self, complete: bool) -> None:
+        """Says how the run ended."""
+        if self._client is not None:
+            self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
+
+
+def _flat(config: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
+    """Each setting by its dotted name."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(cast("Mapping[str, object]", value), f"{before}{name}.")
+        else:
+            yield f"{before}{name}", str(value)
