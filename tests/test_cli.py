@@ -85,7 +85,7 @@ def test_train_passes_its_options(stub):
     stub("penstock.trainer.__main__", train=lambda *given: got.append(given) or 0)
     shown = invoke("train", "c.toml", "--set", "a=1", "--set", "b.c=2", "--dry-run")
     assert shown.exit_code == 0
-    assert got == [(Path("c.toml"), ["a=1", "b.c=2"], False, True)]
+    assert got == [(Path("c.toml"), ["a=1", "b.c=2"], False, True, 1)]
 
 
 def test_a_missing_extra_is_named(stub):

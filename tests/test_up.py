@@ -17,6 +17,7 @@ from penstock.client.__main__ import main
 from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
+from penstock.demo.up import Programs, make_cast
 from penstock.demo.up_config import UpConfigInvalid, command_line, load
 from tests.faults.test_supervised_run import check
 
@@ -66,6 +67,16 @@ def test_what_the_three_have_to_agree_on_is_said_once(config: Path, tmp_path: Pa
     assert train["run"]["steps"] == 3
     assert (loaded.worker_count, loaded.worker_options["reconnect-timeout"]) == (2, 77)
     assert loaded.trainer_keeps_checkpoints
+
+
+def test_a_trainer_of_several_ranks_is_started_as_one(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for count, expected in (("1", []), ("2", ["--ranks", "2"])):
+        loaded = load(config, [f"up.trainer_ranks={count}"])
+        cast = make_cast(loaded, Programs(train=("train",)), resume=False)
+        assert cast.trainer is not None
+        command = cast.trainer("10.0.0.1:5", False).arguments
+        assert list(command[2:]) == expected
 
 
 def test_a_section_may_begin_with_a_file(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ trackers are waited for, `trackers.CLOSE_SECONDS` at most; then the compute thre
 The first SIGTERM or SIGINT begins it. Where the server is away, or lost before it is over, nobody
 waits for the server: there is no stream to close, and stderr says at which step the run stopped
 without it. The exit code is 0 all the same: a stop on request.
+
+On several ranks all of this is rank 0's; the others run `_follow`. See `ranks`.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ if TYPE_CHECKING:
     from penstock.trainer.evaluation import EvaluationSet, Evaluator
     from penstock.trainer.evaluation_writer import EvaluationWriter
     from penstock.trainer.exchange import Exchange
-    from penstock.trainer.fsdp_policy import FsdpPolicy
     from penstock.trainer.ledger import Ledger
     from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics import MetricsWriter
     from penstock.trainer.probe import Probe
     from penstock.trainer.publisher import Publisher
+    from penstock.trainer.ranked_policy import RankPolicy
+    from penstock.trainer.ranks import Leader, LocalRanks, Place
     from penstock.trainer.sources.problem import Source
     from penstock.trainer.tasks import TaskFeeder
     from penstock.trainer.trackers import Trackers
@@ -54,18 +57,30 @@ EXIT_OK, EXIT_STOPPED, EXIT_CONFIG = 0, 1, 2
 SPARE_BATCHES = 2
 
 
-def train(config_path: Path, overrides: list[str], resume: bool, dry_run: bool) -> int:
+def train(
+    config_path: Path, overrides: list[str], resume: bool, dry_run: bool, ranks: int = 1
+) -> int:
     """Runs a training to its end; returns the process's exit code.
 
     0: done, or stopped on request. 1: stopped by a TrainerError, which stderr names. 2: the
     configuration cannot be used. `dry_run` prints the whole configuration as TOML and does no more.
+    `ranks` processes of this host compute, unless torchrun has started this one and says how many.
     """
     try:
         config = load_config(config_path, overrides)
         if dry_run:
             sys.stdout.write(render_config(config))
             return EXIT_OK
-        _train(config, resume)
+        # Before torch is loaded, which reads it. Threads that spin while they wait for each other starve
+        # a sampler on the same cores, and where one of them is not scheduled, all the others.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        place, local = _take_place(config, config_path, overrides, ranks)
+        if not place.leads:
+            return _follow(config, place)
+        if place.size == 1:
+            _train(config, resume)
+        else:
+            _lead(config, resume, place, local)
     except ConfigInvalid as error:
         sys.stderr.write(f"penstock train: {error}\n")
         return EXIT_CONFIG
@@ -82,17 +97,100 @@ def train(config_path: Path, overrides: list[str], resume: bool, dry_run: bool) 
     return EXIT_OK
 
 
-def _train(config: TrainerConfig, resume: bool) -> None:
-    # Before torch is loaded, which reads it. Threads that spin while they wait for each other starve
-    # a sampler on the same cores, and where one of them is not scheduled, all the others.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def _take_place(
+    config: TrainerConfig, config_path: Path, overrides: list[str], ranks: int
+) -> tuple[Place, LocalRanks | None]:
+    """Where this process is among the run's, and those that it has started."""
+    from penstock.trainer.ranks import LocalRanks, find_place
+
+    place = find_place(os.environ)
+    if ranks > 1 and place.size not in (1, ranks):
+        raise ConfigInvalid(f"--ranks {ranks}: WORLD_SIZE says {place.size}")
+    _check_ranks(config, max(ranks, place.size))
+    if place.size == ranks or ranks == 1:
+        return place, None
+    settings = [part for override in overrides for part in ("--set", override)]
+    command = ("-m", "penstock.client", "train", str(config_path), *settings)
+    local = LocalRanks(ranks, (sys.executable, *command))
+    return find_place(os.environ), local
+
+
+def _check_ranks(config: TrainerConfig, ranks: int) -> None:
+    """Raises ConfigInvalid where a run cannot have so many."""
+    shares = ranks > 1 or config.model.cpu_offload
+    if shares and config.model.lora is not None and config.weights.probe.tokens:
+        with_what = f"{ranks} ranks" if ranks > 1 else "model.cpu_offload"
+        raise ConfigInvalid(
+            f"weights.probe.tokens: with model.lora and {with_what} nobody holds the whole model that the "
+            f"probe is scored with; got {config.weights.probe.tokens}, set it to 0"
+        )
+
+
+def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> None:
+    """The run on rank 0."""
+    from penstock.trainer.ranks import join_group, lead, leave_group
+
+    join_group(place, local)
+    leader = lead(place.size)
+    if local is not None:
+        local.joined()
+    status = EXIT_STOPPED
+    try:
+        _train(config, resume, leader)
+        status = EXIT_OK
+    finally:
+        leader.end(status)
+        if local is not None:
+            local.wait()
+        if status == EXIT_OK:
+            leave_group()
+
+
+def _follow(config: TrainerConfig, place: Place) -> int:
+    """What every other rank does; returns its exit code. Its own errors are rank 0's to tell."""
+    from penstock.trainer.ranks import end_with_parent, follow, join_group, leave_group
+
+    end_with_parent()
+    join_group(place, None)
+    follower = follow(place.rank)
+    # What there is to say rank 0 says.
+    logging.getLogger("penstock.trainer").setLevel(logging.ERROR)
+    try:
+        with follower.reporting():
+            import torch
+
+            from penstock.trainer.ranked_policy import obey
+
+            if config.model.threads:
+                torch.set_num_threads(config.model.threads)
+            obey(follower, _make_policy(config))
+    except TrainerError:
+        return EXIT_STOPPED
+    leave_group()
+    return EXIT_OK
+
+
+def _make_policy(config: TrainerConfig) -> RankPolicy:
+    """This rank's part of the policy. Raises ConfigInvalid."""
+    from penstock.trainer.fsdp_policy import FsdpPolicy
+
+    return FsdpPolicy(
+        config.model,
+        config.train,
+        algorithm=config.algorithm,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
+
+
+def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> None:
     from penstock.trainer.compute import ComputeThread
     from penstock.wire import telemetry
 
     telemetry.configure("penstock-trainer")
     compute = ComputeThread(config.model.threads)
     try:
-        asyncio.run(_run(config, compute, resume))
+        asyncio.run(_run(config, compute, resume, leader))
     finally:
         compute.close()
         telemetry.shutdown()
@@ -102,7 +200,7 @@ def _train(config: TrainerConfig, resume: bool) -> None:
 class _Start:
     """Where a run begins."""
 
-    policy: FsdpPolicy
+    policy: RankPolicy
     state: TrainerState
     source: Source
     evaluations: tuple[EvaluationSet, ...]
@@ -123,7 +221,9 @@ class _Parts:
     evaluations: EvaluationWriter | None = None
 
 
-async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> None:
+async def _run(
+    config: TrainerConfig, compute: ComputeThread, resume: bool, leader: Leader | None
+) -> None:
     """Owns the run's folder, its channels and its tasks."""
     from penstock.trainer.ledger import Ledger
 
@@ -131,7 +231,7 @@ async def _run(config: TrainerConfig, compute: ComputeThread, resume: bool) -> N
     stopping = _stop_on_signal()
     ledger = Ledger(config.run.out)
     try:
-        await _run_locked(config, compute, resume, ledger, console, stopping)
+        await _run_locked(config, compute, resume, leader, ledger, console, stopping)
     finally:
         ledger.close()
 
@@ -140,6 +240,7 @@ async def _run_locked(
     config: TrainerConfig,
     compute: ComputeThread,
     resume: bool,
+    leader: Leader | None,
     ledger: Ledger,
     console: Console,
     stopping: asyncio.Event,
@@ -149,7 +250,7 @@ async def _run_locked(
 
     trackers = make_trackers(config.metrics.trackers, config.run.steps)
     try:
-        start = await compute.run(_load, config, resume, ledger)
+        start = await compute.run(_load, config, resume, leader, ledger)
         told = config.model_dump(mode="json", exclude={"metrics": {"trackers"}})
         trackers.begin(config.run.out, config.run.id, told, resumes=resume)
         await _run_loaded(config, compute, start, trackers, console, stopping)
@@ -209,10 +310,10 @@ async def _walk(parts: _Parts, stopping: asyncio.Event) -> None:
         await parts.exchange.close()
 
 
-def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
+def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> _Start:
     """The policy, from the newest whole checkpoint where the run resumes. In the compute thread."""
     from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
-    from penstock.trainer.fsdp_policy import FsdpPolicy
+    from penstock.trainer.ranked_policy import LeadingPolicy
     from penstock.trainer.sources.opening import open_source
 
     run, folder = config.run, config.run.out / "checkpoints"
@@ -225,13 +326,9 @@ def _load(config: TrainerConfig, resume: bool, ledger: Ledger) -> _Start:
     source = open_source(config.data, run.seed)
     data = source.identity
     state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
-    policy = FsdpPolicy(
-        config.model,
-        config.train,
-        algorithm=config.algorithm,
-        total_steps=run.steps,
-        seed=run.seed,
-    )
+    policy = _make_policy(config)
+    if leader is not None:
+        policy = LeadingPolicy(policy, leader)
     if checkpoint is not None:
         state = checkpoint.state
         _check_same_run(checkpoint.folder, state, run.id, data)
@@ -360,6 +457,7 @@ def _wire(
         share_prefixes=start.share_prefixes,
         forgotten_step=start.passed_over,
         evaluator=_make_evaluator(start, run.id, exchange, channel, evaluations, stopping),
+        data_ranks=start.policy.data_ranks,
     )
     return _Parts(exchange, publisher, metrics, loop, evaluations)
 

@@ -12,12 +12,12 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
-import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.sharding import overwrite
 from penstock.v1 import weights_pb2
 
 CONFIG_FILE = "adapter_config.json"
@@ -112,9 +112,8 @@ class Adapter:
         tensors = load_file(folder / WEIGHTS_FILE)
         if missing := set(self._names.values()) ^ set(tensors):
             raise CheckpointUnusable(f"{folder}: {min(missing)} is on one side only")
-        with torch.no_grad():
-            for name, own in self.weights():
-                own.copy_(tensors[name])
+        for name, own in self.weights():
+            overwrite(own, tensors[name])
 
 
 def _targets(config: LoraConfig) -> str | list[str]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.algorithms.batches import Sequences
+from penstock.trainer.balancing import attention_cost, level, spread_evenly
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec, staleness
 
@@ -96,6 +97,11 @@ class MicroBatch:
     """Index of each among the trained tokens of the step, int64."""
     sequences: Sequences
     """Those whose trained tokens are here; each is here with all of them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it only keeps a rank in step with the others."""
+        return len(self.tokens_N) == 0
 
 
 def read_group(
@@ -255,14 +261,36 @@ class _Row:
 
 
 def build_micro_batches(
-    groups: Sequence[Sequence[PlacedSample]], *, token_budget: int, share_prefixes: bool = True
+    groups: Sequence[Sequence[PlacedSample]],
+    *,
+    token_budget: int,
+    share_prefixes: bool = True,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
     """Cuts samples, group by group, into micro-batches of at most `token_budget` padded tokens.
 
     A sequence longer than the budget gets a micro-batch of its own; one without trained tokens none. Rows
-    of similar length share a micro-batch, which keeps padding small.
+    of similar length share a micro-batch, which keeps padding small. With several ranks each gets about as
+    much to compute, in as many micro-batches: they come in turn, and where a rank has too few rows, its
+    last ones are empty.
     """
     rows = [row for group in groups for row in _build_rows(group, token_budget, share_prefixes)]
+    fair = -(-sum(len(row.tokens) for row in rows) // ranks)
+    if ranks > 1 and any(len(row.tokens) > fair for row in rows):
+        # A tree larger than a rank's share leaves the others with nothing to do.
+        budget = min(token_budget, max(fair, 1))
+        rows = [row for group in groups for row in _build_rows(group, budget, share_prefixes)]
+    shares = [
+        _cut([rows[index] for index in own], token_budget)
+        for own in spread_evenly([attention_cost(len(row.tokens)) for row in rows], ranks)
+    ]
+    count = max(map(len, shares))
+    levelled = [level(share, count) for share in shares]
+    return [_assemble(own) for turn in zip(*levelled, strict=True) for own in turn]
+
+
+def _cut(rows: list[_Row], token_budget: int) -> list[list[_Row]]:
+    """The rows of each micro-batch of one rank."""
     # Trees before chains: a micro-batch of chains alone needs no mask.
     rows.sort(key=lambda row: (row.chain, -len(row.tokens)))
     cuts = [0]
@@ -272,7 +300,7 @@ def build_micro_batches(
         full = (index - cuts[-1] + 1) * width > token_budget
         if index > cuts[-1] and (full or row.chain != first.chain):
             cuts.append(index)
-    return [_assemble(rows[a:b]) for a, b in pairwise([*cuts, len(rows)]) if b > a]
+    return [rows[a:b] for a, b in pairwise([*cuts, len(rows)]) if b > a]
 
 
 def _build_rows(
@@ -296,6 +324,8 @@ def _build_rows(
 
 
 def _assemble(rows: Sequence[_Row]) -> MicroBatch:
+    if not rows:
+        return _EMPTY
     width = max(len(row.tokens) for row in rows)
     token_ids_BT = np.zeros((len(rows), width), np.int64)
     positions_BT = np.zeros((len(rows), width), np.int64)
@@ -336,3 +366,19 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         tokens_N=torch.tensor([t.token for t in trained], dtype=torch.int64),
         sequences=Sequences(torch.tensor(sequences, dtype=torch.int64), sequence_count),
     )
+
+
+_EMPTY = MicroBatch(
+    # One position, so that a rank with nothing to compute goes through the model as the others do.
+    token_ids_BT=torch.zeros(1, 1, dtype=torch.int64),
+    positions_BT=torch.zeros(1, 1, dtype=torch.int64),
+    attention_mask_B1TT=None,
+    sources_M=torch.zeros(1, dtype=torch.int64),
+    targets_M=torch.zeros(1, dtype=torch.int64),
+    temperatures_M=torch.ones(1),
+    predictions_N=torch.zeros(0, dtype=torch.int64),
+    behaviour_logprobs_N=torch.zeros(0),
+    advantages_N=torch.zeros(0),
+    tokens_N=torch.zeros(0, dtype=torch.int64),
+    sequences=Sequences(torch.zeros(0, dtype=torch.int64), 0),
+)

@@ -103,8 +103,11 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass: less memory, about a third
     slower."""
+    cpu_offload: bool = False
+    """Whether weights, gradients and the optimizer's moments stay in the host's memory and visit the device
+    layer by layer: for a model that is too large for it, and slower."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads torch computes with; zero leaves it to torch."""
+    """CPU threads torch computes with, on each rank; zero leaves it to torch."""
     lora: LoraConfig | None = None
     """Trains an adapter and uploads nothing else, to a server that was started with --enable-lora. Without
     it all weights are trained."""
@@ -120,6 +123,9 @@ class TrainConfig(Section):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens, padding counted, in one forward and backward pass; bounds memory, changes no
     result."""
+    reduce_each_micro_batch: bool = False
+    """Whether several ranks add up their gradients after each micro-batch instead of once an update: each
+    then holds a share of the gradients instead of all of them, and sends more."""
     share_prefixes: bool = True
     """Whether tokens that siblings have in common are computed once."""
     learning_rate: float = Field(default=1e-6, gt=0)

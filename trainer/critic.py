@@ -11,10 +11,12 @@ should have said. In each update it learns from the same micro-batches as the po
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from safetensors.torch import (
     load_file,  # pyright: ignore[reportUnknownVariableType]
@@ -29,6 +31,7 @@ from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import TrainConfig
 from penstock.trainer.errors import CheckpointUnusable
 from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
+from penstock.trainer.sharding import Sharding, overwrite
 from penstock.trainer.token_model import CausalModel, TokenModel
 
 WEIGHTS_FILE = "critic.safetensors"
@@ -52,7 +55,8 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """From [..., H] to [..., 1]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), self.weight, self.bias)
+            # A copy, for its result can be a view, which a model that is shared should not return.
+            return nn.functional.linear(hidden.float(), self.weight, self.bias).clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,24 @@ class Critic:
     """A model with float32 weights, and its optimizer."""
 
     def __init__(
-        self, model: CausalModel, config: CriticConfig, train: TrainConfig, *, autocast: bool
+        self,
+        model: CausalModel,
+        config: CriticConfig,
+        train: TrainConfig,
+        sharding: Sharding,
+        *,
+        blocks: Collection[str],
+        autocast: bool,
     ) -> None:
-        """Takes the model over. `train` says what the critic has in common with the policy."""
+        """Takes the model over. `train` says what the critic has in common with the policy; `blocks` see
+        `Sharding.place`."""
         hidden_size = cast("Tensor", model.get_output_embeddings().weight).shape[1]
-        device = next(cast("nn.Module", model).parameters()).device
-        cast("_Headed", model).set_output_embeddings(ValueHead(hidden_size).to(device))
-        self._tokens = TokenModel(model, autocast=autocast)
+        cast("_Headed", model).set_output_embeddings(ValueHead(hidden_size))
+        self._sharding = sharding
+        self._tokens = TokenModel(model, autocast=autocast, device=sharding.device)
         self._module = self._tokens.module
         self._module.train()
+        sharding.place(self._module, blocks)
         self._config = config
         self._max_grad_norm = train.max_grad_norm
         self._optimizer = torch.optim.AdamW(
@@ -98,7 +111,8 @@ class Critic:
     def learn(self, lessons: list[Lesson], counts: StepCounts) -> float:
         """One update; returns its loss. A gradient that is not finite moves nothing."""
         total = 0.0
-        for lesson in lessons:
+        for number, lesson in enumerate(lessons, start=1):
+            self._sharding.accumulate(self._module, last=number == len(lessons))
             loss_N = value_loss(
                 self._values(lesson.batch),
                 lesson.old_values_N,
@@ -109,16 +123,23 @@ class Critic:
             torch.autograd.backward(loss)
             total += float(loss.detach())
         norm = nn.utils.clip_grad_norm_(self._module.parameters(), self._max_grad_norm)
-        if math.isfinite(float(norm)):
+        if math.isfinite(float(self._sharding.whole(norm))):
             self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         self._optimizer.zero_grad(set_to_none=True)
-        return total
+        return float(self._sharding.sum(np.array([total]))[0])
 
     def save(self, folder: Path) -> None:
         """Writes weights and optimizer. Raises OSError and SafetensorError."""
-        weights = {name: p.detach().cpu() for name, p in self._module.named_parameters()}
-        save_file(weights, folder / WEIGHTS_FILE)
-        save_file(optimizer_tensors(self._module, self._optimizer), folder / OPTIMIZER_FILE)
+        whole, first = self._sharding.whole, self._sharding.rank == 0
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            tensor = whole(parameter.detach())
+            if first:
+                weights[name] = tensor.cpu()
+        tensors = optimizer_tensors(self._module, self._optimizer, whole, keep=first)
+        if first:
+            save_file(weights, folder / WEIGHTS_FILE)
+            save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote, exactly. Raises CheckpointUnusable, OSError, SafetensorError."""
@@ -128,9 +149,8 @@ class Critic:
         own = dict(self._module.named_parameters())
         if own.keys() != saved.keys():
             raise CheckpointUnusable(f"{folder}: {WEIGHTS_FILE} is of another model")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
+        for name, parameter in own.items():
+            overwrite(parameter, saved[name])
         tensors = load_file(folder / OPTIMIZER_FILE)
         load_optimizer(self._module, self._optimizer, tensors, folder)
 

@@ -1,8 +1,8 @@
 """The default policy: a Hugging Face causal language model and AdamW.
 
-Of all weights, or of an adapter alone. The one module of the trainer that imports transformers. On one
-process the model is held whole: `fully_shard` would add its hooks and shard nothing. Suffixes as in
-`batching`.
+Of all weights, or of an adapter alone. On several ranks each holds a share of the model (`sharding`),
+computes its share of each update's micro-batches, and all of them know the same figures; on one process the
+model is held whole: `fully_shard` would add its hooks and shard nothing. Suffixes as in `batching`.
 
 Order of a step: log-probabilities of the reference and values of the critic, where the objective has them
 -> advantages, where they wait for these -> log-probabilities of the proximal policy, where a later update
@@ -12,6 +12,9 @@ the same.
 
 The reference is the model as it was loaded: a copy of its own, which no checkpoint holds, because it
 can be loaded again; or the model itself without its adapter.
+
+A checkpoint has the same files whatever the number of ranks, and any number goes on from it: rank 0 writes
+what it gathers tensor by tensor, and each rank reads its share. Only the random states are each rank's own.
 """
 # ruff: noqa: N806, N815 - a name ends with its dimensions.
 
@@ -25,7 +28,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -34,9 +37,6 @@ from safetensors.torch import (
     save_file,  # pyright: ignore[reportUnknownVariableType]
 )
 from torch import Tensor, nn
-from torch.func import functional_call
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from penstock.trainer.adapter import CONFIG_FILE, Adapter
 from penstock.trainer.algorithm_config import AlgorithmConfig
@@ -46,6 +46,7 @@ from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.loading import block_names, frozen, load_model, outline
 from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
 from penstock.trainer.planning import StepPlan, complete
 from penstock.trainer.policy import StepResult, describe_step
@@ -55,7 +56,8 @@ from penstock.trainer.random_states import (
     save_random_states,
     seed_all,
 )
-from penstock.trainer.token_model import CausalModel, Output, TokenModel
+from penstock.trainer.sharding import Sharding, overwrite
+from penstock.trainer.token_model import CausalModel, TokenModel
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:
@@ -67,14 +69,6 @@ log = logging.getLogger(__name__)
 OPTIMIZER_FILE = "optimizer.safetensors"
 PROGRESS_FILE = "optimizer.json"
 DEFAULT_ALGORITHM = AlgorithmConfig()
-
-
-class _Tokenizer(Protocol):
-    def save_pretrained(self, folder: Path) -> None: ...
-
-
-class _Loader(Protocol):
-    def from_pretrained(self, path: str, **options: object) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +94,32 @@ class FsdpPolicy:
         algorithm: AlgorithmConfig = DEFAULT_ALGORITHM,
     ) -> None:
         """Raises ConfigInvalid."""
+        # What is made at random is the same on every rank, which then keeps a share of it.
         seed_all(seed)
         compute_reproducibly()
         self._objective = Objective(algorithm)
-        loaded, self._tokenizer = _load(model.path)
-        autocast = model.dtype == "bfloat16"
+        sharding = Sharding(
+            cpu_offload=model.cpu_offload, reduce_each_micro_batch=train.reduce_each_micro_batch
+        )
+        self._sharding = sharding
+        loaded, self._tokenizer = load_model(model.path)
+        autocast, blocks = model.dtype == "bfloat16", block_names(loaded)
+        self._outline = None if sharding.is_whole else outline(model.path, sharding.device)
         self._reference: TokenModel | None = None
         if self._objective.needs_reference and model.lora is None:
-            self._reference = _frozen(copy.deepcopy(loaded), autocast=autocast)
+            self._reference = frozen(
+                copy.deepcopy(loaded), autocast=autocast, device=sharding.device
+            )
+            sharding.place(self._reference.module, blocks)
         self._critic: Critic | None = None
         if self._objective.critic is not None:
             own = copy.deepcopy(loaded)
             if model.gradient_checkpointing:
                 own.gradient_checkpointing_enable()
-            self._critic = Critic(own, self._objective.critic, train, autocast=autocast)
-        self._tokens = TokenModel(loaded, autocast=autocast)
+            self._critic = Critic(
+                own, self._objective.critic, train, sharding, blocks=blocks, autocast=autocast
+            )
+        self._tokens = TokenModel(loaded, autocast=autocast, device=sharding.device)
         if model.gradient_checkpointing:
             loaded.gradient_checkpointing_enable()
             if model.lora is not None:
@@ -126,11 +131,23 @@ class FsdpPolicy:
             self._tokens.model = cast("CausalModel", self._adapter.model)
         self._module = self._tokens.module
         self._module.train()
+        sharding.place(self._module, blocks)
         self._train = train
         self._total_steps = total_steps
         self._steps = 0
-        self._device = self._tokens.device
+        self._device = sharding.device
         self._optimizer = _optimizer(self._module, train)
+        if sharding.rank:
+            seed_all(seed + sharding.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        """Every rank computes micro-batches of its own; see `ranked_policy.RankPolicy`."""
+        return self._sharding.size
+
+    def data_rank(self, rank: int) -> int:
+        """See `ranked_policy.RankPolicy`."""
+        return rank
 
     def adapter(self) -> weights_pb2.LoraAdapter | None:
         """What is uploaded of it; see `policy.Policy`."""
@@ -149,10 +166,12 @@ class FsdpPolicy:
         rate, applied, critic_loss = 0.0, 0, 0.0
         plan, prepared = self._prepare(plan)
         for parts, counts in prepared:
-            for part in parts:
+            for number, part in enumerate(parts, start=1):
+                self._sharding.accumulate(self._module, last=number == len(parts))
                 figures += self._accumulate(part, counts)
             parameters = self._module.parameters()
-            norm = float(nn.utils.clip_grad_norm_(parameters, self._train.max_grad_norm))
+            clipped = nn.utils.clip_grad_norm_(parameters, self._train.max_grad_norm)
+            norm = float(self._sharding.whole(clipped))
             rate = learning_rate(self._steps, self._train, self._total_steps)
             if math.isfinite(norm) and norm > 0.0:
                 self._update(rate)
@@ -163,7 +182,7 @@ class FsdpPolicy:
                 lessons = [part.lesson for part in parts if part.lesson is not None]
                 critic_loss += self._critic.learn(lessons, counts)
         result = describe_step(
-            figures,
+            self._sharding.sum_figures(figures),
             applied=applied > 0,
             updates=len(norms),
             grad_norm=sum(norms) / len(norms),
@@ -194,7 +213,13 @@ class FsdpPolicy:
         if self._critic is not None:
             values = [self._critic.values(batch) for batch in batches]
         if self._objective.advantages_wait:
-            plan = complete(plan, self._objective, references=references, values=values)
+            plan = complete(
+                plan,
+                self._objective,
+                references=references,
+                values=values,
+                sum_over_ranks=self._sharding.sum,
+            )
         targets_N = torch.from_numpy(  # pyright: ignore[reportUnknownMemberType]
             self._objective.value_targets(plan.rewards)
         )
@@ -228,48 +253,60 @@ class FsdpPolicy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of an upload; see `policy.Policy`."""
-        if self._adapter is not None:
-            yield from self._adapter.weights()
-            return
         # named_parameters leaves out the second name of a tied tensor, and buffers are not weights.
-        for name, parameter in self._module.named_parameters():
-            yield name, parameter.detach()
+        own = self._adapter.weights() if self._adapter else self._module.named_parameters()
+        for name, parameter in own:
+            yield name, self._sharding.whole(parameter.detach())
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Scores a sequence under given weights; see `policy.Policy`."""
         if self._adapter is not None:
             tensors = self._adapter.own_names(tensors)
-        whole = {n: tensor.to(self._device, torch.float32) for n, tensor in tensors.items()}
-        ids_1T = torch.tensor([list(token_ids)], device=self._device)
-        scored_M = torch.arange(len(token_ids) - 1, device=self._device)
-        # Without dropout, as it is sampled.
-        with torch.no_grad(), self._tokens.without_dropout(), self._tokens.selecting(scored_M):
-            output = cast(
-                "Output",
-                functional_call(
-                    self._module, whole, kwargs={"input_ids": ids_1T, "use_cache": False}
-                ),
-            )
-        logprobs = torch.log_softmax(output.logits.squeeze(0).float(), dim=-1)
-        return logprobs.gather(1, ids_1T[0, 1:, None]).squeeze(1).cpu().numpy()
+        return (self._outline or self._tokens).score(tensors, token_ids).cpu().numpy()
 
     def save_model(self, folder: Path) -> None:
         """Writes a model folder; see `policy.Policy`."""
-        with _as_os_error():
-            self._tokens.model.save_pretrained(folder)
-            self._tokenizer.save_pretrained(folder)
+        state = None if self._sharding.is_whole else self._gather_state()
+        if self._sharding.rank == 0:
+            with _as_os_error():
+                self._tokens.model.save_pretrained(folder, state_dict=state)
+                self._tokenizer.save_pretrained(folder)
+        self._sharding.wait()
+
+    def _gather_state(self) -> dict[str, Tensor]:
+        """What a model folder has of this module, whole and in the host's memory; empty but on rank 0."""
+        state: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self._module.state_dict(keep_vars=True).items():
+            if self._adapter is not None and not tensor.requires_grad:
+                continue  # PEFT writes the adapter alone.
+            if id(tensor) in seen:
+                continue  # The second name of a tied tensor.
+            seen.add(id(tensor))
+            whole = self._sharding.whole(tensor.detach())
+            if self._sharding.rank == 0:
+                state[name] = whole.cpu()
+        return state
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint; see `policy.Policy`."""
         self.save_model(folder)
-        tensors = optimizer_tensors(self._module, self._optimizer)
+        rank, whole = self._sharding.rank, self._sharding.whole
+        tensors = optimizer_tensors(self._module, self._optimizer, whole, keep=rank == 0)
         with _as_os_error():
-            save_file(tensors, folder / OPTIMIZER_FILE)
+            if rank == 0:
+                save_file(tensors, folder / OPTIMIZER_FILE)
             if self._critic is not None:
                 self._critic.save(folder)
-            save_random_states(folder)
-        progress = {"optimizer_steps": self._steps, "threads": torch.get_num_threads()}
-        (folder / PROGRESS_FILE).write_text(json.dumps(progress))
+            save_random_states(folder, rank)
+        if rank == 0:
+            progress = {
+                "optimizer_steps": self._steps,
+                "threads": torch.get_num_threads(),
+                "ranks": self._sharding.size,
+            }
+            (folder / PROGRESS_FILE).write_text(json.dumps(progress))
+        self._sharding.wait()
 
     def load(self, folder: Path) -> None:
         """Restores a checkpoint; see `policy.Policy`."""
@@ -280,19 +317,22 @@ class FsdpPolicy:
                 "dict[str, int]", json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
             )
             self._steps = progress["optimizer_steps"]
-            if progress["threads"] != (threads := torch.get_num_threads()):
-                log.warning(
-                    "%s was computed with %d threads, this run goes on with %d: "
-                    "sums may be rounded otherwise",
-                    folder,
-                    progress["threads"],
-                    threads,
-                )
+            own = {"ranks": self._sharding.size, "threads": torch.get_num_threads()}
+            for name, count in own.items():
+                if (before := progress.get(name, count)) != count:
+                    log.warning(
+                        "%s was computed with %d %s, this run goes on with %d: "
+                        "sums may be rounded otherwise",
+                        folder,
+                        before,
+                        name,
+                        count,
+                    )
             load_optimizer(self._module, self._optimizer, tensors, folder)
             if self._critic is not None:
                 self._critic.load(folder)
             # Last: what was loaded before may have drawn from them.
-            load_random_states(folder)
+            load_random_states(folder, self._sharding.rank)
         except (
             ConfigInvalid,
             OSError,
@@ -309,12 +349,18 @@ class FsdpPolicy:
             return
         if (folder / CONFIG_FILE).exists():
             raise CheckpointUnusable(f"{folder} is of a run with model.lora")
-        saved, _ = _load(str(folder))
-        self._module.load_state_dict(cast("nn.Module", saved).state_dict())
+        saved, _ = load_model(str(folder))
+        tensors = dict(cast("nn.Module", saved).named_parameters())
+        for name, parameter in self._module.named_parameters():
+            overwrite(parameter, tensors[name])
 
     def _accumulate(self, part: _Prepared, counts: StepCounts) -> Figures:
         """Forward and backward pass of a micro-batch."""
         batch, device = part.batch, self._device
+        if batch.is_empty:
+            # Through the model all the same, where the others wait for this rank.
+            torch.autograd.backward(self._tokens.evaluate(batch).logprobs_N.sum())
+            return Figures()
         output = self._tokens.evaluate(batch, entropy_gradient=self._objective.has_entropy_bonus)
         sequences = Sequences(batch.sequences.index_N.to(device), batch.sequences.count)
         loss, figures = self._objective.evaluate(
@@ -344,24 +390,6 @@ def learning_rate(step: int, train: TrainConfig, total_steps: int) -> float:
     rest = max(1, total_steps * train.updates_per_step - warmup)
     done = min(1.0, (step - warmup) / rest)
     return train.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def _frozen(model: CausalModel, *, autocast: bool) -> TokenModel:
-    """A model that nothing trains."""
-    tokens = TokenModel(model, autocast=autocast)
-    tokens.module.eval().requires_grad_(False)
-    return tokens
-
-
-def _load(path: str) -> tuple[CausalModel, _Tokenizer]:
-    # Its bars would run through the live table.
-    transformers_logging.disable_progress_bar()
-    try:
-        model = cast("_Loader", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
-        tokenizer = cast("_Loader", AutoTokenizer).from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
-    return cast("CausalModel", model), cast("_Tokenizer", tokenizer)
 
 
 @contextlib.contextmanager

@@ -113,12 +113,14 @@ class TrainingLoop:
         share_prefixes: bool,
         forgotten_step: int = 0,
         evaluator: Evaluator | None = None,
+        data_ranks: int = 1,
     ) -> None:
         """`checkpoint(step, weight_version, figures)` notes what there is to save, among it the step's
         figures where they are not written yet; what it returns saves it, and runs in the compute thread.
         `stopping`, which the exchange has too, ends the run after the step under way. Up to
         `forgotten_step`, of a checkpoint that is broken, the server may have forgotten what the ledger
-        has ahead. Without an `evaluator` nothing is measured."""
+        has ahead. Without an `evaluator` nothing is measured. A plan is for `data_ranks` ranks."""
+        self._data_ranks = data_ranks
         self._config = config
         self._evaluator = evaluator
         self._policy = policy
@@ -262,6 +264,7 @@ class TrainingLoop:
         record.seconds_train = record.time_train_end - record.time_train_start
         record.tokens_trained = plan.trained_tokens
         record.groups_without_gradient = plan.groups_without_gradient
+        record.updates_skipped = plan.updates_skipped
         record.result = result
         return result
 
@@ -272,6 +275,7 @@ class TrainingLoop:
             token_budget=self._config.train.micro_batch_tokens,
             share_prefixes=self._share_prefixes,
             update_count=self._config.train.updates_per_step,
+            ranks=self._data_ranks,
         )
         return plan, self._policy.step(plan)
 

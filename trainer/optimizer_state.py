@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
 from torch import Tensor, nn, optim
 
 from penstock.trainer.errors import CheckpointUnusable
+from penstock.trainer.sharding import share_of
 
 
-def optimizer_tensors(module: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """The state of every parameter that has one, on the CPU."""
+def optimizer_tensors(
+    module: nn.Module,
+    optimizer: optim.Optimizer,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    *,
+    keep: bool = True,
+) -> dict[str, Tensor]:
+    """The state of every parameter that has one, on the CPU, each made whole by `whole`; nothing of it
+    without `keep`, for a rank that only has its share to give."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = cast("Tensor", value).detach().cpu().contiguous()
+            tensor = whole(cast("Tensor", value).detach())
+            if keep:
+                tensors[f"{key}/{name}"] = tensor.cpu().contiguous()
     return tensors
 
 
 def load_optimizer(
     module: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Restores what `optimizer_tensors` returned. Raises CheckpointUnusable, naming the folder."""
+    """Restores what `optimizer_tensors` returned, or this rank's share of it. Raises CheckpointUnusable,
+    naming the folder."""
     parameters = dict(module.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():
@@ -31,4 +42,4 @@ def load_optimizer(
         if name not in parameters:
             raise CheckpointUnusable(f"{folder}: the model has no parameter {name!r}")
         parameter = parameters[name]
-        optimizer.state[parameter][kind] = value.to(parameter.device)
+        optimizer.state[parameter][kind] = share_of(parameter, value)

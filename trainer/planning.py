@@ -6,6 +6,10 @@ Advantages are made of the whole step, before it is cut into updates. Where rewa
 the KL to a reference, or measured by a critic, they can be made only when that has spoken: the plan then
 has every sequence, with advantage zero, and `complete` fills advantages in.
 
+On several ranks the micro-batches of an update are those of all of them in turn, as many for each: those
+of rank r of n are `batches[r::n]`, which is what `StepPlan.share` takes. Counts and rewards are of the
+whole step on every rank.
+
 A sequence that no term of the objective gives a gradient costs no forward pass. It counts all the same
 where its group has a gradient; a group that has none counts nowhere.
 """
@@ -13,7 +17,7 @@ where its group has a gradient; a group that has none counts nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,6 +55,13 @@ class StepPlan:
     """Those that have a gradient, in their order."""
     rewards: RewardBatch
     groups_without_gradient: int
+    updates_skipped: int = 0
+    """Those that have none, because every token is masked or no advantage moves them."""
+
+    def share(self, index: int, count: int) -> StepPlan:
+        """What the one of `count` ranks computes whose number this is."""
+        updates = [replace(u, batches=u.batches[index::count]) for u in self.updates]
+        return replace(self, updates=tuple(updates))
 
     @property
     def trained_tokens(self) -> int:
@@ -65,8 +76,9 @@ def plan_step(
     token_budget: int,
     share_prefixes: bool = True,
     update_count: int = 1,
+    ranks: int = 1,
 ) -> StepPlan:
-    """Plans a step of `update_count` updates, each of about as many groups."""
+    """Plans a step of `update_count` updates, each of about as many groups, for so many ranks."""
     rewards = reward_batch(groups)
     advantages_N = np.zeros(len(rewards.sequences_N), np.float32)
     if not objective.advantages_wait:
@@ -80,11 +92,12 @@ def plan_step(
         own = moving[start:end]
         needed = [[s for s in group if everything or s.advantages_K.any()] for group in own]
         batches = build_micro_batches(
-            needed, token_budget=token_budget, share_prefixes=share_prefixes
+            needed, token_budget=token_budget, share_prefixes=share_prefixes, ranks=ranks
         )
         if batches:
             updates.append(Update(tuple(batches), _count(own)))
-    return StepPlan(tuple(updates), rewards, len(groups) - len(moving))
+    without = len(groups) - len(moving)
+    return StepPlan(tuple(updates), rewards, without, update_count - len(updates))
 
 
 def reward_batch(groups: Sequence[TrainingGroup]) -> RewardBatch:
@@ -106,9 +119,11 @@ def complete(
     *,
     references: Sequence[Tensor] = (),
     values: Sequence[Tensor] = (),
+    sum_over_ranks: Callable[[NDArray[np.float64]], NDArray[np.float64]] = lambda own: own,
 ) -> StepPlan:
     """The plan with the advantages that waited: for the reference's log-probabilities of each micro-batch,
-    for the critic's values, or both; each of shape [N], in the order of the micro-batches."""
+    for the critic's values, or both; each of shape [N], in the order of the micro-batches. Where these are
+    a rank's share, `sum_over_ranks` makes what each rank knows of the step's tokens what all know."""
     batches = [batch for update in plan.updates for batch in update.batches]
     rewards = plan.rewards
     if references:
@@ -116,9 +131,9 @@ def complete(
             objective.penalties(batch.behaviour_logprobs_N, reference_N.cpu())
             for batch, reference_N in zip(batches, references, strict=True)
         ]
-        rewards = replace(rewards, penalties_N=_by_token(batches, taken, rewards))
+        rewards = replace(rewards, penalties_N=sum_over_ranks(_by_token(batches, taken, rewards)))
     if values:
-        rewards = replace(rewards, values_N=_by_token(batches, values, rewards))
+        rewards = replace(rewards, values_N=sum_over_ranks(_by_token(batches, values, rewards)))
     advantages_N = torch.from_numpy(objective.advantages(rewards))  # pyright: ignore[reportUnknownMemberType]
     updates = [
         replace(

@@ -52,6 +52,12 @@ class StepRecord:
     groups_without_gradient: int = figure(
         0, SUM, "groups", "Groups in the batch that nothing moves."
     )
+    updates_skipped: int = figure(
+        0,
+        SUM,
+        "updates",
+        "Optimizer updates that were not computed: no token of theirs has a gradient.",
+    )
     groups_failed: int = figure(
         0,
         SUM,

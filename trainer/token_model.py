@@ -7,13 +7,14 @@ Suffixes as in `batching`; V is the vocabulary, H the hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from penstock.trainer.batching import MicroBatch
@@ -48,7 +49,9 @@ class CausalModel(Protocol):
     def get_output_embeddings(self) -> nn.Module: ...
     def gradient_checkpointing_enable(self) -> None: ...
     def enable_input_require_grads(self) -> None: ...
-    def save_pretrained(self, folder: Path) -> None: ...
+    def save_pretrained(
+        self, folder: Path, *, state_dict: Mapping[str, Tensor] | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,13 @@ class TokenOutput:
 class TokenModel:
     """A model with its output layer restricted to the positions that are asked for."""
 
-    def __init__(self, model: CausalModel, *, autocast: bool) -> None:
-        """`autocast` is bfloat16 over float32 weights."""
+    def __init__(
+        self, model: CausalModel, *, autocast: bool, device: torch.device | None = None
+    ) -> None:
+        """`autocast` is bfloat16 over float32 weights. `device` is where it computes, if not where its
+        parameters are."""
         self._autocast = autocast
+        self._device = device
         self._sources_M: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
         self.model = model
@@ -79,8 +86,8 @@ class TokenModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
-        return next(self.module.parameters()).device
+        """Where it computes: for a model whose shares are offloaded this is not where they are."""
+        return self._device or next(self.module.parameters()).device
 
     @contextlib.contextmanager
     def without_dropout(self) -> Generator[None]:
@@ -147,6 +154,23 @@ class TokenModel:
                 use_cache=False,
             )
         return output.logits.squeeze(0)
+
+    def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> Tensor:
+        """Log-probability of each token but the first with `tensors`, by the names of its parameters, in
+        place of its own weights; float32, shape [n - 1]. No gradient, no dropout, no autocast."""
+        device = self.device
+        whole = {n: tensor.to(device, torch.float32) for n, tensor in tensors.items()}
+        ids_1T = torch.tensor([list(token_ids)], device=device)
+        scored_M = torch.arange(len(token_ids) - 1, device=device)
+        with torch.no_grad(), self.without_dropout(), self.selecting(scored_M):
+            output = cast(
+                "Output",
+                functional_call(
+                    self.module, whole, kwargs={"input_ids": ids_1T, "use_cache": False}
+                ),
+            )
+        logprobs = torch.log_softmax(output.logits.squeeze(0).float(), dim=-1)
+        return logprobs.gather(1, ids_1T[0, 1:, None]).squeeze(1)
 
     @contextlib.contextmanager
     def selecting(self, sources_M: Tensor) -> Generator[None]:

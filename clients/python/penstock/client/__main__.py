@@ -58,13 +58,22 @@ def serve(options: tuple[str, ...]) -> None:
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes of this host to compute with; for several hosts see torchrun.",
+)
+@click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Override a value of CONFIG; may be repeated.",
 )
-def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...]) -> None:
+def train(
+    config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
+) -> None:
     """Train a policy as CONFIG, a TOML file, says.
 
     The file names the rollout server, the model and where the tasks come from; what it leaves out
@@ -72,7 +81,7 @@ def train(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...])
     to the run's folder.
     """
     run = _load("penstock.trainer.__main__", "train", "trainer")
-    _exit(run, "trainer", config, list(overrides), resume, dry_run)
+    _exit(run, "trainer", config, list(overrides), resume, dry_run, ranks)
 
 
 @main.command()

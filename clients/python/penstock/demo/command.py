@@ -35,6 +35,13 @@ STEPS = (
 @click.option("--tiny", is_flag=True, help="A model of random weights, made on the spot.")
 @click.option("--lora", is_flag=True, help="Train and push an adapter instead of all weights.")
 @click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that the trainer computes with, each holding a share of the model.",
+)
+@click.option(
     "--durability",
     type=click.Choice(["fsync", "process", "none"]),
     default="fsync",
@@ -50,6 +57,7 @@ def demo(
     seed: int,
     tiny: bool,
     lora: bool,
+    ranks: int,
     durability: str,
 ) -> None:
     """Server, worker and trainer on this machine: a language model learns over the wire."""
@@ -75,6 +83,7 @@ def demo(
             scale=scale,
             lora=lora,
             durability=durability,
+            ranks=ranks,
         )
         seconds = asyncio.run(run_plan(plan, console))
     except (ModelUnavailable, ProcessFailed) as error:

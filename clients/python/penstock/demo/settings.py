@@ -139,6 +139,8 @@ class Plan:
     """Whether an adapter is trained instead of all weights."""
     durability: str = "fsync"
     """Of the server's journal."""
+    ranks: int = 1
+    """Processes that the trainer computes with."""
 
     @property
     def reward(self) -> str:
@@ -202,7 +204,8 @@ def rollout_command(plan: Plan, address: str) -> tuple[str, ...]:
 
 def train_command(plan: Plan) -> tuple[str, ...]:
     """`penstock train`."""
-    return penstock("train", str(plan.trainer_config_file))
+    ranks = ("--ranks", str(plan.ranks)) if plan.ranks > 1 else ()
+    return penstock("train", str(plan.trainer_config_file), *ranks)
 
 
 def penstock(*arguments: str) -> tuple[str, ...]:
@@ -227,6 +230,8 @@ def environment(threads: int) -> Mapping[str, str]:
 def trainer_config(plan: Plan, address: str) -> str:
     """The trainer's configuration as TOML."""
     scale = plan.scale
+    # Several ranks have no whole model to score an adapter with.
+    probe_tokens = 0 if plan.lora and plan.ranks > 1 else scale.probe_tokens
     source: dict[str, object] = (
         {"jsonl": {"path": str(plan.tasks_file)}}
         if plan.task in {SUMS, PRINTABLE}
@@ -246,7 +251,7 @@ def trainer_config(plan: Plan, address: str) -> str:
             "model": {
                 "path": str(plan.model),
                 "dtype": scale.dtype,
-                "threads": TRAINER_THREADS,
+                "threads": max(1, TRAINER_THREADS // plan.ranks),
                 **adapter,
             },
             "data": {
@@ -262,6 +267,6 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "schedule": "cosine",
             },
             "staleness": {"max_lag": scale.max_lag},
-            "weights": {"probe": {"tokens": scale.probe_tokens, "tolerance": PROBE_TOLERANCE}},
+            "weights": {"probe": {"tokens": probe_tokens, "tolerance": PROBE_TOLERANCE}},
         }
     )

@@ -132,6 +132,8 @@ def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
     def trainer(address: str, resuming: bool) -> Command:
         arguments = [_write(out / "trainer.toml", config.train_at(address))]
         arguments += ["--resume"] if resuming else []
+        ranks = config.up.trainer_ranks
+        arguments += ["--ranks", str(ranks)] if ranks > 1 else []
         return _command("trainer", out, (*programs.train, *arguments), terminal=sys.stdout.isatty())
 
     names = ["worker"] if config.worker_count == 1 else worker_names(config.worker_count)

@@ -58,6 +58,8 @@ class UpSection(_Section):
     not say."""
     stop_seconds: float = Field(default=60.0, gt=0)
     """How long each has to end by itself after SIGTERM or Ctrl-C: a trainer finishes its step and saves."""
+    trainer_ranks: int = Field(default=1, ge=1)
+    """Processes that the trainer computes with."""
 
 
 class _Workers(BaseModel):

@@ -1,0 +1,172 @@
+"""What ranks do in tests: each function is run by every rank, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.planning import StepPlan, plan_step
+from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy, obey
+from penstock.trainer.ranks import Leader, end_with_parent, find_place, follow, join_group, lead
+from tests.test_batching import context, group, read, trajectory, written
+
+STEPS, FEW_STEPS = 10, 3
+
+
+def train(config: str, resume: bool) -> int:
+    """`penstock train`."""
+    from penstock.trainer.__main__ import train
+
+    return train(Path(config), [], resume, False)
+
+
+def steps(
+    model: str,
+    out: str,
+    variants: dict[str, dict[str, Any]],
+    long: str,
+) -> int:
+    """The steps of each variant; rank 0 writes the figures and the weights of each."""
+    place = find_place(os.environ)
+    torch.set_num_threads(1)
+    leader = None
+    if place.size > 1:
+        join_group(place, None)
+        if not place.leads:
+            follower = follow(place.rank)
+            with follower.reporting():
+                for name in variants:
+                    obey_until_done(follower, make(model, **variants[name]))
+            return 0
+        leader = lead(place.size)
+    for name, variant in variants.items():
+        policy = make(model, **variant)
+        if leader is not None:
+            policy = LeadingPolicy(policy, leader)
+        found = walk(policy, STEPS if name == long else FEW_STEPS, **variant)
+        save_file(found, Path(out) / f"{name}-{place.size}.safetensors")
+        if leader is not None:
+            leader.tell_all("done")
+    if leader is not None:
+        leader.end(0)
+    return 0
+
+
+def obey_until_done(follower: Any, policy: RankPolicy) -> None:
+    class Until:
+        def commands(self) -> Any:
+            for command, payload in follower.commands():
+                if command == "done":
+                    return
+                yield command, payload
+
+    obey(Until(), policy)  # type: ignore[arg-type]
+
+
+def make(
+    model: str,
+    algorithm: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    **fields: Any,
+) -> RankPolicy:
+    return FsdpPolicy(
+        ModelConfig.model_validate({"path": model, "dtype": "float32", **fields}),
+        TrainConfig.model_validate({"learning_rate": 1e-3, **(train or {})}),
+        total_steps=STEPS,
+        seed=0,
+        algorithm=AlgorithmConfig.model_validate(algorithm or {}),
+    )
+
+
+def walk(
+    policy: RankPolicy,
+    steps: int,
+    algorithm: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    **_: Any,
+) -> dict[str, torch.Tensor]:
+    """The figures of each step, shape [steps, figures], a score under the weights after them, and these."""
+    figures: list[list[float]] = []
+    updates = (train or {}).get("updates_per_step", 1)
+    for step in range(steps):
+        result = policy.step(plan_for(step, policy.data_ranks, algorithm or {}, updates))
+        assert result.applied
+        values = (
+            result.loss,
+            result.grad_norm,
+            result.entropy,
+            result.kl_reference,
+            result.critic_loss,
+        )
+        figures.append([value or 0.0 for value in values])
+    weights = {name: tensor.clone() for name, tensor in policy.weights()}
+    found = {"figures": torch.tensor(figures, dtype=torch.float64)}
+    if policy.adapter() is None:
+        found["score"] = torch.from_numpy(policy.score(weights, list(range(9))))
+    return {**found, **weights}
+
+
+def plan_for(step: int, ranks: int, algorithm: dict[str, Any], updates: int) -> StepPlan:
+    objective = Objective(AlgorithmConfig.model_validate(algorithm))
+    return plan_step(groups_of(step), objective, token_budget=40, ranks=ranks, update_count=updates)
+
+
+def groups_of(step: int) -> list[TrainingGroup]:
+    """Three groups of answers of different length, in which a lot of tokens occur."""
+    generator = torch.Generator().manual_seed(step)
+    groups: list[TrainingGroup] = []
+    for number in range(3):
+        prompt = [30 + number, *torch.randint(0, 256, (5,), generator=generator).tolist()]
+        groups.append(
+            read(
+                group(
+                    *(
+                        trajectory(
+                            [
+                                context(prompt),
+                                written(
+                                    torch.randint(
+                                        0, 256, (3 + 4 * s,), generator=generator
+                                    ).tolist()
+                                ),
+                            ],
+                            float(s * s),
+                        )
+                        for s in range(3)
+                    )
+                )
+            )
+        )
+    return groups
+
+
+def stand_still(folder: str, fails: str = "") -> int:
+    """Rank 0 waits for ever, as for a batch; another may fail at once."""
+    place = find_place(os.environ)
+    if not place.leads:
+        end_with_parent()
+    join_group(place, None)
+    if not place.leads:
+        follower = follow(place.rank)
+        (Path(folder) / f"joined-{place.rank}").touch()
+        with follower.reporting():
+            if fails and place.rank == 1:
+                raise RuntimeError(fails)
+            for _ in follower.commands():
+                pass
+        return 0
+    leader: Leader = lead(place.size)
+    (Path(folder) / "joined-0").touch()
+    time.sleep(3600)
+    leader.end(0)
+    return 0

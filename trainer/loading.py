@@ -1,0 +1,72 @@
+"""Models of Hugging Face: read from a folder or a hub, as `token_model` computes with them.
+
+The one module of the trainer that imports transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.token_model import CausalModel, TokenModel
+
+
+class SavedTokenizer(Protocol):
+    """The part of transformers' tokenizer that is used here."""
+
+    def save_pretrained(self, folder: Path) -> None: ...
+
+
+class _Loader(Protocol):
+    def from_pretrained(self, path: str, **options: object) -> object: ...
+
+
+class _Maker(Protocol):
+    def from_config(self, config: object, **options: object) -> object: ...
+
+
+class _Tied(Protocol):
+    def tie_weights(self) -> None: ...
+
+
+def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
+    """The model in float32, in the host's memory, and its tokenizer. Raises ConfigInvalid."""
+    # Its bars would run through the live table.
+    transformers_logging.disable_progress_bar()
+    try:
+        model = cast("_Loader", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
+        tokenizer = cast("_Loader", AutoTokenizer).from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
+    return cast("CausalModel", model), cast("SavedTokenizer", tokenizer)
+
+
+def block_names(model: CausalModel) -> frozenset[str]:
+    """Names of the classes of its layers, which other code must take as a whole."""
+    return frozenset(cast("set[str] | None", getattr(model, "_no_split_modules", None)) or ())
+
+
+def outline(path: str, device: torch.device) -> TokenModel:
+    """The model without its weights, for `TokenModel.score`."""
+    from accelerate import init_empty_weights
+
+    config = cast("_Loader", AutoConfig).from_pretrained(path)
+    # Buffers are computed, and in no file of weights.
+    with torch.device(device), init_empty_weights(include_buffers=False):
+        model = cast("_Maker", AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+    # Each name has been given a parameter of its own.
+    cast("_Tied", model).tie_weights()
+    return frozen(cast("CausalModel", model), autocast=False, device=device)
+
+
+def frozen(model: CausalModel, *, autocast: bool, device: torch.device | None = None) -> TokenModel:
+    """A model that nothing trains; it computes on `device`, if not where its parameters are."""
+    tokens = TokenModel(model, autocast=autocast, device=device)
+    cast("nn.Module", model).eval().requires_grad_(False)
+    return tokens
