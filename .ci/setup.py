@@ -156,7 +156,12 @@ def dependencies() -> list[str]:
 
 def editable() -> list[str]:
     """Arguments that install this project by links, which pyright follows, and not by an import hook."""
-    return ["--config-settings", "editable_mode=strict", "-e", f"{PROJECT}[server,trainer,dev]"]
+    return [
+        "--config-settings",
+        "editable_mode=strict",
+        "-e",
+        f"{PROJECT}[server,trainer,megatron,dev]",
+    ]
 
 
 def link_project() -> None:

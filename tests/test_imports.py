@@ -42,7 +42,12 @@ SEAMS = {
         # The trainer's, where it drives vLLM's own weight transfer.
         *("weight_sync.py", "gloo_weights.py", "collective_source.py", "collective_transport.py"),
     },
-    "megatron": {"megatron_policy.py"},
+    "megatron": {
+        *(
+            f"megatron_{part}.py"
+            for part in ("policy", "layout", "model", "schedule", "checkpoint")
+        ),
+    },
 }
 HEAVY = ("torch", "vllm", "transformers", "pydantic", "xxhash", "click", "opentelemetry.sdk")
 

@@ -67,6 +67,9 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("train.lerning_rate=1", ["train.lerning_rate", "Extra inputs", "1"]),
         ("staleness.late_policy=maybe", ["staleness.late_policy", "'maybe'"]),
         ("model.dtype=float16", ["model.dtype", "'float16'"]),
+        ("model.backend=deepspeed", ["model.backend", "'fsdp'", "'megatron'"]),
+        ("model.backend={kind = 'fsdp', tensor_parallel = 2}", ["tensor_parallel", "Extra inputs"]),
+        ("model.backend={kind = 'megatron', pipeline_parallel = 0}", ["pipeline_parallel", "0"]),
         ("data.group_size=1", ["data.group_size", "1"]),
         ("weights.transport=inline", ["weights.transport", "'inline'", "'stream'"]),
         ("weights.probe.tokens=1", ["weights.probe.tokens", "at least 2", "1"]),
@@ -118,3 +121,28 @@ def test_every_field_explains_itself() -> None:
                     walk(inner)
 
     walk(TrainerConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.lora={rank = 4, alpha = 8}", ["lora", "PEFT"]),
+        ("model.cpu_offload=true", ["cpu_offload", "divided over more"]),
+        ("train.reduce_each_micro_batch=true", ["reduce_each_micro_batch", "whole"]),
+        ("algorithm.advantage={kind = 'gae'}", ["gae", "critic"]),
+    ],
+)
+def test_what_megatron_has_not_is_refused_with_its_reason(
+    tmp_path: Path, override: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        load_config(write(tmp_path), ["model.backend=megatron", override])
+    for word in ('"megatron"', *words):
+        assert word in str(caught.value)
+
+
+def test_a_backend_is_a_table_or_its_kind_alone(tmp_path: Path) -> None:
+    alone = load_config(write(tmp_path), ["model.backend=megatron"])
+    table = load_config(write(tmp_path), ["model.backend={kind = 'megatron', tensor_parallel = 1}"])
+    assert alone == table
+    assert load_config(write(tmp_path)).model.backend.kind == "fsdp"

@@ -172,9 +172,15 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 
 def _make_policy(config: TrainerConfig) -> RankPolicy:
     """This rank's part of the policy. Raises ConfigInvalid."""
-    from penstock.trainer.fsdp_policy import FsdpPolicy
+    if config.model.backend.kind == "megatron":
+        from penstock.trainer.megatron_hook import install
 
-    return FsdpPolicy(
+        install()
+        from penstock.trainer.megatron_policy import MegatronPolicy as ChosenPolicy
+    else:
+        from penstock.trainer.fsdp_policy import FsdpPolicy as ChosenPolicy
+
+    return ChosenPolicy(
         config.model,
         config.train,
         algorithm=config.algorithm,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.algorithm_config import AlgorithmConfig, Gae
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
@@ -92,6 +92,28 @@ class LoraConfig(Section):
         return names
 
 
+class FsdpBackend(Section):
+    """A Hugging Face model as transformers computes it."""
+
+    kind: Literal["fsdp"] = "fsdp"
+    """The default; any architecture."""
+
+
+class MegatronBackend(Section):
+    """megatron-core, for models that one device cannot hold: Llama, Qwen2 and Qwen3. The ranks are divided
+    by the product of the two sizes; so many copies of the model share the micro-batches."""
+
+    kind: Literal["megatron"]
+    """By tensor, pipeline and data parallelism."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each tensor; it must divide the model's heads of keys and values."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the layers; it must divide their number."""
+
+
+BackendConfig = Annotated[FsdpBackend | MegatronBackend, Field(discriminator="kind")]
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -111,6 +133,29 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Trains an adapter and uploads nothing else, to a server that was started with --enable-lora. Without
     it all weights are trained."""
+    backend: BackendConfig = FsdpBackend()
+    """What computes and trains it: a table with its kind, or the kind alone."""
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _kind_alone(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _some_is_of_transformers_alone(self) -> ModelConfig:
+        if self.backend.kind != "megatron":
+            return self
+        if self.lora is not None:
+            raise ValueError(
+                'lora cannot be had with backend = "megatron": an adapter is PEFT\'s, of a model as '
+                "transformers computes it"
+            )
+        if self.cpu_offload:
+            raise ValueError(
+                'cpu_offload cannot be had with backend = "megatron": what is too large for a device is '
+                "divided over more of them"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -299,6 +344,22 @@ class TrainerConfig(Section):
             raise ValueError(f'model.lora cannot be had with weights.transport = "{transport}"')
         if self.weights.delta == "on":
             raise ValueError('model.lora cannot be had with weights.delta = "on"')
+        return self
+
+    @model_validator(mode="after")
+    def _some_is_of_fsdp_alone(self) -> TrainerConfig:
+        if self.model.backend.kind != "megatron":
+            return self
+        if self.train.reduce_each_micro_batch:
+            raise ValueError(
+                'train.reduce_each_micro_batch cannot be had with model.backend = "megatron": each copy of '
+                "the model has its gradients whole"
+            )
+        if isinstance(self.algorithm.advantage, Gae):
+            raise ValueError(
+                'algorithm.advantage = "gae" cannot be had with model.backend = "megatron": its critic is '
+                "a second model as transformers computes it"
+            )
         return self
 
 

@@ -11,6 +11,10 @@ class ConfigInvalid(TrainerError):
     """The configuration cannot be used; the message names each field and the value it got."""
 
 
+class BackendUnusable(ConfigInvalid):
+    """The backend that the configuration names cannot run here."""
+
+
 class CheckpointUnusable(TrainerError):
     """A checkpoint is incomplete, or does not belong to this model."""
 

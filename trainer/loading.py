@@ -47,6 +47,14 @@ def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
     return cast("CausalModel", model), cast("SavedTokenizer", tokenizer)
 
 
+def load_tokenizer(path: str) -> SavedTokenizer:
+    """The tokenizer alone. Raises ConfigInvalid."""
+    try:
+        return cast("SavedTokenizer", cast("_Loader", AutoTokenizer).from_pretrained(path))
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
+
+
 def block_names(model: CausalModel) -> frozenset[str]:
     """Names of the classes of its layers, which other code must take as a whole."""
     return frozenset(cast("set[str] | None", getattr(model, "_no_split_modules", None)) or ())

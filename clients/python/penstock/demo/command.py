@@ -42,6 +42,13 @@ STEPS = (
     help="Processes that the trainer computes with, each holding a share of the model.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(["fsdp", "megatron"]),
+    default="fsdp",
+    show_default=True,
+    help="What the trainer computes with.",
+)
+@click.option(
     "--durability",
     type=click.Choice(["fsync", "process", "none"]),
     default="fsync",
@@ -58,12 +65,15 @@ def demo(
     tiny: bool,
     lora: bool,
     ranks: int,
+    backend: str,
     durability: str,
 ) -> None:
     """Server, worker and trainer on this machine: a language model learns over the wire."""
     console = Console(highlight=False)
     if tiny and model is not None:
         raise click.UsageError("--tiny makes a model of its own; leave --model out")
+    if lora and backend == "megatron":
+        raise click.UsageError("--backend megatron trains all weights; leave --lora out")
     task = task or (PRINTABLE if tiny else SUMS)
     check_task(task)
     folder = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
@@ -84,6 +94,7 @@ def demo(
             lora=lora,
             durability=durability,
             ranks=ranks,
+            backend=backend,
         )
         seconds = asyncio.run(run_plan(plan, console))
     except (ModelUnavailable, ProcessFailed) as error:

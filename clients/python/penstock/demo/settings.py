@@ -141,6 +141,8 @@ class Plan:
     """Of the server's journal."""
     ranks: int = 1
     """Processes that the trainer computes with."""
+    backend: str = "fsdp"
+    """What it computes with."""
 
     @property
     def reward(self) -> str:
@@ -252,6 +254,7 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "path": str(plan.model),
                 "dtype": scale.dtype,
                 "threads": max(1, TRAINER_THREADS // plan.ranks),
+                "backend": plan.backend,
                 **adapter,
             },
             "data": {

@@ -1,0 +1,119 @@
+"""The backend megatron-core next to the default one and to transformers, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron_worker import CASES, FAMILIES
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 270
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes found; the name of each step is that of what it did."""
+    folder = tmp_path_factory.mktemp("megatron")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    return json.loads((folder / "found.json").read_text())
+
+
+def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
+    """Over the steps and over the figures of each."""
+    assert len(found) == len(expected)
+    return max(
+        abs((own[name] or 0.0) - (value or 0.0))
+        for own, other in zip(found, expected, strict=True)
+        for name, value in other.items()
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_and_exports_what_transformers_does(
+    found: dict[str, Any], family: str, tied: bool
+) -> None:
+    one = found["logits"][f"{family}-{tied}"]
+    assert one["logits"] <= 1e-5
+    assert one["score"] <= 1e-5
+    assert one["bitwise"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_of_the_default_does(
+    found: dict[str, Any], name: str
+) -> None:
+    expected, own = found["default"][name], found[name]
+    assert len(own["results"]) == 10
+    assert largest_difference(own["results"], expected["results"]) <= 2e-5
+    assert own["weights"] <= 1e-6
+    # They moved meanwhile, by much more than that.
+    assert own["moved"] >= 5e-5
+    assert own["untrained"] and own["exported"]
+
+
+@pytest.mark.parametrize("name", ["alone tensor", "alone pipeline"])
+def test_a_resumed_run_goes_on_exactly(found: dict[str, Any], name: str) -> None:
+    assert found[name]["exact"]
+    # A checkpoint of before the first step goes on with the first.
+    assert found[name]["begun anew"] == pytest.approx(2e-5 / 2)
+
+
+@pytest.mark.parametrize("name", ["alone tensor", "alone pipeline"])
+def test_a_gradient_that_is_not_finite_is_thrown_away(found: dict[str, Any], name: str) -> None:
+    assert found[name]["stayed"]
+
+
+def test_bfloat16_is_the_arithmetic_and_not_the_weights(found: dict[str, Any]) -> None:
+    own, expected = found["rounded"], found["default"]["tensor"]["results"][:3]
+    assert own["untrained"] and own["exact"]
+    for name, bound in (("loss", 1e-2), ("entropy", 2e-2), ("grad_norm", 0.1)):
+        far = [abs(a[name] - b[name]) for a, b in zip(own["results"], expected, strict=True)]
+        assert 0 < max(far) < bound, name
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_ranks_go_on_from_the_checkpoint_of_one(found: dict[str, Any], name: str) -> None:
+    own = found[f"resumed {name}"]
+    assert own["loaded"]
+    assert largest_difference(own["results"], found[f"alone {name}"]["rest"]) <= 2e-5
+    assert own["weights"] <= 1e-6
+    assert own["kept"]
+
+
+def test_what_cannot_be_shared_is_refused_with_its_reason(found: dict[str, Any]) -> None:
+    said = found["refusals"]
+    for name, words in (
+        ("heads", ["tensor_parallel", "1 heads of keys and values", "2 does not divide"]),
+        ("layers", ["pipeline_parallel", "3 layers", "2 does not divide"]),
+        ("ranks", ["tensor_parallel 3", "number of ranks, which is 2"]),
+        ("kind", ["'gpt2'", "llama, qwen2, qwen3"]),
+        ("rope", ["rotary embedding of kind 'dynamic'"]),
+    ):
+        for word in words:
+            assert word in said[name]

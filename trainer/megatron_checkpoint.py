@@ -1,0 +1,114 @@
+"""What megatron-core has to remember, in its own distributed format, for ranks divided in any way.
+
+    folder/megatron/    torch_dist: every rank writes what no other has, a rank of another layout reads
+                          what it needs of it
+
+The format and the loading are megatron-core's. Writing is torch's own writer in this process and in this
+thread: megatron-core's forks, which a process with gRPC's threads must not, and hangs where a child fails.
+
+What a failure does: an error on one rank is raised on all of them. What is unfinished lies in the folder
+of a checkpoint that has no name yet, and goes with it (see `checkpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,  # pyright: ignore[reportPrivateUsage] - the version is pinned.
+    mcore_to_pyt_state_dict,
+)
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import (
+    save,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from penstock.trainer.errors import CheckpointUnusable
+
+FOLDER = "megatron"
+MODEL, OPTIMIZER = "model", "optimizer"
+State = dict[str, object]
+
+
+class ShardedModel(Protocol):
+    """The part of megatron-core's modules that is used here."""
+
+    def sharded_state_dict(self) -> State: ...
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> object: ...
+
+
+class ShardedOptimizer(Protocol):
+    """The part of megatron-core's optimizers that is used here."""
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: State, is_loading: bool = False
+    ) -> State: ...
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None: ...
+
+
+class _Save(Protocol):
+    def __call__(
+        self, sharded_state_dict: State, checkpoint_dir: str, *, sharded_strategy: object
+    ) -> None: ...
+
+
+class _Load(Protocol):
+    def __call__(self, sharded_state_dict: State, checkpoint_dir: str) -> State: ...
+
+
+class _Writer(TorchDistSaveShardedStrategy):
+    """Writes in this thread."""
+
+    def save(  # pyright: ignore[reportIncompatibleMethodOverride] - a dictionary is all it is given.
+        self, sharded_state_dict: State, checkpoint_dir: str | Path
+    ) -> None:
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        save(
+            mcore_to_pyt_state_dict(renamed, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
+    """Writes this rank's part; `optimizer` is None where it has nothing to remember yet. Raises OSError."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    state = _sharded(model, optimizer, is_loading=False)
+    write = cast(
+        "_Save",
+        dist_checkpointing.save,  # pyright: ignore[reportUnknownMemberType]
+    )
+    try:
+        write(state, str(folder / FOLDER), sharded_strategy=_Writer("torch_dist", 1))
+    except CheckpointException as error:
+        raise OSError(str(error)) from error
+
+
+def load_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
+    """Reads what this rank needs of it. Raises CheckpointUnusable."""
+    state = _sharded(model, optimizer, is_loading=True)
+    read = cast("_Load", dist_checkpointing.load)
+    try:
+        found = read(state, str(folder / FOLDER))
+    except (CheckpointingException, CheckpointException, OSError, KeyError, ValueError) as error:
+        raise CheckpointUnusable(f"{folder}: {error}") from error
+    cast("ShardedModel", model).load_state_dict(cast("State", found[MODEL]))
+    if optimizer is not None:
+        optimizer.load_state_dict(cast("State", found[OPTIMIZER]))
+
+
+def _sharded(model: nn.Module, optimizer: ShardedOptimizer | None, *, is_loading: bool) -> State:
+    """What is written or read, each tensor with its place in the whole."""
+    own = cast("ShardedModel", model).sharded_state_dict()
+    state: State = {MODEL: own}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer.sharded_state_dict(own, is_loading)
+    return state

@@ -1,0 +1,138 @@
+"""megatron-core on a machine without CUDA.
+
+    install -> the first import of megatron.core -> each of its modules is compiled from rewritten source
+
+megatron-core names CUDA as the device in some forty of its modules. Where CUDA is present `install` does
+nothing. Elsewhere it has `import` rewrite those places to the CPU, in memory: nothing is written, neither
+source nor bytecode, so that a process without the hook finds the library as it was installed. What to
+rewrite was found for one version, and with another the hook refuses to be installed.
+
+What a failure does: `install` raises BackendUnusable before anything is imported where megatron-core is
+missing, is another version, or is loaded already. A place that no rule knows shows as torch's own complaint
+about CUDA, where it is used; `rewrite` never half matches.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.errors import BackendUnusable
+
+VERSION = "0.16.1"
+PACKAGE = "megatron.core"
+# Of other devices alone, or not used here.
+LEFT_ALONE = tuple(
+    f"{PACKAGE}.{name}" for name in ("distributed.fsdp", "inference", "export", "extensions")
+)
+RANDOM = f"{PACKAGE}.tensor_parallel.random"
+COMPILER = f"{PACKAGE}.jit"
+
+# In this order: the first would not be found after the second.
+RULES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # gloo's barrier refuses to be told a device.
+        (r"device_ids=\[torch\.cuda\.current_device\(\)\],?", ""),
+        (r"torch\.cuda\.current_device\(\)", 'torch.device("cpu")'),
+        (r"""(\bdevice\s*(?::[^=()\n]*)?=\s*)(["'])cuda\2""", r"\1\2cpu\2"),
+        (r"torch\.cuda\.(Float|Half|BFloat16)Tensor", r"torch.\1Tensor"),
+        (r"\.cuda\(\)", ".cpu()"),
+        (r"torch\.cuda\.(?:synchronize|empty_cache)\(\)", "None"),
+        (r"torch\.cuda\.(get_rng_state|manual_seed)\b", r"torch.\1"),
+    )
+)
+
+
+def install() -> None:
+    """Has megatron-core run here; the same as nothing where CUDA is present, or a second time.
+
+    Raises BackendUnusable.
+    """
+    _check_version()
+    # What it lacks, and what it does that torch would have otherwise: there is nothing to be done here.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")
+    if torch.cuda.is_available() or any(isinstance(f, _Finder) for f in sys.meta_path):
+        return
+    if loaded := [name for name in sys.modules if name.startswith(PACKAGE)]:
+        raise BackendUnusable(f"{loaded[0]} was imported before it could be made to run on a CPU")
+    sys.meta_path.insert(0, _Finder())
+
+
+def rewrite(source: str) -> str:
+    """A module's source with the CPU in the place of CUDA; as many lines as before."""
+    for pattern, replacement in RULES:
+        source = pattern.sub(replacement, source)
+    return source
+
+
+def _check_version() -> None:
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise BackendUnusable(
+            "model.backend megatron: megatron-core is not installed; "
+            "pip install 'penstock[megatron]'"
+        ) from error
+    if found != VERSION:
+        raise BackendUnusable(
+            f"model.backend megatron: megatron-core {found} is installed; it has to be {VERSION}"
+        )
+
+
+class _Finder:
+    """Finds what is rewritten, and nothing else."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not f"{name}.".startswith(f"{PACKAGE}.") or name.startswith(LEFT_ALONE):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        # Not its extension modules, nor what has nothing to rewrite: that is compiled already.
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            source = spec.loader.get_source(name)
+            if source is not None and (name in (RANDOM, COMPILER) or rewrite(source) != source):
+                spec.loader = _Loader(name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Compiles rewritten source each time: bytecode on the disk is never read nor written."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        source = self.get_source(fullname)
+        if source is None:
+            return None
+        return compile(rewrite(source), self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == RANDOM:
+            for name, function in (
+                ("_get_cuda_rng_state", _get_random_state),
+                ("_set_cuda_rng_state", _set_random_state),
+            ):
+                setattr(module, name, function)
+        if module.__name__ == COMPILER:
+            # What its decorators compile is never called; the compiler alone takes seconds to load.
+            module.disable_jit_fuser()
+
+
+def _get_random_state(
+    device: object = None, clone: bool = False, graph_safe: bool = False
+) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_random_state(state: Tensor, device: object = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)

@@ -1,0 +1,251 @@
+"""A Hugging Face model as megatron-core computes it, on one rank of a layout. Suffixes as in `batching`.
+
+The layers are megatron-core's own, of its local specification, which needs neither Transformer Engine nor
+apex. Two parts are replaced, on every device: attention is torch's, which knows the masks of prefix trees
+and keeps no T x T matrix; and rotary angles are those of given positions, for a tree's are not 0, 1, 2 ...
+Fusions are off: they go through torch.compile.
+
+Import it only after `megatron_hook.install`.
+"""
+# ruff: noqa: N806 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from penstock.trainer.batching import MicroBatch
+from penstock.trainer.config import ModelConfig
+from penstock.trainer.megatron_description import Description, Facts, head_dim
+from penstock.trainer.megatron_layout import Layout
+from penstock.trainer.megatron_names import Cut, Shape, held_entries, local_name
+
+
+def transformer_config(
+    description: Description, model: ModelConfig, layout: Layout
+) -> TransformerConfig:
+    """megatron-core's description of the same."""
+    facts, shape = cast("Facts", description.config), description.shape
+    dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    recomputed: dict[str, object] = {}
+    if model.gradient_checkpointing:
+        recomputed = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    build = cast("_Build", TransformerConfig)
+    return build(
+        **recomputed,
+        num_layers=shape.layers,
+        hidden_size=facts.hidden_size,
+        ffn_hidden_size=facts.intermediate_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=facts.rms_norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_ranks,
+        pipeline_model_parallel_size=layout.stages,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bfloat16",
+        # Weights come from files.
+        perform_initialization=False,
+        use_cpu_initialization=layout.device.type == "cpu",
+        # Transformer Engine's and apex's.
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        # torch.compile's.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        # Micro-batches differ in shape; the dispatcher, of experts that there are not, must allow it.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Losses carry their denominators already: gradients are summed and never divided.
+        calculate_per_token_loss=True,
+    )
+
+
+class _Build(Protocol):
+    def __call__(self, **fields: object) -> TransformerConfig: ...
+
+
+class StageModel:
+    """This rank's part of a model: what it computes of a micro-batch."""
+
+    def __init__(self, description: Description, config: TransformerConfig, layout: Layout) -> None:
+        """Its weights are whatever the memory held."""
+        shape = description.shape
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+        layer = cast("_LayerSpec", spec.submodules)
+        layer.self_attention.submodules.core_attention = TorchAttention
+        padded = shape.padded_vocabulary(layout.tensor_ranks)
+        facts = cast("Facts", description.config)
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded,
+            max_sequence_length=facts.max_position_embeddings,
+            pre_process=layout.stage == 0,
+            post_process=layout.is_last_stage,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+        )
+        self._rotary = RotaryAngles(description.config, layout.device)
+        setattr(gpt, "rotary_pos_emb", self._rotary)  # noqa: B010 - it is of another class.
+        self._sources_M: Tensor | None = None
+        if layout.is_last_stage:
+            gpt.output_layer.register_forward_pre_hook(self._select_positions)
+        own = padded // layout.tensor_ranks
+        self.first_token = own * layout.tensor
+        """The first token whose logits are here."""
+        self._tokens = max(0, min(own, shape.vocabulary - self.first_token))
+        self.layout = layout
+        _mark_parts(gpt, shape, layout)
+        self.config = config
+        self.gpt: nn.Module = gpt.to(layout.device)
+        """With megatron-core's own names."""
+        self.module: nn.Module = Float16Module(config, gpt) if config.bf16 else self.gpt
+        """What is wrapped and called."""
+
+    def forward(self, module: nn.Module, batch: MicroBatch) -> Tensor:
+        """What this stage makes of a micro-batch; `module` is `self.module`, perhaps wrapped.
+
+        On the last stage logits at each distinct prediction of the tokens that are here, shape
+        [M, V / tensor_ranks] or less where they are padding; before it the hidden states, shape [T, B, H].
+        """
+        device = self.layout.device
+        self._rotary.positions_BT = batch.positions_BT.to(device)
+        self._sources_M = batch.sources_M.to(device)
+        mask = batch.attention_mask_B1TT
+        output = cast(
+            "Tensor",
+            module(
+                input_ids=batch.token_ids_BT.to(device),
+                position_ids=batch.positions_BT.to(device),
+                attention_mask=None if mask is None else mask.to(device),
+            ),
+        )
+        return output.squeeze(0)[:, : self._tokens] if self.layout.is_last_stage else output
+
+    def _select_positions(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Before the output layer: keeps only the positions that predict a trained token."""
+        if self._sources_M is None:
+            return inputs
+        hidden_BTH = inputs[0].transpose(0, 1)
+        return (hidden_BTH.flatten(0, 1)[self._sources_M].unsqueeze(1),)
+
+
+def _mark_parts(gpt: nn.Module, shape: Shape, layout: Layout) -> None:
+    """Has each parameter know that it is a part of one. megatron-core does so only where it initializes
+    it; the norm of the gradients would leave the other ranks' parts out."""
+    mark = cast(
+        "_Mark",
+        tensor_parallel.set_tensor_model_parallel_attributes,  # pyright: ignore[reportUnknownMemberType]
+    )
+    parameters = dict(gpt.named_parameters())
+    for entry in held_entries(shape, layout.stage, layout.stages):
+        parameter = parameters[local_name(entry, shape, layout.stages)]
+        if entry.cut is not Cut.WHOLE and not hasattr(parameter, "tensor_model_parallel"):
+            mark(parameter, True, 1 if entry.cut is Cut.COLUMNS else 0, 1)
+
+
+class _Mark(Protocol):
+    def __call__(self, tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None: ...
+
+
+class _AttentionParts(Protocol):
+    core_attention: object
+
+
+class _AttentionSpec(Protocol):
+    submodules: _AttentionParts
+
+
+class _LayerSpec(Protocol):
+    self_attention: _AttentionSpec
+
+
+class TorchAttention(nn.Module):
+    """Attention by torch's kernels, causal or by a mask; in the place of megatron-core's."""
+
+    def __init__(self, *, config: TransformerConfig, **unused: object) -> None:
+        super().__init__()
+        groups = config.num_query_groups
+        self._grouped = groups != config.num_attention_heads
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **unused: object,
+    ) -> Tensor:
+        """Of shapes [T, B, heads or groups of this rank, head_dim]; the result has [T, B, heads x
+        head_dim]. The mask is true where a row may look at a column; None is causal."""
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        seen = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            enable_gqa=self._grouped,
+        )
+        return seen.permute(2, 0, 1, 3).flatten(2)
+
+
+class RotaryAngles(nn.Module):
+    """Rotary angles of a micro-batch's positions; in the place of megatron-core's, which counts them."""
+
+    def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
+        super().__init__()
+        rope = cast("Facts", config).rope_parameters
+        kind = str(rope.get("rope_type", "default"))
+        if kind == "default":
+            size = head_dim(config)
+            powers = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+            frequencies_D = 1.0 / (cast("float", rope["rope_theta"]) ** powers)
+        else:
+            initialize = cast("_InitializeRope", ROPE_INIT_FUNCTIONS[kind])
+            frequencies_D, _ = initialize(config, torch.device("cpu"))
+        # Not a buffer: bfloat16 would round it.
+        self._frequencies_D = frequencies_D.float().to(device)
+        self.positions_BT: Tensor | None = None
+        """Of the micro-batch that is computed next."""
+
+    def get_rotary_seq_len(self, *unused: object, **also_unused: object) -> int:
+        """What megatron-core asks for before it asks for the angles."""
+        return 0
+
+    def forward(self, *unused: object, **also_unused: object) -> Tensor:
+        """Angles of every position, shape [T, B, 1, head_dim]."""
+        if self.positions_BT is None:
+            raise RuntimeError("no positions were given")
+        half_TBD = self.positions_BT.T.float().unsqueeze(-1) * self._frequencies_D
+        return torch.cat((half_TBD, half_TBD), dim=-1).unsqueeze(2)
+
+
+class _InitializeRope(Protocol):
+    def __call__(self, config: PretrainedConfig, device: torch.device) -> tuple[Tensor, float]: ...

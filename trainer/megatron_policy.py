@@ -1,0 +1,354 @@
+"""The policy at scale: a model as megatron-core computes it, over tensor, pipeline and data parallelism.
+
+For Llama, Qwen2 and Qwen3 in Hugging Face's format, and AdamW as megatron-core drives it. Each rank makes
+one; rank 0 also has the tokenizer, and what `ranked_policy` says of its methods holds. The losses, the
+plan, the learning rate and the order of a step are those of `fsdp_policy`. Suffixes as in `batching`.
+
+    ranks -> layout: tensor x pipeline x data parallel
+    step     log-probabilities of the reference -> advantages, where they wait -> of the proximal policy ->
+               per update: gradients of this copy's micro-batches, summed over copies, clipped, applied
+    weights  gathered parameter by parameter to rank 0
+    save     a model folder by rank 0; megatron-core's distributed format, and random states, by all
+
+What differs from the default: with `bfloat16` the weights that compute are bfloat16 too, and float32 ones
+are the optimizer's, which are what is uploaded and saved. Each copy of the model has an optimizer of its
+own: megatron-core's distributed one needs Transformer Engine or apex to save and load.
+"""
+# ruff: noqa: N803 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from safetensors import SafetensorError
+from torch import Tensor, distributed, nn
+
+from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.algorithms.batches import Sequences, StepCounts
+from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
+from penstock.trainer.batching import MicroBatch
+from penstock.trainer.config import MegatronBackend, ModelConfig, TrainConfig
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, PROGRESS_FILE, learning_rate
+from penstock.trainer.loading import SavedTokenizer, load_tokenizer, outline
+from penstock.trainer.megatron_checkpoint import ShardedOptimizer, load_state, save_state
+from penstock.trainer.megatron_description import describe, model_folder
+from penstock.trainer.megatron_layout import join_layout
+from penstock.trainer.megatron_model import StageModel, transformer_config
+from penstock.trainer.megatron_schedule import Loss, compute_gradients, compute_logprobs
+from penstock.trainer.megatron_weights import gather_weights, load_weights
+from penstock.trainer.planning import StepPlan, Update, complete
+from penstock.trainer.policy import StepResult, describe_step
+from penstock.trainer.random_states import (
+    compute_reproducibly,
+    load_random_states,
+    save_random_states,
+    seed_all,
+)
+from penstock.trainer.sharding import Sharding
+from penstock.trainer.token_model import TokenModel, TokenOutput
+from penstock.v1 import weights_pb2
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+GENERATION_FILE = "generation_config.json"
+
+
+class _Optimizer(ShardedOptimizer, Protocol):
+    """The part of megatron-core's optimizers that is used here."""
+
+    param_groups: list[dict[str, float]]
+
+    def zero_grad(self) -> None: ...
+    def prepare_grads(self) -> bool: ...
+    def clip_grad_norm(self, clip_grad: float) -> float: ...
+    def step_with_ready_grads(self) -> bool: ...
+
+
+class MegatronPolicy:
+    """This rank's part of a model, and of its optimizer."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        *,
+        total_steps: int,
+        seed: int,
+        algorithm: AlgorithmConfig = DEFAULT_ALGORITHM,
+    ) -> None:
+        """Raises ConfigInvalid."""
+        backend = model.backend
+        if not isinstance(backend, MegatronBackend):
+            raise ConfigInvalid(f"model.backend: {backend.kind} is not megatron")
+        seed_all(seed)
+        compute_reproducibly()
+        self._objective = Objective(algorithm)
+        self._layout = join_layout(backend, seed)
+        self._ranks = Sharding()
+        self._folder = model_folder(model.path)
+        self._description = describe(model.path, backend)
+        self._tokenizer: SavedTokenizer | None = None
+        self._outline: TokenModel | None = None
+        if distributed.get_rank() == 0:
+            self._tokenizer = load_tokenizer(model.path)
+        self._stage = self._make_stage(model)
+        shape = self._description.shape
+        self._reference: StageModel | None = None
+        if self._objective.needs_reference:
+            self._reference = self._make_stage(model)
+            self._reference.module.requires_grad_(False)
+            load_weights(self._reference.gpt, shape, self._layout, self._folder)
+        self._parallel = DistributedDataParallel(
+            self._stage.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            self._stage.module,
+        )
+        self._optimizer = _make_optimizer(self._parallel, model, train)
+        # After the optimizer, whose float32 copies must not be of what is rounded.
+        load_weights(self._stage.gpt, shape, self._layout, self._folder)
+        self._train = train
+        self._total_steps = total_steps
+        self._steps = 0
+
+    @property
+    def data_ranks(self) -> int:
+        """Copies of the model; see `ranked_policy.RankPolicy`."""
+        return self._layout.data_ranks
+
+    def data_rank(self, rank: int) -> int:
+        """Which copy a rank has a part of; see `ranked_policy.RankPolicy`."""
+        return rank // self._layout.tensor_ranks % self._layout.data_ranks
+
+    def adapter(self) -> weights_pb2.LoraAdapter | None:
+        """None: all weights are trained."""
+        return None
+
+    def supports_trees(self) -> bool:
+        """That attention knows masks and positions are what they are said to be."""
+        return True
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """The updates of one step, of which this rank has its share; see `policy.Policy`."""
+        if not plan.updates:
+            return StepResult(applied=False)
+        figures, norms = Figures(), list[float]()
+        rate, applied = 0.0, 0
+        for losses, update in self._prepare(plan):
+            figures += self._accumulate(losses, update)
+            self._optimizer.prepare_grads()
+            norm = float(self._optimizer.clip_grad_norm(self._train.max_grad_norm))
+            rate = learning_rate(self._steps, self._train, self._total_steps)
+            if math.isfinite(norm) and norm > 0.0:
+                self._set_rates(rate)
+                self._optimizer.step_with_ready_grads()
+                self._steps += 1
+                applied += 1
+            norms.append(norm)
+        return describe_step(
+            # Those of ranks that compute the same are counted once.
+            self._ranks.sum_figures(figures if self._layout.speaks else Figures()),
+            applied=applied > 0,
+            updates=len(norms),
+            grad_norm=sum(norms) / len(norms),
+            learning_rate=rate,
+        )
+
+    def _prepare(self, plan: StepPlan) -> list[tuple[list[Loss], Update]]:
+        """What each micro-batch of each update adds to the loss, given what other weights than the current
+        say of its tokens: on the last stage, which alone asks for it."""
+        references: list[Tensor] = []
+        if self._reference is not None:
+            batches = [batch for update in plan.updates for batch in update.batches]
+            references = self._logprobs(self._reference, self._reference.module, batches)
+        if self._objective.advantages_wait:
+            plan = complete(plan, self._objective, references=references, sum_over_ranks=self._sum)
+        rest = iter(references)
+        prepared: list[tuple[list[Loss], Update]] = []
+        for number, update in enumerate(plan.updates):
+            proximal: list[Tensor] = []
+            # The weights that the first update computes with are the proximal policy's.
+            if number > 0 and self._objective.needs_proximal:
+                proximal = self._logprobs(self._stage, self._parallel, update.batches)
+            losses = [
+                self._loss(
+                    batch, update.counts, proximal[index] if proximal else None, next(rest, None)
+                )
+                for index, batch in enumerate(update.batches)
+            ]
+            prepared.append((losses, update))
+        return prepared
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        counts: StepCounts,
+        proximal_N: Tensor | None,
+        reference_N: Tensor | None,
+    ) -> Loss:
+        device = self._layout.device
+        sequences = Sequences(batch.sequences.index_N.to(device), batch.sequences.count)
+
+        def evaluate(output: TokenOutput) -> tuple[Tensor, Figures]:
+            return self._objective.evaluate(
+                PolicyOutput(
+                    logprobs_N=output.logprobs_N,
+                    entropies_N=output.entropies_N,
+                    behaviour_logprobs_N=batch.behaviour_logprobs_N.to(device),
+                    proximal_logprobs_N=proximal_N,
+                    reference_logprobs_N=reference_N,
+                    advantages_N=batch.advantages_N.to(device),
+                    sequences=sequences,
+                ),
+                counts,
+            )
+
+        return evaluate
+
+    def _accumulate(self, losses: Sequence[Loss], update: Update) -> Figures:
+        """Gradients of an update, summed over all that compute it; returns this rank's figures."""
+        self._parallel.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        pairs = zip(update.batches, losses, strict=True)
+        figures = compute_gradients(
+            self._stage,
+            self._parallel,
+            # Those that are empty keep ranks in step, which these need not be.
+            [(batch, loss) for batch, loss in pairs if len(batch.tokens_N)],
+            entropy_gradient=self._objective.has_entropy_bonus,
+        )
+        finalize_model_grads([self._parallel])
+        return figures
+
+    def _logprobs(
+        self, stage: StageModel, module: nn.Module, batches: Sequence[MicroBatch]
+    ) -> list[Tensor]:
+        """Of each micro-batch, on the last stage; zeros before it."""
+        found = iter(compute_logprobs(stage, module, [b for b in batches if len(b.tokens_N)]))
+        nothing = torch.zeros(0, device=self._layout.device)
+        if not self._layout.is_last_stage:
+            return [nothing.new_zeros(len(batch.tokens_N)) for batch in batches]
+        return [next(found) if len(batch.tokens_N) else nothing for batch in batches]
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probability of each trained token under the current weights, float32, shape [N]; on the last
+        stage, zeros before it."""
+        return self._logprobs(self._stage, self._parallel, [batch])[0]
+
+    def _sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self._ranks.sum(values if self._layout.speaks else values * 0.0)
+
+    def _set_rates(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+            # megatron-core leaves the multiplication to its own scheduler.
+            group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of an upload on rank 0, none elsewhere; see `policy.Policy`."""
+        return gather_weights(self._stage.gpt, self._description.shape, self._layout)
+
+    def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Scores a sequence under given weights, as transformers computes it; see `policy.Policy`."""
+        if self._outline is None:
+            # Where there is room for what a device cannot hold.
+            self._outline = outline(str(self._folder), torch.device("cpu"))
+        return self._outline.score(tensors, token_ids).numpy()
+
+    def save_model(self, folder: Path) -> None:
+        """Writes a model folder; see `policy.Policy`."""
+        # Copies, because some are parts of one.
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights()}
+        if self._tokenizer is not None:
+            folder.mkdir(exist_ok=True)
+            try:
+                save_torch_state_dict(tensors, folder)
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+            self._description.save(folder)
+            if (self._folder / GENERATION_FILE).exists():
+                shutil.copy(self._folder / GENERATION_FILE, folder)
+            self._tokenizer.save_pretrained(folder)
+        self._ranks.wait()
+
+    def save(self, folder: Path) -> None:
+        """Writes a checkpoint; see `policy.Policy`."""
+        self.save_model(folder)
+        save_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
+        try:
+            save_random_states(folder, distributed.get_rank())
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        if distributed.get_rank() == 0:
+            progress = {"optimizer_steps": self._steps, "threads": torch.get_num_threads()}
+            (folder / PROGRESS_FILE).write_text(json.dumps(progress))
+        self._ranks.wait()
+
+    def load(self, folder: Path) -> None:
+        """Restores a checkpoint, of any number of ranks; see `policy.Policy`."""
+        try:
+            progress = cast(
+                "dict[str, int]", json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+            )
+            self._steps = progress["optimizer_steps"]
+            load_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
+            # Last: what was loaded before may have drawn from them.
+            load_random_states(folder, distributed.get_rank())
+        except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointUnusable(f"{folder}: {error}") from error
+        if progress["threads"] != (threads := torch.get_num_threads()):
+            log.warning(
+                "%s was computed with %d threads, this run goes on with %d: "
+                "sums may be rounded otherwise",
+                folder,
+                progress["threads"],
+                threads,
+            )
+
+    def _make_stage(self, model: ModelConfig) -> StageModel:
+        config = transformer_config(self._description, model, self._layout)
+        return StageModel(self._description, config, self._layout)
+
+
+def _make_optimizer(
+    module: DistributedDataParallel, model: ModelConfig, train: TrainConfig
+) -> _Optimizer:
+    """AdamW; matrices have weight decay, vectors have none."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        adam_eps=train.epsilon,
+        bf16=model.dtype == "bfloat16",
+        params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
+        clip_grad=train.max_grad_norm,
+        use_distributed_optimizer=False,
+    )
+    made = get_megatron_optimizer(config, [module], use_gloo_process_groups=False)
+    # One for each kind of parameters, and there are no experts.
+    (optimizer,) = cast("_Chain", made).chained_optimizers
+    return optimizer
+
+
+class _Chain(Protocol):
+    chained_optimizers: list[_Optimizer]

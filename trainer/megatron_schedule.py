@@ -1,0 +1,160 @@
+"""Micro-batches through a pipeline: forward alone, or forward and backward. Suffixes as in `batching`.
+
+Every rank that shares a model calls these with the same micro-batches; ranks with another copy have others,
+and perhaps another number of them. What tokens are given is known on the last stage alone, on each of the
+ranks that share its tensors.
+
+The vocabulary is cut over these ranks, and no rank ever has a row of logits: each reduces its own columns,
+and three numbers a row are summed.
+"""
+# ruff: noqa: N803, N806 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar, cast
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, distributed, nn
+
+from penstock.trainer.algorithms.objective import Figures
+from penstock.trainer.batching import MicroBatch
+from penstock.trainer.megatron_model import StageModel
+from penstock.trainer.token_model import TokenOutput, at_temperatures
+
+Loss = Callable[[TokenOutput], tuple[Tensor, Figures]]
+"""What a micro-batch adds to the loss, and its figures."""
+T = TypeVar("T")
+
+
+class _Schedule(Protocol, Generic[T]):
+    """One of megatron-core's schedules; returns what the last stage collected, nothing elsewhere."""
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[[Iterator[T], nn.Module], tuple[Tensor, object]],
+        data_iterator: Iterator[T],
+        model: nn.Module,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> list[object]: ...
+
+
+def compute_logprobs(
+    stage: StageModel, module: nn.Module, batches: Sequence[MicroBatch]
+) -> list[Tensor]:
+    """Log-probability of each trained token of each micro-batch, float32, shape [N]; on the last stage,
+    and nothing before it. No gradient."""
+
+    def compute(
+        data: Iterator[MicroBatch], module: nn.Module
+    ) -> tuple[Tensor, Callable[..., Tensor]]:
+        batch = next(data)
+
+        def collect(logits_MV: Tensor, non_loss_data: bool) -> Tensor:
+            return read_tokens(stage, logits_MV, batch, entropies=False).logprobs_N
+
+        return stage.forward(module, batch), collect
+
+    with torch.no_grad():
+        return cast("list[Tensor]", _run(module, compute, batches, forward_only=True))
+
+
+def compute_gradients(
+    stage: StageModel,
+    module: nn.Module,
+    batches: Sequence[tuple[MicroBatch, Loss]],
+    *,
+    entropy_gradient: bool,
+) -> Figures:
+    """Adds the gradient of each micro-batch's loss to this rank's; returns the figures of all of them, on
+    the last stage, and none before it."""
+
+    def compute(
+        data: Iterator[tuple[MicroBatch, Loss]], module: nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Figures]]]:
+        batch, evaluate = next(data)
+
+        def conclude(logits_MV: Tensor) -> tuple[Tensor, Tensor, Figures]:
+            output = read_tokens(stage, logits_MV, batch, entropy_gradient=entropy_gradient)
+            loss, figures = evaluate(output)
+            # With a third value, a count of tokens, the schedule leaves the loss as it is.
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), figures
+
+        return stage.forward(module, batch), conclude
+
+    found = _run(module, compute, batches, forward_only=False)
+    return sum(cast("list[Figures]", found), Figures())
+
+
+def _run(
+    module: nn.Module,
+    compute: Callable[[Iterator[T], nn.Module], tuple[Tensor, object]],
+    batches: Sequence[T],
+    *,
+    forward_only: bool,
+) -> list[object]:
+    if not batches:
+        return []  # A schedule without a pipeline computes at least one.
+    schedule = cast("_Schedule[T]", get_forward_backward_func())
+    return schedule(
+        forward_step_func=compute,
+        data_iterator=iter(batches),
+        model=module,
+        num_microbatches=len(batches),
+        # Shapes differ, and travel with what has them.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def read_tokens(
+    stage: StageModel,
+    logits_MV: Tensor,
+    batch: MicroBatch,
+    *,
+    entropies: bool = True,
+    entropy_gradient: bool = False,
+) -> TokenOutput:
+    """What logits say of the trained tokens; each rank has other columns of them.
+
+    Without `entropies` they are zero.
+    """
+    device = logits_MV.device
+    logits_MV = at_temperatures(logits_MV, batch.temperatures_M.to(device))
+    largest_M = logits_MV.detach().amax(-1)
+    distributed.all_reduce(  # pyright: ignore[reportUnknownMemberType]
+        largest_M, distributed.ReduceOp.MAX, stage.layout.tensor_group
+    )
+    shifted_MV = logits_MV - largest_M.unsqueeze(-1)
+    exponentials_MV = shifted_MV.exp()
+    total_M = _sum_over_columns(exponentials_MV.sum(-1))
+    column_M = batch.targets_M.to(device) - stage.first_token
+    own_M = (column_M >= 0) & (column_M < shifted_MV.shape[1])
+    chosen_M = shifted_MV.gather(1, column_M.where(own_M, 0).unsqueeze(1)).squeeze(1)
+    logprobs_M = _sum_over_columns(chosen_M.where(own_M, 0.0)) - total_M.log()
+    entropies_M = torch.zeros_like(total_M)
+    if entropies:
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            # As a product of vectors, which needs no third matrix of this size.
+            weighted_M = torch.einsum("mv,mv->m", exponentials_MV, shifted_MV)
+            entropies_M = total_M.log() - _sum_over_columns(weighted_M) / total_M
+    predictions_N = batch.predictions_N.to(device)
+    return TokenOutput(logprobs_M[predictions_N], entropies_M[predictions_N])
+
+
+def _sum_over_columns(partial_M: Tensor) -> Tensor:
+    """Over the ranks that share the vocabulary; each has the gradient of its own part."""
+    reduce = cast(
+        "Callable[[Tensor], Tensor]",
+        tensor_parallel.reduce_from_tensor_model_parallel_region,  # pyright: ignore[reportUnknownMemberType]
+    )
+    return reduce(partial_M)
