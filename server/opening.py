@@ -171,7 +171,8 @@ class Opening:
         parent_id = requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
         self._queue.attempt_of(parent_id)
         parent = self._store.get(parent_id)
-        _check_extensible(parent)
+        # Its own turn may be in flight: agents that work side by side branch from it.
+        _check_open(parent)
         if request.group_id not in ("", parent.group_id):
             raise FieldInvalid("group_id", "must be the parent's, or unset", request.group_id)
         return parent
@@ -385,15 +386,22 @@ class Opening:
         return StreamWish(seconds, False, options.detach, interval)
 
 
-def _check_extensible(record: TrajectoryRecord) -> None:
-    where = {"trajectory_id": record.trajectory_id}
+def _check_open(record: TrajectoryRecord) -> None:
     if record.closed:
         raise DomainError(
-            Reason.TRAJECTORY_CLOSED, f"trajectory {record.trajectory_id} is closed", where
+            Reason.TRAJECTORY_CLOSED,
+            f"trajectory {record.trajectory_id} is closed",
+            {"trajectory_id": record.trajectory_id},
         )
+
+
+def _check_extensible(record: TrajectoryRecord) -> None:
+    _check_open(record)
     if record.turn is not None and record.turn.in_flight:
         raise DomainError(
-            Reason.TURN_IN_FLIGHT, f"a turn of {record.trajectory_id} is in flight", where
+            Reason.TURN_IN_FLIGHT,
+            f"a turn of {record.trajectory_id} is in flight",
+            {"trajectory_id": record.trajectory_id},
         )
 
 

@@ -118,6 +118,12 @@ def test_neither_the_client_nor_a_help_page_loads_what_is_heavy(command):
     assert not [name for name in modules if name.startswith(heavy)]
 
 
+def test_plugins_of_other_systems_load_nothing_heavy_by_themselves():
+    modules = loaded_by("-c", "import penstock.client.plugins.worker")
+    heavy = ("torch", "vllm", "transformers", "slime", "pydantic")
+    assert not [name for name in modules if name.startswith(heavy)]
+
+
 @pytest.mark.parametrize("module", ["loop", "publisher", "weight_sync", "collective_transport"])
 def test_a_trainer_loads_vllm_only_when_it_sends_by_a_collective(module):
     assert "vllm" not in loaded_by("-c", f"import penstock.trainer.{module}")

@@ -21,6 +21,7 @@ from penstock.wire import codec
 from penstock.wire.failure import read_failure
 from tests.fakes import expected_tokens
 from tests.harness import (
+    AbortRequest,
     CompleteTrajectoryRequest,
     GetTrajectoryRequest,
     Harness,
@@ -29,6 +30,7 @@ from tests.harness import (
     SubmitTasksRequest,
     Task,
     hello,
+    sampling,
     sequence,
     serve,
 )
@@ -213,6 +215,32 @@ async def test_a_trajectory_is_readable_while_its_group_is_held(harness: Harness
     exchange.half_close()
     assert await exchange.call.read() is grpc.aio.EOF
     assert await failure(get(harness, "t")) == CLOSED
+
+
+# Branches
+
+
+async def test_a_branch_may_begin_beside_its_parents_turn(tmp_path: Path) -> None:
+    async with serve(tmp_path, step_seconds=0.005) as slow:
+        exchange = await hello(slow.wire)
+        fields = {"group_id": "mine", "group_size": 1}
+        parent = asyncio.ensure_future(slow.generate("t", **fields, sampling_params=sampling(500)))
+        await slow.sampled("t")
+        branch = await slow.generate("branch", [9], parent_trajectory_id="t")
+        assert len(branch.tokens) == 16
+        assert not parent.done()
+        refused = slow.complete("t")
+        assert await failure(refused) == (grpc.StatusCode.FAILED_PRECONDITION, "TURN_IN_FLIGHT")
+        await slow.wire.Abort(AbortRequest(trajectories={"trajectory_ids": ["t"]}))
+        written = (await parent).tokens
+        assert await slow.complete("t")
+        late = slow.generate("late", [9], parent_trajectory_id="t")
+        assert await failure(late) == CLOSED
+        exchange.send(demand={"group_count": 1})
+        trajectories = (await exchange.receive("delivery")).group.trajectories
+        assert [t.trajectory_id for t in trajectories] == ["t", "branch"]
+        tokens = [int(x) for s in trajectories[0].segments for x in codec.token_ids(s)]
+        assert tokens == [1, 2, 3, *written]
 
 
 # Evaluation groups that nobody asks for

@@ -13,6 +13,7 @@ answers to a shared prompt it is three to five times less work.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +27,9 @@ from penstock.trainer.algorithms.batches import Sequences
 from penstock.trainer.balancing import attention_cost, level, spread_evenly
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec, staleness
+from penstock.wire.agent_marks import MarkInvalid, read_untrained, read_unwanted
+
+log = logging.getLogger(__name__)
 
 # A tree needs a mask of T x T; beyond this length sharing saves too little to pay for it.
 MAX_TREE_TOKENS = 4096
@@ -73,6 +77,8 @@ class TrainingGroup:
     """Policy tokens older than the bound."""
     lags: NDArray[np.int64]
     """Lag of each policy token that is not masked."""
+    unwanted: str = ""
+    """Why its agent says that it is of no use; empty where it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +118,8 @@ def read_group(
     lags: list[NDArray[np.int64]] = []
     samples: list[Sample] = []
     policy_tokens = masked_tokens = 0
-    for trajectory in group.trajectories:
-        if trajectory.outcome.WhichOneof("result") != "reward":
-            continue
+    scored = [t for t in group.trajectories if t.outcome.WhichOneof("result") == "reward"]
+    for trajectory in scored:
         sample, token_lags = _read_trajectory(trajectory, trainer_version, max_lag)
         young = token_lags[token_lags <= max_lag]
         policy_tokens += len(token_lags)
@@ -128,6 +133,7 @@ def read_group(
         policy_tokens=policy_tokens,
         masked_tokens=masked_tokens,
         lags=np.concatenate(lags) if lags else np.zeros(0, np.int64),
+        unwanted=next(filter(None, (read_unwanted(t.outcome.metadata) for t in scored)), ""),
     )
 
 
@@ -162,6 +168,13 @@ def _read_trajectory(
     mask = np.concatenate(trained)
     # Nothing predicts the first token of a sequence.
     mask[:1] = False
+    try:
+        untrained = read_untrained(trajectory.outcome.metadata, len(mask))
+    except MarkInvalid as error:
+        log.warning("nothing of trajectory %s is trained: %s", trajectory.trajectory_id, error)
+        untrained = np.ones(len(mask), np.bool_)
+    if untrained is not None:
+        mask &= ~untrained
     sample = Sample(
         trajectory.trajectory_id,
         np.concatenate(tokens),

@@ -21,7 +21,10 @@ class FilterConfig(Section):
     options: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict[str, Scalar | list[Scalar]]
     )
-    """Keyword arguments of each call."""
+    """Keyword arguments of each call; with style "slime" the attributes of `args`."""
+    style: Literal["penstock", "slime"] = "penstock"
+    """Whose signature it has: `filter(group)`, or slime's dynamic sampling filter
+    `filter(args, samples)`."""
 
 
 class OverlongConfig(Section):

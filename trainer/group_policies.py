@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.client.plugins.group_filter import slime_filter
 from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.group_config import FilterConfig, GroupsConfig, OverlongConfig
@@ -29,6 +30,8 @@ MEAN_TOO_LOW = "MEAN_TOO_LOW"
 MEAN_TOO_HIGH = "MEAN_TOO_HIGH"
 # Of a function of one's own, before the reason it gives.
 OWN = "FILTER:"
+# Of the agents, likewise.
+AGENT = "AGENT:"
 # The prompt of a refused group is asked again, under another task id.
 ASKED_AGAIN = "ASKED_AGAIN"
 # Rewards that differ by less give advantages of rounding errors.
@@ -43,6 +46,8 @@ def reason_to_drop(
     """Why a group that has samples is of no use; None where it is of some."""
     if group.failures and config.failed_siblings != "keep":
         return SIBLING_FAILED
+    if group.unwanted:
+        return AGENT + group.unwanted
     mean = sum(group.rewards) / len(group.rewards)
     if config.drop_without_spread and max(group.rewards) - min(group.rewards) < LEAST_SPREAD:
         return NO_SPREAD
@@ -60,7 +65,10 @@ def load_filter(config: FilterConfig | None) -> Filter | None:
         return None
     name, options = config.function, config.options
     try:
-        function = find_function(name, ("group",), options)
+        if config.style == "slime":
+            function, options = slime_filter(name, options), {}
+        else:
+            function = find_function(name, ("group",), options)
     except FunctionInvalid as error:
         raise ConfigInvalid(f"groups.filter.function {name}: {error}") from error
 

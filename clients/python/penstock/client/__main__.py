@@ -141,10 +141,33 @@ def train(
     help="Wait this long for a lost server before an attempt in flight is given up. New attempts "
     "are waited for without a bound.",
 )
+@click.option(
+    "--style",
+    type=click.Choice(["penstock", "slime", "verl", "trl"]),
+    default="penstock",
+    show_default=True,
+    help="How the functions are called: as here, or as the system they were written for calls them; "
+    "docs/moving.md.",
+)
+@click.option(
+    "--args",
+    "arguments",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With a --style: TOML of what such functions are given as args.",
+)
+@click.option(
+    "--rollout-function",
+    metavar="PKG.MODULE:FUNCTION",
+    help="With --style slime: f(args, rollout_id, data_source, evaluation) makes whole rollouts.",
+)
 @security_options
 def rollout(
     security: Security,
     server: str,
+    style: str,
+    arguments: Path | None,
+    rollout_function: str | None,
     generate: str | None,
     reward: str | None,
     group_reward: bool,
@@ -187,7 +210,13 @@ def rollout(
         drain_seconds=drain_timeout,
     )
     patience = Patience(reconnect_seconds=reconnect_timeout)
-    sys.exit(run(RolloutOptions(server, generate, reward, settings, patience, security)))
+    options = RolloutOptions(
+        *(server, generate, reward, settings, patience, security),
+        style=style,
+        arguments=arguments,
+        rollout_function=rollout_function,
+    )
+    sys.exit(run(options))
 
 
 @main.command("eval", context_settings=_PASS_THROUGH, add_help_option=False)

@@ -6,12 +6,16 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.errors import PenstockError
 from penstock.client.functions import BadFunction, load_function
-from penstock.client.scoring import Agent, single_turn
+from penstock.client.scoring import single_turn
+from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.wire import telemetry
 from penstock.wire.security import CredentialsUnusable, Security
@@ -32,6 +36,12 @@ class RolloutOptions:
     patience: Patience
     security: Security | None = None
     """None: plaintext, and no token."""
+    style: str = "penstock"
+    """How the functions are called; `penstock.client.plugins.styles`."""
+    arguments: Path | None = None
+    """TOML file of what functions of another style are given beside."""
+    rollout_function: str | None = None
+    """`pkg.module:function` that makes whole rollouts in the worker's place."""
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -41,7 +51,7 @@ def rollout(options: RolloutOptions) -> int:
     )
     try:
         (options.security or Security()).check(options.server)
-        generate, reward = _load(options)
+        make_worker = _load(options)
         telemetry.configure("penstock-rollout")
     except (BadFunction, CredentialsUnusable) as error:
         logger.error("%s", error)
@@ -54,24 +64,56 @@ def rollout(options: RolloutOptions) -> int:
         )
         return 2
     try:
-        return asyncio.run(_work(options, generate, reward))
+        return asyncio.run(_work(options, make_worker))
     finally:
         telemetry.shutdown()
 
 
-def _load(options: RolloutOptions) -> tuple[Agent, Agent | None]:
+class AnyWorker(Protocol):
+    """What works until it is stopped."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        ...
+
+    def stop(self) -> None:
+        """Asks `run` to return."""
+        ...
+
+    async def run(self) -> Statistics:
+        """Works."""
+        ...
+
+
+def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
+    """The worker that the options describe, for a server. Raises BadFunction."""
+    if options.style != "penstock":
+        # Not loaded by who has no use for it.
+        from penstock.client.plugins.worker import load_worker
+
+        return load_worker(
+            options.style,
+            options.generate,
+            options.reward,
+            options.rollout_function,
+            options.arguments,
+            options.settings,
+        )
+    if options.arguments is not None or options.rollout_function is not None:
+        raise BadFunction("--args and --rollout-function go with a --style")
     if options.generate is None and options.reward is None:
         raise BadFunction("give --reward, or a --generate that returns the reward")
     if options.reward is None and options.settings.group_reward:
         raise BadFunction("--group-reward says how --reward is called: give it too")
     generate = load_function(options.generate, "--generate") if options.generate else single_turn
     reward = load_function(options.reward, "--reward") if options.reward else None
-    return generate, reward
+    return lambda calls: Worker(calls, generate, reward, options.settings)
 
 
-async def _work(options: RolloutOptions, generate: Agent, reward: Agent | None) -> int:
+async def _work(options: RolloutOptions, make_worker: Callable[[Calls], AnyWorker]) -> int:
     calls = Calls(options.server, options.patience, options.security)
-    worker = Worker(calls, generate, reward, options.settings)
+    worker = make_worker(calls)
     loop = asyncio.get_running_loop()
     working = loop.create_task(worker.run())
 

@@ -59,6 +59,8 @@ class Trajectory:
         """Set when its close begins."""
         self.closed = False
         """Set when its close was confirmed."""
+        self.on_opened: Callable[[], None] | None = None
+        """Called when the server is known to have opened it; before that it refuses branches."""
         self._calls = calls
         self._group_size = group_size
         self._priority = priority
@@ -66,6 +68,7 @@ class Trajectory:
         self._sampling = task.sampling if task else SamplingParams()
         self._kind = task.prompt_kind if task else None
         self._progress: TurnProgress | None = None
+        self._branches: list[Trajectory] = []
         self._on_closed = on_closed
 
     @property
@@ -124,7 +127,7 @@ class Trajectory:
         if flush_seconds is not None:
             options.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
         request = self._write_turn(observation, tools, options, sampling)
-        progress = self._progress = TurnProgress(len(self.turns), request)
+        progress = self._progress = TurnProgress(len(self.turns), request, on_start=self.on_opened)
         async with contextlib.aclosing(self._take(progress, True, options, timeout)) as tokens:
             async for segment in tokens:
                 yield segment
@@ -165,12 +168,10 @@ class Trajectory:
         return await self.close(Failed(reason, message))
 
     async def close(self, outcome: Outcome | Failed) -> Closed:
-        """Closes it. A turn still in flight is aborted first."""
+        """Closes it, and its branches. Their turns that are still in flight are aborted first."""
         message = write_outcome(outcome)
         self.outcome = outcome
-        if self._progress is not None:
-            with contextlib.suppress(NotFound):
-                await abort_turn(self._calls, self.trajectory_id, "closing", patient=True)
+        await self._abort_unfinished()
         request = codec.twin(task_service_pb2.CompleteTrajectoryRequest)(
             trajectory_id=self.trajectory_id, outcome=message
         )
@@ -186,7 +187,7 @@ class Trajectory:
 
     def branch(self, trajectory_id: str) -> Trajectory:
         """A trajectory of the same attempt, such as a sub-agent's; it is closed with this one."""
-        return Trajectory(
+        branch = Trajectory(
             self._calls,
             trajectory_id,
             group_id=self.group_id,
@@ -194,6 +195,16 @@ class Trajectory:
             parent_trajectory_id=self.trajectory_id,
             resume_aborted=self.resume_aborted,
         )
+        self._branches.append(branch)
+        return branch
+
+    async def _abort_unfinished(self) -> None:
+        """The server closes nothing of which a turn is in flight."""
+        for branch in self._branches:
+            await branch._abort_unfinished()
+        if self._progress is not None:
+            with contextlib.suppress(NotFound):
+                await abort_turn(self._calls, self.trajectory_id, "closing", patient=True)
 
     async def _run(self, stream: AsyncGenerator[SegmentView]) -> Turn:
         async with contextlib.aclosing(stream) as segments:

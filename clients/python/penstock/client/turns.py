@@ -16,7 +16,7 @@ from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -150,6 +150,8 @@ class TurnProgress:
     token_count: int = 0
     context_token_count: int = 0
     finished: Turn | None = None
+    on_start: Callable[[], None] | None = None
+    """Called when the server is known to have begun it."""
 
     @classmethod
     def of(cls, turn: Turn, resume: TurnRequest) -> TurnProgress:
@@ -160,9 +162,14 @@ class TurnProgress:
 
     def start(self, event: rollout_service_pb2.TurnStarted) -> None:
         """The server has begun it."""
-        self.started = True
+        self._begin()
         # A resumed attempt counts what was written before as context; the turn's own is the first.
         self.context_token_count = self.context_token_count or event.context_token_count
+
+    def _begin(self) -> None:
+        self.started = True
+        if self.on_start is not None:
+            self.on_start()
 
     def add(self, segment: SegmentView) -> SegmentView:
         """Appends tokens that arrived; returns them with their position."""
@@ -182,7 +189,7 @@ class TurnProgress:
         Returns what the caller was not given yet. What it was given and the record does not have never
         became durable; then the first segment, or the next that arrives, has a position before that.
         """
-        self.started = True
+        self._begin()
         written = record.policy_segments(self.index)
         if not self.context_token_count:
             held, own = (sum(len(s.token_ids) for s in part) for part in (record.segments, written))

@@ -18,11 +18,12 @@ class FunctionInvalid(ValueError):
 
 
 def find_function(
-    name: str, positional: tuple[str, ...], options: Mapping[str, object] | None = None
+    name: str, positional: tuple[str, ...] | None, options: Mapping[str, object] | None = None
 ) -> Callable[..., object]:
     """The function that `name` leads to; modules of the working directory are found too.
 
-    It has to take the `positional` arguments, and the options by their names. Raises FunctionInvalid.
+    It has to take the `positional` arguments, and the options by their names; None where only a call can
+    tell. Raises FunctionInvalid.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -42,6 +43,8 @@ def find_function(
         found = cast("object", getattr(found, part))
     if not callable(found):
         raise FunctionInvalid(f"a {type(found).__name__} is not callable")
+    if positional is None:
+        return found
     try:
         signature = inspect.signature(found)
     except ValueError:

@@ -1,0 +1,114 @@
+"""An attempt in the hands of a function written for slime: from its sample to its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from penstock.client.outcome import Failed, Outcome
+from penstock.client.plugins.claims import Trained, claim_of, settle
+from penstock.client.plugins.rewards import score_of
+from penstock.client.plugins.router import meta_info_of
+from penstock.client.plugins.samples import Sample
+from penstock.wire.agent_marks import write_untrained, write_unwanted
+
+if TYPE_CHECKING:
+    from penstock.client.plugins.router import AttemptRouter
+    from penstock.client.trajectory import Trajectory
+
+_FAILED = {Sample.Status.ABORTED: "ABORTED", Sample.Status.FAILED: "FAILED"}
+
+
+@dataclass(eq=False)
+class Episode:
+    """An attempt at its function, and what came of it."""
+
+    trajectory: Trajectory
+    sample: Sample
+    """What the function is given."""
+    router: AttemptRouter
+    reward_key: str | None = None
+    """Of a reward that is a table, the entry that counts; the others become metrics."""
+    returned: list[Sample] = field(default_factory=list[Sample])
+    outcome: Outcome | Failed | None = None
+    """Once it is settled."""
+    unwanted: str = ""
+    """Why its group is of no use, where its function said so."""
+
+    def __post_init__(self) -> None:
+        _EPISODES[self.trajectory.trajectory_id] = self
+
+    @property
+    def failed(self) -> Failed | None:
+        """What the samples say of themselves, where that is no success."""
+        for sample in self.returned:
+            if (reason := _FAILED.get(sample.status)) is not None:
+                return Failed(
+                    reason, f"the function returned a sample that is {sample.status.value}"
+                )
+        return None
+
+    async def settle(self) -> Outcome | Failed:
+        """Closes the branches, each with its sample's reward; returns the attempt's own outcome. The
+        first stands: a group is scored again where a sibling is made again.
+
+        Raises LossMaskInvalid, TokensDiffer, TokensNotSampled, SamplesShareTokens, RewardMissing,
+        PenstockError.
+        """
+        if self.outcome is None:
+            self.outcome = self.failed or await self._settle()
+        return self.outcome
+
+    async def _settle(self) -> Outcome:
+        outcomes = [score_of(sample.reward, self.reward_key) for sample in self.returned]
+        written = await self.router.written()
+        pairs = zip(self.returned, outcomes, strict=True)
+        claims = [claim_of(sample, outcome.reward) for sample, outcome in pairs]
+        trained = settle(claims, [w for _, w in written])
+        mean = Outcome(sum(outcome.reward for outcome in outcomes) / len(outcomes))
+        own = _marked(outcomes, trained[0], mean) if trained else mean
+        for (branch, _), part in zip(written[1:], trained[1:], strict=True):
+            await branch.close(_marked(outcomes, part, Outcome(own.reward)))
+        if not self.unwanted:
+            return own
+        return Outcome(own.reward, own.metrics, {**own.metadata, **write_unwanted(self.unwanted)})
+
+    async def fill(self) -> None:
+        """Makes the sample of the trajectory's only turn."""
+        sample, turn = self.sample, self.trajectory.last_turn
+        ((_, written),) = await self.router.written()
+        tokens: list[int] = written.token_ids.tolist()
+        prompt_length = len(tokens) - len(turn.token_ids)
+        sample.tokens = tokens[:prompt_length]
+        sample.append_response_tokens(
+            tokens=tokens[prompt_length:],
+            log_probs=turn.logprobs.tolist(),
+            text=turn.text,
+            meta_info=meta_info_of(turn),
+        )
+
+    async def check(self) -> None:
+        """What `settle` checks, before there is a reward."""
+        written = await self.router.written()
+        settle([claim_of(sample, None) for sample in self.returned], [w for _, w in written])
+
+
+current_episode: ContextVar[Episode | None] = ContextVar("penstock_episode", default=None)
+"""Whose attempt the code that runs belongs to; tasks and threads that it starts inherit it."""
+
+_EPISODES: WeakValueDictionary[str, Episode] = WeakValueDictionary()
+
+
+def find_episode(sample: Sample) -> Episode | None:
+    """Whose attempt a sample, or a copy of one, is; else the one whose code runs."""
+    found = _EPISODES.get(sample.session_id) if sample.session_id else None
+    return found or current_episode.get()
+
+
+def _marked(outcomes: Sequence[Outcome], part: Trained, otherwise: Outcome) -> Outcome:
+    """The outcome of a trajectory's sample, with what of it is not trained."""
+    own = outcomes[part.claims[0]] if part.claims else otherwise
+    return Outcome(own.reward, own.metrics, {**own.metadata, **write_untrained(part.untrained)})

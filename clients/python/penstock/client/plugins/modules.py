@@ -1,0 +1,95 @@
+"""The modules that functions written for slime or vime import, as far as they are about the engine.
+
+    from slime.utils.types import Sample
+    from slime.utils.http_utils import post
+    from slime.rollout.sglang_rollout import GenerateState
+
+`install` puts a finder first among those that Python asks for a module. It answers for the names of
+`_NAMES`, and for the packages above them where the real ones are not installed. So what else such a
+function imports of them, a grader for instance, is the installed package's, and what it says to the engine
+is said to Penstock. It stays for the life of the process: many functions import when they are called.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from penstock.client.plugins import samples as types
+from penstock.client.plugins import slime_functions as own
+from penstock.client.plugins.tokenizers import load_tokenizer
+from penstock.client.plugins.vllm_route import build_inference_sampling_params
+
+PACKAGES = ("slime", "vime")
+
+_GENERATION = (
+    *(own.GenerateState, own.get_model_url),
+    *(own.generate, own.generate_and_rm, own.generate_and_rm_group),
+)
+
+_NAMES: Mapping[str, tuple[Any, ...]] = {
+    "utils.types": (types.Sample,),
+    "utils.http_utils": (own.post, own.get),
+    "utils.misc": (own.load_function, own.SingletonMeta),
+    "utils.async_utils": (own.run,),
+    "utils.processing_utils": (
+        *(load_tokenizer, own.load_processor),
+        *(own.build_processor_kwargs, own.encode_image_for_rollout_engine),
+    ),
+    "rollout.sglang_rollout": _GENERATION,
+    "rollout.vllm_rollout": _GENERATION,
+    "rollout.rm_hub": (own.async_rm, own.batched_async_rm),
+    "rollout.base_types": (
+        *(types.RolloutFnTrainOutput, types.RolloutFnEvalOutput, own.call_rollout_fn),
+    ),
+    "rollout.filter_hub.base_types": (
+        *(types.DynamicFilterOutput, own.MetricGatherer),
+        *(own.call_dynamic_filter, own.should_drop_dynamic_filter_output),
+    ),
+    "rollout.filter_hub.dynamic_sampling_filters": (own.check_reward_nonzero_std,),
+}
+# Where the name there is not the name here.
+_OTHER_NAMES: Mapping[str, Mapping[str, Any]] = {
+    "rollout.vllm_rollout": {"_build_inference_sampling_params": build_inference_sampling_params},
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of `_NAMES`, and the packages they are in."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A specification of one of ours."""
+        top, _, name = fullname.partition(".")
+        if top not in PACKAGES:
+            return None
+        ours = name in _NAMES
+        above = not name or any(known.startswith(f"{name}.") for known in _NAMES)
+        if not (ours or above):
+            return None
+        real = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if above and not ours and real is not None:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        # What is below one of ours is the installed package's.
+        spec.submodule_search_locations = list((real and real.submodule_search_locations) or ())
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills one of ours."""
+        name = module.__name__.partition(".")[2]
+        for entry in _NAMES.get(name, ()):
+            setattr(module, entry.__name__, entry)
+        for other, entry in _OTHER_NAMES.get(name, {}).items():
+            setattr(module, other, entry)
+
+
+def install() -> None:
+    """Has the modules found from now on. Once is enough."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

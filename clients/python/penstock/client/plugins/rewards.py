@@ -1,0 +1,152 @@
+"""Reward functions as verl and TRL call them, as reward functions of a worker.
+
+    verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> number, or a table
+    trl    reward(prompts=, completions=, completion_ids=, **columns) -> list of numbers
+
+verl's is called for one attempt; TRL's with lists: of one attempt, or, as a group reward, of all siblings.
+Of a table `score` is the reward.
+
+What an attempt's policy wrote is the answer: of several turns all of it, without what the environment wrote
+between them. The rest comes from the task's metadata, which is the row of the data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.client.blocking import is_async, run_in_thread
+from penstock.client.conversation import Message, PromptKind
+from penstock.client.outcome import Failed, Outcome
+from penstock.client.scoring import group_reward
+
+if TYPE_CHECKING:
+    from penstock.client.scoring import Agent
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+
+class RewardMissing(Exception):
+    """A reward function said nothing of an attempt."""
+
+
+async def call_plugin(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Calls a function, on the loop or in a thread."""
+    if is_async(function):
+        return await function(*arguments, **named)
+    return await run_in_thread(lambda: function(*arguments, **named))
+
+
+def score_of(value: Any, key: str | None = "score") -> Outcome:
+    """A number, or a table of which `key` is the reward, as an outcome; its other numbers are metrics.
+
+    Raises RewardMissing.
+    """
+    if not isinstance(value, Mapping):
+        if value is None:
+            raise RewardMissing("the reward function returned None")
+        return Outcome(float(value))
+    table = cast("Mapping[str, Any]", value)
+    if key is None or table.get(key) is None:
+        raise RewardMissing(f"no {key!r} among {', '.join(table)}: name it with reward_key")
+    metrics = {
+        name: float(number)
+        for name, number in table.items()
+        if name != key and isinstance(number, bool | int | float) and math.isfinite(number)
+    }
+    return Outcome(float(table[key]), metrics)
+
+
+def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
+    """A `compute_score` as a reward. Of `args`, `reward_kwargs` are given to each call."""
+    extra: Mapping[str, Any] = args.get("reward_kwargs", {})
+
+    async def reward(task: Task, trajectory: Trajectory) -> Outcome:
+        row = task.metadata
+        model: Any = row.get("reward_model")
+        holder = cast("Mapping[str, Any]", model) if isinstance(model, Mapping) else row
+        truth = holder.get("ground_truth")
+        value = await call_plugin(
+            function,
+            data_source=str(row.get("data_source") or task.data_source),
+            solution_str=_answer(trajectory),
+            ground_truth=truth,
+            extra_info=row.get("extra_info", dict(row)),
+            **extra,
+        )
+        return score_of(value)
+
+    return reward
+
+
+def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
+    """A TRL reward function as a reward."""
+    takes_all = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in inspect.signature(function).parameters.values()
+    )
+
+    async def ask(task: Task, trajectories: Sequence[Trajectory]) -> list[Outcome | Failed]:
+        chat = task.prompt_kind is PromptKind.MESSAGES
+        given: dict[str, Any] = {
+            name: [value] * len(trajectories) for name, value in task.metadata.items()
+        }
+        given |= {
+            "prompts": [_prompt(task)] * len(trajectories),
+            "completions": [_messages(t) if chat else _answer(t) for t in trajectories],
+            "completion_ids": [
+                [int(i) for turn in t.turns for i in turn.token_ids] for t in trajectories
+            ],
+        }
+        if not takes_all:
+            wanted = inspect.signature(function).parameters
+            given = {name: value for name, value in given.items() if name in wanted}
+        values: Any = await call_plugin(function, **given)
+        if not hasattr(values, "__len__") or len(values) != len(trajectories):
+            raise RewardMissing(
+                f"{len(trajectories)} attempts, and the function returned {values!r}"
+            )
+        nothing = Failed("REWARD_MISSING", "the reward function returned None for it")
+        return [nothing if value is None else score_of(value) for value in values]
+
+    async def one(task: Task, trajectory: Trajectory) -> Outcome | Failed:
+        return (await ask(task, [trajectory]))[0]
+
+    return group_reward(ask) if whole_group else one
+
+
+def _answer(trajectory: Trajectory) -> str:
+    return "".join(turn.text for turn in trajectory.turns)
+
+
+def _messages(trajectory: Trajectory) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": turn.text} for turn in trajectory.turns]
+
+
+def _prompt(task: Task) -> Any:
+    """The prompt as TRL's data has it: a text, or a list of messages."""
+    if task.prompt_kind is PromptKind.MESSAGES:
+        return messages_of(task)
+    return task.prompt if isinstance(task.prompt, str) else ""
+
+
+def messages_of(task: Task) -> list[dict[str, Any]]:
+    """The messages of a task as dictionaries."""
+    found: list[dict[str, Any]] = []
+    for message in cast("Sequence[Message]", task.prompt or ()):
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.tool_call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments_json},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            entry["tool_call_id"] = message.tool_call_id
+        found.append(entry)
+    return found

@@ -1,0 +1,269 @@
+"""The inference router that a function written for slime posts to, made of one attempt's trajectories.
+
+    post(".../generate", {"input_ids" | "text", "sampling_params"}) -> a turn -> {"text", "meta_info"}
+
+Such a function sends everything so far with each request. What of it is new decides what the request is:
+
+    | the request | is |
+    |---|---|
+    | begins with all of a trajectory of the attempt | its next turn; the rest is the observation |
+    | anything else | a trajectory of its own: the attempt's, if not open yet, or a branch |
+
+So the policy's tokens are never encoded again, and what a function edits between two requests becomes a
+trajectory of its own, in which the earlier turns are context. A trajectory in which a turn is in flight, or
+broke off, is not extended. Branches wait until the attempt's own trajectory is known to the server, which
+refuses a branch of what it does not know.
+
+Requests may come from other event loops and threads: the turns run on the loop the router was made on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import numpy as np
+
+from penstock.client.errors import InvalidRequest
+from penstock.client.plugins.claims import Written
+from penstock.client.plugins.sampling import read_sampling_params
+from penstock.client.turns import FinishReason
+
+if TYPE_CHECKING:
+    from penstock.client.sampling import SamplingOptions
+    from penstock.client.trajectory import Trajectory
+    from penstock.client.turns import Turn
+
+Prompt: TypeAlias = "str | list[int]"
+
+_FINISH_TYPES = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
+}
+# Part of a payload that means nothing here, or what is done anyway.
+_KNOWN_KEYS = {
+    *("input_ids", "text", "sampling_params", "return_logprob", "stream", "rid"),
+    *("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
+}
+
+
+class RequestUnsupported(Exception):
+    """A request that a Penstock server cannot be asked."""
+
+
+class Tokenizer(Protocol):
+    """What the router needs of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokens of text; special tokens that it spells are special, as for SGLang."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
+        """Text of tokens."""
+        ...
+
+
+@dataclass(eq=False)
+class _Line:
+    """A trajectory and all that is in it, as far as it is known here."""
+
+    trajectory: Trajectory
+    tokens: list[int] = field(default_factory=list[int])
+    text: str | None = None
+    """What its function has of it as text; None where it deals in tokens."""
+    turn: asyncio.Task[Turn] | None = None
+    """The turn in flight."""
+    taken: bool = False
+    """Whether a request has it: another one cannot extend it now."""
+    broken: bool = False
+    """A turn of it failed, or was stopped: nobody goes on with it."""
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server knows it, or is known not to."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has a turn."""
+        return bool(self.trajectory.turns)
+
+
+class AttemptRouter:
+    """One attempt's requests."""
+
+    def __init__(self, trajectory: Trajectory, find: Callable[[], Tokenizer | None]) -> None:
+        """`trajectory` is the lease's own, not open yet; `find` gives the model's tokenizer."""
+        self._root = _Line(trajectory)
+        self._lines = [self._root]
+        self._branch_count = 0
+        self._find = find
+        self._loop = asyncio.get_running_loop()
+
+    async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """One request to `/generate`. Raises RequestUnsupported, SamplingUnsupported, PenstockError."""
+        if asyncio.get_running_loop() is self._loop:
+            return await self._generate(payload)
+        turn = asyncio.run_coroutine_threadsafe(self._generate(payload), self._loop)
+        return await asyncio.wrap_future(turn)
+
+    async def written(self) -> list[tuple[Trajectory, Written]]:
+        """Every trajectory that has a turn, the attempt's own first, as the server holds it."""
+        found: list[tuple[Trajectory, Written]] = []
+        for line in self._lines:
+            if line.begun:
+                segments = (await line.trajectory.get()).segments
+                policy = [np.full(len(s.token_ids), s.from_policy, np.bool_) for s in segments]
+                tokens = np.concatenate([segment.token_ids for segment in segments])
+                found.append((line.trajectory, Written(tokens, np.concatenate(policy))))
+        return found
+
+    def cancel(self) -> None:
+        """Stops waiting for what is in flight, which the attempt's close then ends."""
+        for line in self._lines:
+            if line.turn is not None:
+                line.turn.cancel()
+
+    async def stop(self) -> None:
+        """The same, and waits for those who wait: a function that is over leaves nothing under way."""
+        self.cancel()
+        if turns := [line.turn for line in self._lines if line.turn is not None]:
+            await asyncio.wait(turns)
+
+    async def _generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        unknown = [key for key in payload if key not in _KNOWN_KEYS and payload[key]]
+        if unknown:
+            raise RequestUnsupported(f"/generate with {', '.join(sorted(unknown))}")
+        if payload.get("stream"):
+            raise RequestUnsupported("/generate with stream: answers come whole")
+        given: Mapping[str, Any] = payload.get("sampling_params") or {}
+        skip_special = bool(given.get("skip_special_tokens", True))
+        wanted = _wanted(payload)
+        options = read_sampling_params(given)
+        if options is None:
+            return self._answer(payload, None, "")
+        line, new = await self._place(wanted)
+        try:
+            line.turn = asyncio.create_task(self._take_turn(line, new, options))
+            turn = await line.turn
+        finally:
+            line.turn, line.taken = None, False
+        line.broken = turn.aborted
+        text = self._tokenizer().decode(turn.token_ids.tolist(), skip_special_tokens=skip_special)
+        # Where the context is full nothing is appended, and nothing sampled.
+        if turn.context_token_count > len(line.tokens) or not new:
+            line.tokens = [*line.tokens, *new, *turn.token_ids.tolist()]
+            line.text = wanted + text if isinstance(wanted, str) else None
+        return self._answer(payload, turn, text)
+
+    async def _place(self, wanted: Prompt) -> tuple[_Line, list[int]]:
+        """The trajectory that a request is the next turn of, taken, and the tokens that are new in it."""
+        root = self._root
+        while True:
+            if (line := self._extended_by(wanted)) is not None:
+                line.taken = True
+                known = line.tokens if line.text is None else line.text
+                return line, self._encode(wanted[len(known) :])
+            if not (root.begun or root.taken or root.broken):
+                new = self._encode(wanted)
+                root.taken = True
+                return root, new
+            if not root.begun:
+                await root.opened.wait()
+            if root.begun or root.taken:
+                self._branch_count += 1
+                name = f"{root.trajectory.trajectory_id}/{self._branch_count}"
+                line = _Line(root.trajectory.branch(name), taken=True)
+                self._lines.append(line)
+                return line, self._encode(wanted)
+            if root.broken:
+                raise RequestUnsupported("the attempt's first turn failed; it cannot begin again")
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """With what its function encodes it, or it would not recognise its own tokens."""
+        if isinstance(prompt, str):
+            return self._tokenizer().encode(prompt, add_special_tokens=False)
+        return prompt
+
+    def _extended_by(self, wanted: Prompt) -> _Line | None:
+        """The longest trajectory that the request begins with."""
+        found: _Line | None = None
+        longest = 0
+        for line in self._lines:
+            known = line.text if isinstance(wanted, str) else line.tokens
+            if not known or line.taken or line.broken or not line.begun:
+                continue
+            if len(known) > longest and wanted[: len(known)] == known:
+                found, longest = line, len(known)
+        return found
+
+    async def _take_turn(self, line: _Line, observation: Prompt, options: SamplingOptions) -> Turn:
+        line.trajectory.on_opened = line.opened.set
+        shown = np.asarray(observation, np.int32) if isinstance(observation, list) else observation
+        try:
+            return await line.trajectory.turn(shown, **options)
+        except InvalidRequest:
+            # Refused as a whole: what there was of it is as it was.
+            if not line.begun:
+                line.opened, refused = asyncio.Event(), line.opened
+                refused.set()
+            raise
+        except BaseException:
+            line.broken = True
+            raise
+        finally:
+            if line.begun or line.broken:
+                line.opened.set()
+
+    def _answer(self, payload: Mapping[str, Any], turn: Turn | None, text: str) -> dict[str, Any]:
+        """What SGLang would have answered; without a turn, to a request for no tokens."""
+        ids: list[int] = [] if turn is None else turn.token_ids.tolist()
+        meta = meta_info_of(turn)
+        meta["id"] = payload.get("rid") or self._root.trajectory.trajectory_id
+        if payload.get("return_logprob"):
+            logprobs: list[float] = [] if turn is None else turn.logprobs.tolist()
+            pairs = zip(logprobs, ids, strict=True)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._find()
+        if tokenizer is None:
+            raise RequestUnsupported(
+                "/generate needs the model's tokenizer, for the text of its answers: transformers is "
+                "not installed, or args.hf_checkpoint is not the model's folder or name"
+            )
+        return tokenizer
+
+
+def meta_info_of(turn: Turn | None) -> dict[str, Any]:
+    """What SGLang tells beside the text; without a turn, of a request for no tokens."""
+    if turn is None:
+        counts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        return {"finish_reason": {"type": "length"}, **counts}
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": _FINISH_TYPES[turn.finish_reason]},
+        "prompt_tokens": turn.context_token_count,
+        "completion_tokens": len(turn.token_ids),
+        "cached_tokens": turn.cached_token_count,
+    }
+    if turn.segments:
+        # The last: a turn that went on under new weights has several, and the server keeps them all.
+        meta["weight_version"] = str(turn.segments[-1].weight_version)
+    return meta
+
+
+def _wanted(payload: Mapping[str, Any]) -> Prompt:
+    """Text or tokens of a request."""
+    ids, text = payload.get("input_ids"), payload.get("text")
+    if (ids is None) == (text is None):
+        raise RequestUnsupported("/generate takes input_ids, or text")
+    if isinstance(text, str):
+        return text
+    if text is not None or not hasattr(ids, "__len__"):
+        raise RequestUnsupported("/generate with a batch: one request is one prompt")
+    # Also a tensor's.
+    found = [getattr(token, "item", lambda token=token: token)() for token in cast("Any", ids)]
+    if any(not isinstance(token, int) for token in found):
+        raise RequestUnsupported("/generate with a batch: input_ids is one list of integers")
+    return found

@@ -1,0 +1,224 @@
+"""Functions written for slime, as an agent of a worker.
+
+    task -> Sample, args, sampling_params -> generate(args, sample, sampling_params)
+         -> Sample or list of them -> reward(args, sample) -> settled against what was sampled -> Outcome
+
+`generate` finds its router in `slime.utils.http_utils.post`: see `router` for what a request becomes, and
+`claims` for what has to hold of the samples it returns. Each trajectory of the attempt is closed with the
+reward of the sample it is of; those of no sample carry no gradient, and their reward is the attempt's.
+
+What the samples say decides how the attempt ends:
+
+| it | then |
+|---|---|
+| raises, or returns what does not fit | it failed, with the exception's name as the reason |
+| returns a sample that is ABORTED or FAILED | it failed, with that as the reason |
+| returns a reward | that counts, and the reward function is not asked |
+| returns `remove_sample` | the reward counts in the baseline, no token is trained |
+
+A failed attempt is made again by the server, up to its bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from penstock.client.conversation import PromptKind
+from penstock.client.outcome import Failed, Outcome
+from penstock.client.plugins.arguments import make_arguments
+from penstock.client.plugins.episode import Episode, current_episode
+from penstock.client.plugins.rewards import RewardMissing, call_plugin, messages_of
+from penstock.client.plugins.router import AttemptRouter
+from penstock.client.plugins.samples import Sample, flatten
+from penstock.client.plugins.sampling import write_sampling_params
+from penstock.client.plugins.tokenizers import find_tokenizer, load_tokenizer
+from penstock.client.tasks import Purpose
+
+if TYPE_CHECKING:
+    from penstock.client.calls import Calls
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+
+class FanOutUnderGroupReward(Exception):
+    """Several samples of one attempt, where a reward compares attempts."""
+
+
+class SlimeAgent:
+    """`generate` and `reward_group`, as a worker calls them."""
+
+    def __init__(
+        self,
+        generate: Callable[..., Any] | None,
+        reward: Callable[..., Any] | None,
+        given: Mapping[str, Any],
+        *,
+        group_reward: bool,
+        needs_tokenizer: bool,
+    ) -> None:
+        """`given` is the file of `--args`. Without `generate` it is one turn on the task's prompt."""
+        self._generate, self._reward = generate, reward
+        self._given = {**given, "group_rm": group_reward}
+        self._group_reward = group_reward
+        self._needs_tokenizer = needs_tokenizer
+        self._calls: Calls | None = None
+        self._args: Namespace | None = None
+        self._asking = asyncio.Lock()
+        self._ended: WeakKeyDictionary[Trajectory, Episode] = WeakKeyDictionary()
+
+    def connect(self, calls: Calls) -> None:
+        """Says which server's functions they are."""
+        self._calls = calls
+
+    async def args(self) -> Namespace:
+        """The one namespace of this process; the server is asked for its part the first time."""
+        async with self._asking:
+            if self._args is None:
+                assert self._calls is not None
+                info = await self._calls.get_server_info()
+                args = make_arguments(
+                    self._given, model=info.model, max_context_length=info.max_context_length
+                )
+                if self._needs_tokenizer:
+                    # It takes seconds, which leases would miss on the loop.
+                    await asyncio.to_thread(find_tokenizer, args.hf_checkpoint)
+                self._args = args
+            return self._args
+
+    async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
+        """An attempt that its function has not seen yet."""
+        args = await self.args()
+        sample = make_sample(task, trajectory, args)
+        router = AttemptRouter(trajectory, partial(find_tokenizer, args.hf_checkpoint))
+        key = args.reward_key
+        if task.purpose is Purpose.EVAL:
+            key = args.eval_reward_key or key
+        return Episode(trajectory, sample, router, key)
+
+    async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
+        """One attempt; None where it is scored with its siblings."""
+        episode = await self.begin(task, trajectory)
+        mark = current_episode.set(episode)
+        try:
+            outcome = await self._complete(task, episode)
+        except asyncio.CancelledError:
+            episode.router.cancel()
+            raise
+        except Exception:
+            await episode.router.stop()
+            raise
+        finally:
+            current_episode.reset(mark)
+        if outcome is None:
+            self._ended[trajectory] = episode
+        return outcome
+
+    async def _complete(self, task: Task, episode: Episode) -> Outcome | Failed | None:
+        returned = await self._run(task, episode)
+        episode.returned = flatten(returned)
+        if not episode.returned:
+            raise TypeError("the function returned no sample")
+        failed = episode.failed is not None
+        if not (failed or self._group_reward):
+            await self._score(episode.returned, whole=isinstance(returned, list))
+        await episode.router.stop()
+        if failed or not self._group_reward:
+            return await episode.settle()
+        if len(episode.returned) > 1:
+            raise FanOutUnderGroupReward(
+                f"{len(episode.returned)} samples of one attempt: score them in generate"
+            )
+        await episode.check()
+        return None
+
+    async def reward_group(
+        self, task: Task, trajectories: Sequence[Trajectory]
+    ) -> list[Outcome | Failed]:
+        """Scores siblings: `reward(args, samples)` returns a list."""
+        episodes = [self._ended[trajectory] for trajectory in trajectories]
+        await self._score([episode.returned[0] for episode in episodes], whole=True)
+        return [await episode.settle() for episode in episodes]
+
+    async def _run(self, task: Task, episode: Episode) -> Any:
+        args = await self.args()
+        function = self._generate
+        if function is None:
+            await episode.trajectory.turn()
+            await episode.fill()
+            return episode.sample
+        params = write_sampling_params(task.sampling, args)
+        named = {"evaluation": task.purpose is Purpose.EVAL}
+        if "evaluation" not in inspect.signature(function).parameters:
+            named = {}
+        return await call_plugin(function, args, episode.sample, params, **named)
+
+    async def _score(self, samples: Sequence[Sample], *, whole: bool) -> None:
+        """Asks for the rewards that are not there, of one sample, or of several at once."""
+        missing = list(samples) if self._group_reward else [s for s in samples if s.reward is None]
+        if not missing:
+            return
+        if self._reward is None:
+            raise RewardMissing("generate set no reward, and there is no --reward")
+        args = await self.args()
+        if not whole:
+            missing[0].reward = await call_plugin(self._reward, args, missing[0])
+            return
+        rewards: Any = await call_plugin(self._reward, args, missing)
+        if not hasattr(rewards, "__len__") or len(rewards) != len(missing):
+            raise RewardMissing(f"{len(missing)} samples, and the function returned {rewards!r}")
+        for sample, reward in zip(missing, rewards, strict=True):
+            sample.reward = reward
+
+
+def make_sample(task: Task, trajectory: Trajectory, args: Namespace) -> Sample:
+    """The sample of an attempt, as slime's data source makes it of a row."""
+    row = dict(task.metadata)
+    nested = row.get(args.metadata_key)
+    metadata = dict(cast("Mapping[str, Any]", nested)) if isinstance(nested, Mapping) else row
+    if task.tools:
+        functions = [
+            {"name": t.name, "description": t.description, "parameters": dict(t.parameters)}
+            for t in task.tools
+        ]
+        metadata["tools"] = [{"type": "function", "function": function} for function in functions]
+    index = task.index * task.group_size + trajectory.sample_index
+    return Sample(
+        group_index=task.index,
+        index=index,
+        rollout_id=index,
+        prompt=_prompt(task, args, metadata.get("tools")),
+        label=row.get(args.label_key),
+        metadata=copy.deepcopy(metadata),
+        session_id=trajectory.trajectory_id,
+    )
+
+
+def _prompt(task: Task, args: Namespace, tools: Any) -> str | list[dict[str, Any]]:
+    """What the row's prompt was: a text, rendered where `args.apply_chat_template` says so, or messages."""
+    if isinstance(task.prompt, np.ndarray):
+        tokenizer: Any = load_tokenizer(args.hf_checkpoint)
+        return str(tokenizer.decode(task.prompt.tolist()))
+    if task.prompt_kind is not PromptKind.MESSAGES:
+        return task.prompt if isinstance(task.prompt, str) else ""
+    messages = messages_of(task)
+    if args.apply_chat_template:
+        tokenizer = load_tokenizer(args.hf_checkpoint)
+        kwargs: Mapping[str, Any] = args.apply_chat_template_kwargs or {}
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
+            )
+        )
+    # A row's text is one user's message by the time it is a task.
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return str(messages[0]["content"])
+    return messages

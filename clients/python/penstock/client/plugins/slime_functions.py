@@ -1,0 +1,320 @@
+"""What functions written for slime call, so far as it is about the engine, by slime's names."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import json
+import threading
+import urllib.request
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+from urllib.parse import urlsplit
+
+from penstock.client.plugins import samples as types
+from penstock.client.plugins.arguments import ROUTER_HOST
+from penstock.client.plugins.episode import current_episode, find_episode
+from penstock.client.plugins.router import RequestUnsupported
+from penstock.client.plugins.samples import DynamicFilterOutput, Sample
+from penstock.client.plugins.sampling import write_sampling_params
+from penstock.client.plugins.tokenizers import load_tokenizer
+from penstock.client.plugins.vllm_route import read_request, write_answer
+from penstock.client.sampling import SamplingParams
+
+
+class OutsideAttempt(Exception):
+    """A request to the router by code that belongs to no attempt."""
+
+
+# slime.utils.http_utils
+
+
+async def post(
+    url: str,
+    payload: Any = None,
+    max_retries: int = 60,
+    action: str = "post",
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """A request to the router is a turn of the attempt it is made for; any other goes where it says.
+
+    Nothing is tried again here: the failure of an attempt is, by the server, as a whole.
+    """
+    parts = urlsplit(url)
+    if parts.hostname != ROUTER_HOST:
+        data = json.dumps(payload or {}).encode()
+        return await asyncio.to_thread(_fetch, url, action.upper(), data, dict(headers or {}))
+    if parts.path not in ("/generate", "/inference/v1/generate"):
+        raise RequestUnsupported(f"{parts.path}: of the router's endpoints there is /generate")
+    episode = current_episode.get()
+    if episode is None:
+        raise OutsideAttempt("/generate by code that no attempt started: whose turn is it?")
+    if parts.path == "/generate":
+        return await episode.router.generate(payload)
+    return write_answer(await episode.router.generate(read_request(payload)))
+
+
+async def get(url: str) -> Any:
+    """A request that is not the router's."""
+    if urlsplit(url).hostname == ROUTER_HOST:
+        raise RequestUnsupported(f"GET {urlsplit(url).path}: the router has no workers to speak of")
+    return await asyncio.to_thread(_fetch, url, "GET", None, {})
+
+
+def _fetch(url: str, method: str, data: bytes | None, headers: dict[str, str]) -> Any:
+    headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, data, headers, method=method)
+    with urllib.request.urlopen(request) as answer:
+        body: bytes = answer.read()
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+# slime.utils.misc, slime.utils.async_utils, slime.utils.processing_utils
+
+
+def load_function(path: str) -> Any:
+    """What `pkg.module.function`, or `pkg.module:function`, leads to."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+class SingletonMeta(type):
+    """A class that is made once."""
+
+    _made: ClassVar[dict[Any, Any]] = {}
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        """The one there is."""
+        if cls not in SingletonMeta._made:
+            SingletonMeta._made[cls] = super().__call__(*arguments, **named)
+        return SingletonMeta._made[cls]
+
+    @staticmethod
+    def clear_all_instances() -> None:
+        """Forgets all that were made."""
+        SingletonMeta._made.clear()
+
+
+@functools.cache
+def _background_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="penstock-plugin-loop", daemon=True).start()
+    return loop
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine on a loop in the background, and waits for it."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _background_loop()).result()
+
+
+def load_processor(name: str, **options: Any) -> None:
+    """None: a Penstock server takes no images."""
+
+
+def build_processor_kwargs(multimodal_inputs: Any = None) -> dict[str, Any]:
+    """Refuses images, which only a processor asks for."""
+    raise RequestUnsupported("images")
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:
+    """Refuses an image."""
+    raise RequestUnsupported("images")
+
+
+# slime.rollout.sglang_rollout
+
+
+class GenerateState(metaclass=SingletonMeta):
+    """What generation shares in this process."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.processor = None
+        engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * max(1, engines))
+        self.sampling_params = write_sampling_params(SamplingParams(), args)
+        self.group_sampling_seeds = [
+            args.rollout_seed + i for i in range(args.n_samples_per_prompt)
+        ]
+        self.dp_rank = 0
+        self.reset()
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return load_tokenizer(self.args.hf_checkpoint)
+
+    @contextmanager
+    def dp_rank_context(self) -> Generator[int]:
+        """There is one rank: the server."""
+        yield 0
+
+    def reset(self) -> None:
+        """As before the first rollout."""
+        self.remaining_batch_size = 0
+        self.pendings: set[Any] = set()
+        self.aborted = False
+
+    def submit_generate_tasks(self, samples: Sequence[list[Sample]]) -> None:
+        """Begins groups."""
+        for group in samples:
+            work = generate_and_rm_group(self.args, group, self.sampling_params.copy())
+            self.pendings.add(asyncio.create_task(work))
+        self.remaining_batch_size += len(samples)
+
+
+def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
+    """Where a model is asked: the router, or one of `args.sglang_model_routers`."""
+    routers: Mapping[str, tuple[str, int]] = args.sglang_model_routers or {}
+    host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
+    return f"http://{host}:{port}{endpoint}"
+
+
+async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One turn, from the sample's tokens or its prompt."""
+    state = GenerateState(args)
+    sample.tokens = list(
+        sample.tokens or state.tokenizer.encode(sample.prompt, add_special_tokens=False)
+    )
+    params = dict(sampling_params)
+    params["max_new_tokens"] -= sample.response_length
+    if params["max_new_tokens"] <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        return sample
+    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    mark = current_episode.set(find_episode(sample))
+    try:
+        output = await post(get_model_url(args, ""), payload)
+    finally:
+        current_episode.reset(mark)
+    meta = output["meta_info"]
+    sample.append_response_tokens(
+        args,
+        tokens=[token for _, token, _ in meta["output_token_logprobs"]],
+        log_probs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
+        meta_info=meta,
+        text=output["text"],
+    )
+    return sample
+
+
+async def generate_and_rm(
+    args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Any:
+    """An attempt: generated, and unless rewards compare siblings, scored."""
+    function: Any = generate
+    if path := sample.generate_function_path or args.custom_generate_function_path:
+        function = load_function(path)
+    takes = "evaluation" in inspect.signature(function).parameters
+    mark = current_episode.set(find_episode(sample))
+    try:
+        sample = await function(
+            args, sample, sampling_params, **({"evaluation": evaluation} if takes else {})
+        )
+        found = types.flatten(sample)
+        missing = [s for s in found if s.reward is None and s.status is not Sample.Status.ABORTED]
+        if missing and not args.group_rm:
+            scored = (
+                await batched_async_rm(args, missing)
+                if isinstance(sample, list)
+                else [await async_rm(args, missing[0])]
+            )
+            for each, reward in zip(missing, scored, strict=True):
+                each.reward = reward
+    finally:
+        current_episode.reset(mark)
+    return cast("Any", sample)
+
+
+async def generate_and_rm_group(
+    args: Namespace, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
+) -> Any:
+    """A group: its attempts at the same time."""
+    work = [generate_and_rm(args, s, sampling_params.copy(), evaluation=evaluation) for s in group]
+    done: list[Any] = [*await asyncio.gather(*work)]
+    if args.group_rm:
+        for sample, reward in zip(done, await batched_async_rm(args, done), strict=True):
+            sample.reward = reward
+    return done
+
+
+# slime.rollout.rm_hub
+
+
+async def _call_reward(args: Namespace, path: str | None, samples: Any, named: Any) -> Any:
+    if path is None:
+        raise RequestUnsupported("rm_type: give a function with --reward, or custom_rm_path")
+    reward = load_function(path)(args, samples, **named)
+    return await reward if inspect.isawaitable(reward) else reward
+
+
+async def async_rm(args: Namespace, sample: Sample, **named: Any) -> Any:
+    """A sample's reward, by `custom_rm_path`."""
+    return await _call_reward(args, sample.custom_rm_path or args.custom_rm_path, sample, named)
+
+
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **named: Any) -> Any:
+    """The rewards of several, asked for at once."""
+    return await _call_reward(args, args.custom_rm_path, samples, named)
+
+
+# slime.rollout.filter_hub, slime.rollout.base_types
+
+
+def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named: Any) -> Any:
+    """Asks a filter about a group; without one it is kept."""
+    if function is None:
+        return DynamicFilterOutput(True)
+    output = function(args, group, **named)
+    if not isinstance(output, DynamicFilterOutput):
+        output = DynamicFilterOutput(output)
+    if not output.keep and not output.keep_when_insufficient:
+        for sample in types.flatten(list(group)):
+            if (episode := find_episode(sample)) is not None:
+                episode.unwanted = output.reason or "FILTERED"
+    return output
+
+
+def should_drop_dynamic_filter_output(output: DynamicFilterOutput, **_: Any) -> bool:
+    """Whether a group is dropped."""
+    return not output.keep and not output.keep_when_insufficient
+
+
+def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
+    """Keeps a group whose rewards differ."""
+    rewards = [float(types.flatten(sample)[0].get_reward_value(args)) for sample in samples]
+    keep = max(rewards) - min(rewards) > 1e-6
+    return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+class MetricGatherer:
+    """Counts what a filter dropped."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Counts one."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """The counts."""
+        return {f"rollout/dynamic_filter/drop_{r}": n for r, n in self._dropped.items()}
+
+
+def call_rollout_fn(function: Any, *arguments: Any, evaluation: bool, **named: Any) -> Any:
+    """Calls a whole-rollout function; what it returns bare is wrapped."""
+    output = function(*arguments, evaluation=evaluation, **named)
+    if isinstance(output, types.RolloutFnTrainOutput | types.RolloutFnEvalOutput):
+        return output
+    wrap = types.RolloutFnEvalOutput if evaluation else types.RolloutFnTrainOutput
+    return wrap(output)

@@ -1,0 +1,334 @@
+"""A function of slime's that makes whole rollouts, in a worker's place.
+
+    leases -> groups whose attempts are all here -> data_source.get_samples(n) -> the function
+           -> the groups that it returns -> each attempt settled and closed -> the function again
+
+The function is called in a thread, again and again, with `rollout_id` counting from zero; one that keeps
+groups in flight from one call to the next may. What becomes of a group that it was given:
+
+| the function | its attempts |
+|---|---|
+| returns it | are closed with what their samples say |
+| gives it back with `add_samples` | wait, and are the next that `get_samples` gives |
+| drops it by `call_dynamic_filter` | are closed, their group marked as of no use, for the reason it gave |
+| keeps it | stay leased, and count against the concurrency |
+
+An attempt that failed and comes again without its siblings cannot be given as a group: it fails again,
+until the server counts it as failed. Order of shutdown: no more leases; what the function holds is failed
+with WORKER_STOPPED, so that the server has it made elsewhere; the thread is left to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.client.blocking import is_async, run_in_thread
+from penstock.client.errors import PenstockError
+from penstock.client.leases import Attempt, Leases
+from penstock.client.outcome import Failed, Outcome
+from penstock.client.plugins.episode import Episode
+from penstock.client.plugins.samples import RolloutFnTrainOutput, Sample, flatten
+from penstock.client.plugins.slime_functions import run
+from penstock.client.scoring import as_failed
+from penstock.client.statistics import Reporter, Statistics
+from penstock.client.tasks import Purpose
+from penstock.client.worker import WorkerMisconfigured, WorkerSettings
+
+if TYPE_CHECKING:
+    from penstock.client.calls import Calls
+    from penstock.client.plugins.slime import SlimeAgent
+
+logger = logging.getLogger("penstock.rollout")
+
+_SIBLINGS_GONE = Failed("SIBLINGS_GONE", "a whole rollout makes groups as a whole")
+
+
+class RolloutMisused(WorkerMisconfigured):
+    """A whole-rollout function asked for, or returned, what cannot be."""
+
+
+@dataclass(eq=False)
+class _Group:
+    size: int
+    attempts: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
+    episodes: list[Episode] = field(default_factory=list[Episode])
+    given: bool = False
+    """Whether the function has it."""
+
+    @property
+    def whole(self) -> bool:
+        return len(self.attempts) == self.size
+
+
+class DataSource:
+    """What the function takes groups from; it may be called from any thread but the worker's own loop."""
+
+    def __init__(self, rollout: WholeRollout, loop: asyncio.AbstractEventLoop) -> None:
+        self._rollout, self._loop = rollout, loop
+        self.metadata: dict[str, Any] = {}
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """So many groups; waits for them. Raises RolloutMisused where they cannot come."""
+        groups = self._rollout.take(num_samples)
+        return asyncio.run_coroutine_threadsafe(groups, self._loop).result()
+
+    def add_samples(self, samples: Sequence[list[Sample]]) -> None:
+        """Gives groups back."""
+        given = self._rollout.give_back(list(samples))
+        asyncio.run_coroutine_threadsafe(given, self._loop).result()
+
+    def get_buffer_length(self) -> int:
+        """Groups that were given back."""
+        return self._rollout.given_back_count
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Keeps something for the function."""
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What was kept."""
+        return self.metadata
+
+    def __len__(self) -> int:
+        """As many as there are tasks, which nobody here knows: it only has to be true."""
+        return 1 << 30
+
+
+class WholeRollout:
+    """Runs a function `(args, rollout_id, data_source, evaluation)`."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        function: Callable[..., Any],
+        agent: SlimeAgent,
+        settings: WorkerSettings,
+    ) -> None:
+        self._calls, self._function, self._agent = calls, function, agent
+        self._settings = settings
+        self._given_back: deque[list[Sample]] = deque()
+        self._groups: dict[str, _Group] = {}
+        """Those of which an attempt is leased, until each is closed."""
+        self._ready: deque[_Group] = deque()
+        self._alone: Counter[str] = Counter()
+        """Attempts of these groups that failed here, and are to come again."""
+        self._arrived = asyncio.Condition()
+        self._ended: Exception | None = None
+        """What ended the leasing; whoever asks for a group hears of it."""
+        self._stopped = asyncio.Event()
+        self._statistics = Statistics()
+        self._reporter = Reporter(self._statistics, settings.report_seconds)
+
+    def stop(self) -> None:
+        """Asks `run` to return."""
+        self._stopped.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped.is_set()
+
+    @property
+    def held(self) -> list[str]:
+        """Trajectories that are leased, by their ids."""
+        attempts = (a for group in self._groups.values() for a in group.attempts.values())
+        return [attempt.trajectory.trajectory_id for attempt in attempts]
+
+    async def run(self) -> Statistics:
+        """Calls the function until stopped, or until so many attempts were closed.
+
+        Raises PenstockError where the server refuses to lease, RolloutMisused, and what the function
+        raises.
+        """
+        settings = self._settings
+        leases = Leases(
+            self._calls,
+            concurrency=settings.concurrency,
+            agent_id=settings.agent_id,
+            purpose=Purpose.TRAIN,
+            whole_groups=True,
+            resume_aborted=True,
+        )
+        source = DataSource(self, asyncio.get_running_loop())
+        stopping = asyncio.create_task(self._stopped.wait())
+        async with leases:
+            taking = asyncio.create_task(self._receive(leases))
+            calling = asyncio.create_task(self._call(source))
+            await asyncio.wait((stopping, calling), return_when=asyncio.FIRST_COMPLETED)
+            await leases.stop_leasing()
+            for task in (stopping, taking, calling):
+                task.cancel()
+            await asyncio.wait((stopping, taking, calling))
+            await self._give_up()
+        self._reporter.report(0, last=True)
+        if not calling.cancelled():
+            calling.result()
+        return self._statistics
+
+    @property
+    def given_back_count(self) -> int:
+        """Groups that the function gave back and has not taken again."""
+        return len(self._given_back)
+
+    async def give_back(self, groups: Sequence[list[Sample]]) -> None:
+        """Groups that the function takes again later."""
+        async with self._arrived:
+            self._given_back.extend(groups)
+            self._arrived.notify_all()
+
+    async def take(self, count: int) -> list[list[Sample]]:
+        """Groups for the function; waits for those that are not here yet."""
+        found: list[list[Sample]] = []
+        while len(found) < count:
+            group = await self._next_group()
+            if isinstance(group, _Group):
+                for attempt in _ordered(group):
+                    group.episodes.append(await self._agent.begin(attempt.task, attempt.trajectory))
+                group = [episode.sample for episode in group.episodes]
+            found.append(group)
+        return found
+
+    async def _next_group(self) -> _Group | list[Sample]:
+        async with self._arrived:
+            while True:
+                if self._given_back:
+                    return self._given_back.popleft()
+                if self._ready:
+                    group = self._ready.popleft()
+                    group.given = True
+                    return group
+                if self._ended is not None:
+                    raise self._ended
+                self._check_room()
+                await self._arrived.wait()
+
+    def _check_room(self) -> None:
+        """Raises RolloutMisused where all leases are with the function, which waits for another one."""
+        held = sum(len(group.attempts) for group in self._groups.values() if group.given)
+        size = max((group.size for group in self._groups.values()), default=1)
+        limit = self._settings.concurrency
+        if held + size > limit:
+            raise RolloutMisused(
+                f"the function has {held} attempts and asks for another group of {size}; "
+                f"--concurrency is {limit}"
+            )
+
+    async def _receive(self, leases: Leases) -> None:
+        """Consumes leases; waits for more; produces whole groups; is unblocked by closes."""
+        try:
+            async for attempt in leases:
+                if self._alone[attempt.group_id]:
+                    self._alone[attempt.group_id] -= 1
+                    await self._close(attempt, _SIBLINGS_GONE)
+                    continue
+                group = self._groups.setdefault(attempt.group_id, _Group(attempt.task.group_size))
+                group.attempts[attempt.sample_index] = attempt
+                if group.whole:
+                    await self._close_remains(group)
+                    async with self._arrived:
+                        self._ready.append(group)
+                        self._arrived.notify_all()
+        except Exception as error:
+            async with self._arrived:
+                self._ended = error
+                self._arrived.notify_all()
+
+    async def _close_remains(self, whole: _Group) -> None:
+        """Fails what a worker of before left of groups whose other attempts it had closed: a group is
+        leased as a whole, so of one that is older than a whole one no more comes."""
+        for group in list(self._groups.values()):
+            if group is whole:
+                return
+            if not group.whole and not group.given and all(a.retry_count for a in _ordered(group)):
+                for attempt in _ordered(group):
+                    await self._close(attempt, _SIBLINGS_GONE)
+
+    async def _call(self, source: DataSource) -> None:
+        args = await self._agent.args()
+        rollout_id = 0
+        while (
+            self._settings.attempts is None
+            or self._statistics.ended_count < self._settings.attempts
+        ):
+            output: Any = await run_in_thread(self._call_function, args, rollout_id, source)
+            samples = output.samples if isinstance(output, RolloutFnTrainOutput) else output
+            await self._settle(flatten(samples))
+            rollout_id += 1
+
+    def _call_function(self, args: Any, rollout_id: int, source: DataSource) -> Any:
+        if is_async(self._function):
+            return run(self._function(args, rollout_id, source, evaluation=False))
+        return self._function(args, rollout_id, source, evaluation=False)
+
+    async def _settle(self, samples: Sequence[Sample]) -> None:
+        """Closes the attempts of what the function returned, and of what it dropped."""
+        held = [
+            (attempt, episode)
+            for group in self._groups.values()
+            for episode in group.episodes
+            for attempt in _ordered(group)
+            if attempt.trajectory is episode.trajectory
+        ]
+        by_id = {episode.sample.session_id: episode for _, episode in held}
+        by_index = {episode.sample.index: episode for _, episode in held}
+        for sample in samples:
+            episode = by_id.get(sample.session_id) or by_index.get(sample.index)
+            if episode is None:
+                raise RolloutMisused(
+                    f"the function returned a sample of no attempt it was given: index {sample.index}, "
+                    f"session_id {sample.session_id}"
+                )
+            episode.returned.append(sample)
+        over = [(a, e) for a, e in held if e.returned or e.unwanted]
+        await asyncio.gather(*(self._end(attempt, episode) for attempt, episode in over))
+
+    async def _end(self, attempt: Attempt, episode: Episode) -> None:
+        outcome: Outcome | Failed
+        try:
+            await episode.router.stop()
+            if episode.unwanted and not episode.returned:
+                # What it was worth is not known, and nothing of it is trained.
+                sample = episode.sample
+                sample.reward, sample.remove_sample = sample.reward or 0.0, True
+                episode.returned = [sample]
+            outcome = await episode.settle()
+        except Exception as error:
+            outcome = as_failed(error)
+            logger.warning("an attempt failed with %s: %s", outcome.reason, outcome.message)
+        await self._close(attempt, outcome)
+
+    async def _close(self, attempt: Attempt, outcome: Outcome | Failed) -> None:
+        count = sum(len(turn.token_ids) for turn in attempt.trajectory.turns)
+        try:
+            closed = await attempt.trajectory.close(outcome)
+            self._statistics.add(outcome, count)
+            self._alone[attempt.group_id] += closed.retried
+        except PenstockError as error:
+            logger.info("attempt %s is lost: %s", attempt.trajectory.trajectory_id, error)
+            self._statistics.add(None, count)
+        group = self._groups.get(attempt.group_id)
+        if group is not None and group.attempts.get(attempt.sample_index) is attempt:
+            del group.attempts[attempt.sample_index]
+            group.episodes = [e for e in group.episodes if e.trajectory is not attempt.trajectory]
+            if not group.attempts:
+                del self._groups[attempt.group_id]
+        async with self._arrived:
+            self._arrived.notify_all()
+        self._reporter.report(sum(len(g.attempts) for g in self._groups.values()))
+
+    async def _give_up(self) -> None:
+        stopped = Failed("WORKER_STOPPED", "the worker was stopped")
+        held = [a for group in list(self._groups.values()) for a in list(group.attempts.values())]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await asyncio.gather(*(self._close(attempt, stopped) for attempt in held))
+
+
+def _ordered(group: _Group) -> list[Attempt]:
+    return [group.attempts[index] for index in sorted(group.attempts)]

@@ -1,0 +1,63 @@
+"""The worker that `penstock rollout --style` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.client.functions import BadFunction
+from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
+from penstock.client.plugins.styles import Style, find, load_functions, load_slime
+from penstock.client.plugins.whole_rollout import WholeRollout
+from penstock.client.worker import Worker, WorkerSettings
+
+if TYPE_CHECKING:
+    from penstock.client.calls import Calls
+
+
+def load_worker(
+    style_name: str,
+    generate: str | None,
+    reward: str | None,
+    rollout_function: str | None,
+    arguments: Path | None,
+    settings: WorkerSettings,
+) -> Callable[[Calls], Worker | WholeRollout]:
+    """The worker for functions of another system, given a server. Raises BadFunction."""
+    style = Style(style_name)
+    try:
+        args = read_arguments(arguments)
+    except ArgumentsInvalid as error:
+        raise BadFunction(f"--args {error}") from error
+    if rollout_function is not None:
+        return _whole(style, generate, reward, rollout_function, args, settings)
+    functions = load_functions(style, generate, reward, args, whole_group=settings.group_reward)
+
+    def work(calls: Calls) -> Worker:
+        functions.connect(calls)
+        return Worker(calls, functions.generate, functions.reward, settings)
+
+    return work
+
+
+def _whole(
+    style: Style,
+    generate: str | None,
+    reward: str | None,
+    name: str,
+    args: dict[str, Any],
+    settings: WorkerSettings,
+) -> Callable[[Calls], WholeRollout]:
+    if style is not Style.SLIME:
+        raise BadFunction("--rollout-function goes with --style slime")
+    whole_group = settings.group_reward
+    agent = load_slime(generate, reward, args, whole_group=whole_group, needs_tokenizer=True)
+    positional = ("args", "rollout_id", "data_source")
+    function = find(name, "--rollout-function", positional, {"evaluation": False})
+
+    def work(calls: Calls) -> WholeRollout:
+        agent.connect(calls)
+        return WholeRollout(calls, function, agent, settings)
+
+    return work

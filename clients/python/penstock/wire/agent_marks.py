@@ -1,0 +1,72 @@
+"""What an agent tells the trainer in the metadata of an outcome.
+
+| key | value | meaning |
+|---|---|---|
+| `penstock.untrained` | `[[begin, end], ...]` | these tokens, by position, carry no gradient |
+| `penstock.unwanted` | a text | the trajectory's group is of no use, for this reason |
+
+Everything else in the metadata is for people and for rewards. Of a trajectory with a mark that cannot be
+read a trainer trains nothing: it might be what it was told not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from google.protobuf import struct_pb2
+    from numpy.typing import NDArray
+
+UNTRAINED = "penstock.untrained"
+UNWANTED = "penstock.unwanted"
+
+
+class MarkInvalid(ValueError):
+    """A mark that cannot be read, or that speaks of tokens that are not there."""
+
+
+def write_untrained(untrained: NDArray[np.bool_]) -> dict[str, list[list[int]]]:
+    """Metadata for tokens that carry no gradient, shape [n]; empty where there are none."""
+    edges = np.flatnonzero(np.diff(untrained, prepend=False, append=False)).tolist()
+    spans = [list(span) for span in zip(edges[::2], edges[1::2], strict=True)]
+    return {UNTRAINED: spans} if spans else {}
+
+
+def read_untrained(metadata: struct_pb2.Struct, count: int) -> NDArray[np.bool_] | None:
+    """Which of a trajectory's `count` tokens the agent takes out of the loss; None for none of them.
+
+    Raises MarkInvalid.
+    """
+    if UNTRAINED not in metadata.fields:
+        return None
+    value = metadata.fields[UNTRAINED]
+    if value.WhichOneof("kind") != "list_value":
+        raise MarkInvalid(f"{UNTRAINED} is a list of [begin, end]")
+    bounds: list[int] = []
+    for span in value.list_value.values:
+        ends = [end.number_value for end in span.list_value.values]
+        if len(ends) != 2 or not all(end.is_integer() for end in ends) or ends[0] >= ends[1]:
+            raise MarkInvalid(f"{UNTRAINED} holds {ends}, which is no [begin, end]")
+        bounds += [int(end) for end in ends]
+    if bounds and (min(bounds) < 0 or max(bounds) > count):
+        raise MarkInvalid(f"{UNTRAINED} goes to {max(bounds)}; the trajectory has {count} tokens")
+    if any(first > second for first, second in pairwise(bounds)):
+        raise MarkInvalid(f"the spans of {UNTRAINED} overlap, or are out of order")
+    untrained = np.zeros(count, np.bool_)
+    for begin, end in zip(bounds[::2], bounds[1::2], strict=True):
+        untrained[begin:end] = True
+    return untrained
+
+
+def write_unwanted(reason: str) -> Mapping[str, str]:
+    """Metadata for a trajectory whose whole group is of no use."""
+    return {UNWANTED: reason}
+
+
+def read_unwanted(metadata: struct_pb2.Struct) -> str:
+    """Why a trajectory's group is of no use; empty where nobody said so."""
+    return metadata.fields[UNWANTED].string_value if UNWANTED in metadata.fields else ""

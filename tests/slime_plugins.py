@@ -1,0 +1,322 @@
+"""Functions as people have them for slime: what they import, touch and return is what theirs do.
+
+Imported by name only, after `penstock.client.plugins.modules.install`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from argparse import Namespace
+from copy import deepcopy
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import (
+    DynamicFilterOutput,
+    MetricGatherer,
+    call_dynamic_filter,
+)
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+from slime.utils.async_utils import run
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+SHOUT = 33  # "!"
+
+
+async def vime(args, sample, sampling_params):
+    """As vime has it: tokens in and out, by vLLM's names."""
+    from vime.rollout.vllm_rollout import GenerateState, _build_inference_sampling_params
+    from vime.utils.http_utils import post
+
+    url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}/inference/v1/generate"
+    sample.tokens = GenerateState(args).tokenizer.encode(sample.prompt, add_special_tokens=False)
+    for observation in ([SHOUT], []):
+        payload = {
+            "model": args.hf_checkpoint,
+            "token_ids": sample.tokens,
+            "sampling_params": _build_inference_sampling_params(sampling_params),
+        }
+        choice = (await post(url, payload))["choices"][0]
+        sample.append_response_tokens(
+            args,
+            tokens=choice["token_ids"],
+            log_probs=[item["logprob"] for item in choice["logprobs"]["content"]],
+            meta_info={"finish_reason": {"type": choice["finish_reason"]}},
+        )
+        sample.append_response_tokens(args, tokens=observation, trainable=False)
+    return sample
+
+
+def url_of(args):
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    """One turn with tokens."""
+    state = GenerateState(args)
+    assert sample.status == Sample.Status.PENDING
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    payload = {
+        "input_ids": prompt_ids,
+        "sampling_params": sampling_params,
+        "return_logprob": True,
+    }
+    output = await post(url_of(args), payload)
+    pairs = output["meta_info"]["output_token_logprobs"]
+    sample.tokens = prompt_ids + [item[1] for item in pairs]
+    sample.rollout_log_probs = [item[0] for item in pairs]
+    sample.response_length = len(pairs)
+    sample.response = output["text"]
+    sample.update_from_meta_info(args, output["meta_info"])
+    return sample
+
+
+async def tools(args, sample: Sample, sampling_params) -> Sample:
+    """Turns with a tool between them: tokens grow, the tool's are masked, the budget shrinks."""
+    assert not args.partial_rollout
+    sample.loss_mask = []
+    sample.rollout_log_probs = None
+    state = GenerateState(args)
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sample.tokens = list(prompt_ids)
+    response_ids: list[int] = []
+    masks = sample.loss_mask
+    for turn in range(args.max_turns):
+        left = args.rollout_max_context_len - len(prompt_ids) - len(response_ids)
+        if left <= 0:
+            sample.status = Sample.Status.TRUNCATED
+            break
+        params = dict(sampling_params)
+        params["max_new_tokens"] = min(params["max_new_tokens"], left)
+        payload = {
+            "input_ids": prompt_ids + response_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+        }
+        output = await post(url_of(args), payload)
+        if output["meta_info"]["finish_reason"]["type"] == "abort":
+            sample.status = Sample.Status.ABORTED
+            return sample
+        pairs = output["meta_info"]["output_token_logprobs"]
+        new = [item[1] for item in pairs]
+        response_ids += new
+        sample.append_response_tokens(
+            args,
+            tokens=new,
+            log_probs=[item[0] for item in pairs],
+            trainable=True,
+            meta_info=output["meta_info"],
+        )
+        observation = f"<tool {turn}: {state.tokenizer.decode(new)[:2]}>"
+        ids = state.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        response_ids += ids
+        sample.append_response_tokens(args, tokens=ids, trainable=False)
+    sample.tokens = prompt_ids + response_ids
+    sample.response_length = len(response_ids)
+    sample.response = state.tokenizer.decode(response_ids)
+    sample.loss_mask = masks
+    sample.tool_turns = turn + 1
+    return sample
+
+
+async def search(args, sample: Sample, sampling_params) -> Sample:
+    """Turns with text: everything so far is sent as one string each time."""
+    state = GenerateState(args)
+    prompt, response = f"<|im_start|>{sample.prompt}<|im_end|>", ""
+    prompt_ids = state.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids, logprobs, mask = [], [], []
+    for _ in range(2):
+        payload = {
+            "text": prompt + response,
+            "sampling_params": sampling_params,
+            "return_logprob": True,
+        }
+        output = await post(url_of(args), payload)
+        pairs = output["meta_info"]["output_token_logprobs"]
+        ids.extend(item[1] for item in pairs)
+        logprobs.extend(float(item[0]) for item in pairs)
+        mask.extend([1] * len(pairs))
+        response += output["text"]
+        found = "\n<information>nothing</information>\n"
+        found_ids = state.tokenizer(found, add_special_tokens=False)["input_ids"]
+        ids.extend(found_ids)
+        logprobs.extend([0.0] * len(found_ids))
+        mask.extend([0] * len(found_ids))
+        response += found
+    sample.tokens = prompt_ids + ids
+    sample.response_length = len(ids)
+    sample.response = response
+    sample.loss_mask = mask
+    sample.rollout_log_probs = logprobs
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def solve(args, key):
+    sample = deepcopy(args.sample)
+    ids = args.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    payload = {
+        "input_ids": ids,
+        "sampling_params": deepcopy(args.sampling_params),
+        "return_logprob": True,
+    }
+    output = await post(url_of(args), payload)
+    new = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+    sample.tokens = ids + new
+    sample.response_length += len(new)
+    sample.response = output["text"]
+    sample.status = Sample.Status.COMPLETED
+    args.results[key].append(sample)
+
+
+async def solvers(args: Namespace, sample: Sample, sampling_params, evaluation=False):
+    """Several agents at the same prompt at the same time: each is a sample of its own."""
+    args.sampling_params = sampling_params
+    args.tokenizer = GenerateState(args).tokenizer
+    args = deepcopy(args)
+    args.sample, args.results = sample, {"solver": []}
+    await asyncio.gather(*(solve(args, "solver") for _ in range(args.num_parallel)))
+    found = args.results["solver"]
+    for index, each in enumerate(found):
+        each.rollout_id = sample.index
+        each.reward = float(index)
+    random.shuffle(found)
+    return found
+
+
+async def turns(args, sample: Sample, sampling_params):
+    """One sample for each turn, the turns before it as its prompt."""
+    tokens = GenerateState(args).tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    found = []
+    for _ in range(3):
+        part = deepcopy(sample)
+        part.tokens = list(tokens)
+        payload = {"input_ids": tokens, "sampling_params": sampling_params, "return_logprob": True}
+        output = await post(url_of(args), payload)
+        pairs = output["meta_info"]["output_token_logprobs"]
+        part.append_response_tokens(
+            args,
+            tokens=[item[1] for item in pairs],
+            log_probs=[item[0] for item in pairs],
+            meta_info=output["meta_info"],
+        )
+        part.reward = 0.5
+        found.append(part)
+        tokens = [*part.tokens, SHOUT]
+    return found
+
+
+async def cuts(args, sample: Sample, sampling_params) -> Sample:
+    """Cuts the answer as text and encodes it anew."""
+    sample = await generate(args, sample, sampling_params)
+    text = "".join(reversed(sample.response))
+    ids = GenerateState(args).tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = sample.tokens[: -sample.response_length]
+    sample.tokens, sample.response_length = prompt + ids, len(ids)
+    return sample
+
+
+async def strips(args, sample: Sample, sampling_params) -> Sample:
+    """Takes the last tokens back."""
+    sample = await generate(args, sample, sampling_params)
+    sample.strip_last_output_tokens(2, GenerateState(args).tokenizer)
+    return sample
+
+
+async def unmasked(args, sample: Sample, sampling_params) -> Sample:
+    """Has the tool's tokens trained too."""
+    sample = await tools(args, sample, sampling_params)
+    sample.loss_mask = [1] * sample.response_length
+    return sample
+
+
+async def removed(args, sample: Sample, sampling_params) -> Sample:
+    """Does not want to be trained."""
+    sample = await generate(args, sample, sampling_params)
+    sample.remove_sample = True
+    return sample
+
+
+async def gives_up(args, sample: Sample, sampling_params) -> Sample:
+    """Says that it was aborted."""
+    sample = await generate(args, sample, sampling_params)
+    sample.status = Sample.Status.ABORTED
+    return sample
+
+
+async def breaks(args, sample: Sample, sampling_params) -> Sample:
+    """Fails while a request of its own is under way."""
+    waiting = asyncio.ensure_future(solve_slowly(args, sample, sampling_params))
+    await generate(args, sample, sampling_params)
+    assert not waiting.done()
+    raise ConnectionError("the sandbox is away")
+
+
+async def solve_slowly(args, sample, sampling_params):
+    params = {**sampling_params, "max_new_tokens": 400, "ignore_eos": True}
+    payload = {"text": sample.prompt, "sampling_params": params}
+    return await post(url_of(args), payload)
+
+
+async def penalized(args, sample: Sample, sampling_params) -> Sample:
+    """Wants a penalty that the server does not have."""
+    return await generate(args, sample, {**sampling_params, "repetition_penalty": 1.2})
+
+
+async def reward_func(args, sample, **kwargs):
+    if not isinstance(sample, Sample):
+        raise TypeError("Sample must be an instance of Sample class.")
+    return {"score": len(sample.response) + 0.5, "turns": getattr(sample, "tool_turns", 1)}
+
+
+def length_reward(args, sample, **kwargs):
+    return float(sample.response_length)
+
+
+async def batched_reward(args, samples, **kwargs):
+    return [float(index) for index, _ in enumerate(samples)]
+
+
+def only_even(args, samples, **kwargs):
+    odd = [s.index for s in samples if s.index % 2]
+    return DynamicFilterOutput(keep=len(odd) < len(samples), reason="ALL_ODD")
+
+
+def high_enough(args, samples, **kwargs):
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    keep = sum(rewards) / len(rewards) >= args.least
+    return DynamicFilterOutput(keep=keep, reason=None if keep else f"mean_{sum(rewards):.1f}")
+
+
+def second_group(args, samples, **kwargs):
+    return samples[0].group_index == 1
+
+
+async def whole_async(args, rollout_id, data_source):
+    state, metrics = GenerateState(args), MetricGatherer()
+    data = []
+    while len(data) < args.rollout_batch_size:
+        (group,) = data_source.get_samples(1)
+        if args.gives_back and rollout_id == 0 and group[0].group_index == 0 and not data:
+            data_source.add_samples([group])
+            args.gives_back = False
+            continue
+        done = await generate_and_rm_group(args, group, state.sampling_params.copy())
+        output = call_dynamic_filter(second_group if args.filtered else None, args, done)
+        if not output.keep:
+            metrics.on_dynamic_filter_drop(reason=output.reason)
+            continue
+        data.append(done)
+    return RolloutFnTrainOutput(samples=data, metrics=metrics.collect())
+
+
+def whole(args, rollout_id, data_source, evaluation=False):
+    """Makes batches of groups by itself."""
+    assert not evaluation
+    return run(whole_async(args, rollout_id, data_source))
+
+
+def greedy(args, rollout_id, data_source, evaluation=False):
+    """Asks for more than there can be."""
+    return data_source.get_samples(1000)

@@ -1,0 +1,355 @@
+"""The parts of the adapter by themselves: claims, samples, modules, filters, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.client import SamplingParams
+from penstock.client.__main__ import main
+from penstock.client.plugins import modules
+from penstock.client.plugins.arguments import ArgumentsInvalid, make_arguments, read_arguments
+from penstock.client.plugins.claims import (
+    Claim,
+    LossMaskInvalid,
+    SamplesShareTokens,
+    TokensDiffer,
+    TokensNotSampled,
+    Written,
+    claim_of,
+    settle,
+)
+from penstock.client.plugins.rewards import RewardMissing, score_of
+from penstock.client.plugins.router import RequestUnsupported
+from penstock.client.plugins.samples import Sample, flatten
+from penstock.client.plugins.sampling import (
+    SamplingUnsupported,
+    read_sampling_params,
+    write_sampling_params,
+)
+from penstock.client.plugins.slime_functions import OutsideAttempt, get_model_url, post
+from penstock.trainer.batching import read_group
+from penstock.trainer.group_config import FilterConfig, GroupsConfig
+from penstock.trainer.group_policies import load_filter, reason_to_drop
+from penstock.wire.agent_marks import write_unwanted
+from tests.trainer_walk import Outcome, delivery
+
+
+def written(*tokens: int) -> Written:
+    """Negative tokens are the policy's."""
+    return Written(np.abs(tokens).astype(np.int32), np.array(tokens) < 0)
+
+
+def claim(*tokens: int, reward: float | None = 1.0) -> Claim:
+    """Negative tokens are to be trained."""
+    return Claim(np.abs(tokens).astype(np.int32), np.array(tokens) < 0, reward)
+
+
+def untrained(claims: list[Claim], *trajectories: Written) -> list[list[int]]:
+    return [np.flatnonzero(t.untrained).tolist() for t in settle(claims, trajectories)]
+
+
+# Claims
+
+
+@pytest.mark.parametrize(
+    ("claims", "trajectories", "left"),
+    [
+        ([claim(1, -2, -3)], [written(1, -2, -3)], [[]]),
+        # A tool's tokens after the end; a trajectory that goes on; a mask within a turn.
+        ([claim(1, -2, -3, 9, 9)], [written(1, -2, -3)], [[]]),
+        ([claim(1, -2)], [written(1, -2, -3, 4, -5)], [[2, 4]]),
+        ([claim(1, 2, -3, 4, -5)], [written(1, -2, -3, 4, -5)], [[1]]),
+        # Nothing is trained, whatever it says.
+        ([claim(7, 8)], [written(1, -2)], [[1]]),
+        # A turn each.
+        ([claim(1, -2), claim(1, 2, 3, -4)], [written(1, -2, 3, -4)], [[]]),
+        # Two that begin alike, in either order; and one that nobody wants.
+        ([claim(1, -2), claim(1, -2, 3, -4)], [written(1, -2), written(1, -2, 3, -4)], [[], []]),
+        ([claim(1, -2, 3, -4), claim(1, -2)], [written(1, -2, 3, -4), written(1, -2)], [[], []]),
+        ([claim(1, -5)], [written(1, -2), written(1, -5)], [[1], []]),
+        # One that fits the whole of another too: each has its own, in either order.
+        ([claim(1, 2, -3), claim(1, -2, -3)], [written(1, -2, -3), written(1, 2, -3)], [[], []]),
+        ([claim(1, -2, -3), claim(1, 2, -3)], [written(1, -2, -3), written(1, 2, -3)], [[], []]),
+        (
+            [claim(1, 2, -3, reward=0.0), claim(1, -2, reward=1.0), claim(1, 2, -3, reward=1.0)],
+            [written(1, -2, -3), written(1, -2, -3)],
+            [[1], []],
+        ),
+        # Twins: each has its own.
+        ([claim(1, -2), claim(1, -2)], [written(1, -2), written(1, -2)], [[], []]),
+    ],
+)
+def test_each_claim_finds_its_trajectory(
+    claims: list[Claim], trajectories: list[Written], left: list[list[int]]
+) -> None:
+    assert untrained(claims, *trajectories) == left
+
+
+@pytest.mark.parametrize(
+    ("claims", "trajectories", "error"),
+    [
+        ([claim(1, -3)], [written(1, -2)], TokensDiffer),
+        ([claim(2, -2)], [written(1, -2)], TokensDiffer),
+        ([claim(1, -2)], [], TokensDiffer),
+        ([claim(1, -2, -9)], [written(1, -2)], TokensNotSampled),
+        ([claim(-1, -2)], [written(1, -2)], TokensNotSampled),
+        ([claim(1, -2), claim(1, -2)], [written(1, -2)], SamplesShareTokens),
+        (
+            [claim(1, -2, reward=0.0), claim(1, 2, 3, -4, reward=1.0)],
+            [written(1, -2, 3, -4)],
+            SamplesShareTokens,
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    claims: list[Claim], trajectories: list[Written], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        settle(claims, trajectories)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_trained_is_what_was_claimed(data: st.DataObject) -> None:
+    trajectories: list[Written] = []
+    claims: list[Claim] = []
+    for name in range(data.draw(st.integers(1, 4))):
+        policy = data.draw(st.lists(st.booleans(), min_size=1, max_size=12))
+        # Each begins with a token of its own.
+        tokens = np.array([100 + name, *data.draw(st.lists(st.integers(0, 2), min_size=12))][:13])
+        own = Written(tokens[: len(policy) + 1].astype(np.int32), np.array([False, *policy]))
+        trajectories.append(own)
+        wanted = own.from_policy & np.array(
+            [False, *data.draw(st.lists(st.booleans(), min_size=12, max_size=12))][
+                : len(policy) + 1
+            ]
+        )
+        claims.append(Claim(own.token_ids, wanted, 0.0))
+    settled = settle(claims, trajectories)
+    for own, wanted, part in zip(trajectories, claims, settled, strict=True):
+        assert (own.from_policy & ~part.untrained).tolist() == wanted.trained.tolist()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_length": 4},
+        {"response_length": -1},
+        {"response_length": 2, "loss_mask": [1]},
+        {"response_length": 2, "loss_mask": [1, 2]},
+    ],
+)
+def test_a_mask_has_to_fit_the_response(fields: dict[str, Any]) -> None:
+    with pytest.raises(LossMaskInvalid):
+        claim_of(Sample(tokens=[1, 2, 3], **fields), 1.0)
+
+
+# Samples, sampling, arguments
+
+
+def test_a_sample_survives_its_dictionary() -> None:
+    sample = Sample(prompt="p", tokens=[1, 2], response_length=1, status=Sample.Status.TRUNCATED)
+    sample.mine = 3  # type: ignore[attr-defined]
+    again = Sample.from_dict(sample.to_dict())
+    assert again == sample
+    assert again.mine == 3  # type: ignore[attr-defined]
+
+
+def test_appending_keeps_the_lists_that_a_function_holds() -> None:
+    sample = Sample(tokens=[1], loss_mask=[])
+    mask = sample.loss_mask
+    sample.append_response_tokens(tokens=[2], log_probs=[-1.0])
+    sample.append_response_tokens(tokens=[3, 4], trainable=False, text="x")
+    assert mask == [1, 0, 0]
+    assert (sample.tokens, sample.response_length, sample.response) == ([1, 2, 3, 4], 3, "x")
+    assert sample.rollout_log_probs == [-1.0, 0.0, 0.0]
+    assert sample.effective_response_length == 1
+    with pytest.raises(ValueError, match="log-probabilities"):
+        sample.append_response_tokens(tokens=[5])
+
+
+def test_only_samples_are_samples() -> None:
+    assert len(flatten([[Sample()], Sample()])) == 2
+    with pytest.raises(TypeError):
+        flatten("text")
+
+
+def test_sampling_goes_to_the_function_and_back() -> None:
+    args = make_arguments({}, model="m", max_context_length=64)
+    given_ = SamplingParams(temperature=0.5, top_k=3, max_tokens=7, stop=("x",), seed=4)
+    options = read_sampling_params(write_sampling_params(given_, args))
+    assert options == {
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": 3,
+        "max_tokens": 7,
+        "stop": ("x",),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "seed": 4,
+    }
+    open_ = write_sampling_params(SamplingParams(), args)
+    assert (open_["max_new_tokens"], open_["top_k"], open_["temperature"]) == (64, -1, 1.0)
+    assert read_sampling_params({"max_new_tokens": 0}) is None
+    assert read_sampling_params({"min_p": 0.0, "n": 1, "stop": "y"}) is not None
+    for name, value in {"min_p": 0.1, "n": 2, "json_schema": "{}", "presence_penalty": 1}.items():
+        with pytest.raises(SamplingUnsupported, match=name):
+            read_sampling_params({name: value})
+
+
+def test_arguments_are_one_toml_table(tmp_path: Path) -> None:
+    path = tmp_path / "args.toml"
+    path.write_text("max_turns = 3\nrollout_max_context_len = 9\n[search]\nk = 1\n")
+    args = make_arguments(read_arguments(path), model="m", max_context_length=64)
+    assert (args.max_turns, args.rollout_max_context_len, args.search) == (3, 9, {"k": 1})
+    assert (args.hf_checkpoint, args.partial_rollout) == ("m", False)
+    path.write_text("no toml")
+    with pytest.raises(ArgumentsInvalid, match="TOML"):
+        read_arguments(path)
+    with pytest.raises(ArgumentsInvalid):
+        read_arguments(tmp_path / "absent.toml")
+
+
+def test_a_table_is_a_reward_and_metrics() -> None:
+    outcome = score_of({"acc": 1.0, "length": 7, "note": "x", "bad": float("nan")}, "acc")
+    assert (outcome.reward, dict(outcome.metrics)) == (1.0, {"length": 7.0})
+    for value in (None, {"acc": 1.0}, {"score": None}):
+        with pytest.raises(RewardMissing):
+            score_of(value)
+
+
+# Requests that are not the policy's
+
+
+async def test_a_request_elsewhere_is_an_ordinary_one() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        body = b'{"score": 1, "got": ' + await reader.readexactly(length) + b"}"
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as judge:
+        port = judge.sockets[0].getsockname()[1]
+        args = make_arguments(
+            {"sglang_model_routers": {"judge": ["127.0.0.1", port]}},
+            model="m",
+            max_context_length=8,
+        )
+        found = await post(get_model_url(args, "judge", "/score"), {"text": "a"})
+    assert found == {"score": 1, "got": {"text": "a"}}
+    router = get_model_url(args, "", "")
+    with pytest.raises(RequestUnsupported, match="/v1/chat/completions"):
+        await post(f"{router}/v1/chat/completions", {})
+    with pytest.raises(OutsideAttempt):
+        await post(f"{router}/generate", {"text": "a"})
+
+
+# Modules
+
+
+def test_what_is_installed_of_slime_is_found_below_what_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("vime", "vime/utils", "vime/rollout", "vime/rollout/rm_hub"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "vime/rollout/rm_hub/grader.py").write_text("def grade(x): return x + 1\n")
+    (tmp_path / "vime/utils/http_utils.py").write_text("raise RuntimeError('the real one')\n")
+    (tmp_path / "vime/utils/mask.py").write_text("MINE = 7\n")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vime"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    modules.install()
+    modules.install()
+    assert importlib.import_module("vime.rollout.rm_hub.grader").grade(1) == 2
+    assert importlib.import_module("vime.utils.mask").MINE == 7
+    assert importlib.import_module("vime.utils.http_utils").post is post
+    assert importlib.import_module("vime.utils.types").Sample is Sample
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vime"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_what_nobody_has_is_missing_as_ever() -> None:
+    modules.install()
+    with pytest.raises(ModuleNotFoundError, match="math_dapo_utils"):
+        importlib.import_module("slime.rollout.rm_hub.math_dapo_utils")
+
+
+# Filters of the trainer
+
+
+def group(*rewards: float, unwanted: str = "") -> Any:
+    sent = delivery(0).group
+    for trajectory, reward in zip(sent.trajectories, rewards, strict=True):
+        trajectory.outcome.CopyFrom(Outcome(reward=reward))
+        if unwanted:
+            trajectory.outcome.metadata.update(write_unwanted(unwanted))
+    return read_group(sent, trainer_version=0, max_lag=0)
+
+
+def test_a_filter_of_slimes_gives_reasons() -> None:
+    named = FilterConfig(
+        function="tests.slime_plugins:high_enough",
+        style="slime",
+        options={"least": 0.5, "reward_key": "score"},
+    )
+    config = GroupsConfig(filter=named)
+    own = load_filter(named)
+    assert reason_to_drop(group(1.0, 0.0), config, own) is None
+    assert reason_to_drop(group(0.25, 0.0), config, own) == "FILTER:mean_0.2"
+
+
+def test_slimes_own_filter_is_there_without_slime() -> None:
+    name = "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std"
+    config = GroupsConfig(filter=FilterConfig(function=name, style="slime"))
+    own = load_filter(config.filter)
+    assert reason_to_drop(group(1.0, 0.0), config, own) is None
+    assert reason_to_drop(group(1.0, 1.0), config, own) == "FILTER:zero_std_1.0"
+
+
+def test_what_agents_call_unwanted_is_dropped_with_their_reason() -> None:
+    assert reason_to_drop(group(1.0, 0.0, unwanted="EASY"), GroupsConfig()) == "AGENT:EASY"
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--style", "verl"), "give --reward"),
+        (("--style", "trl", "--reward", "json:dumps", "--generate", "json:dumps"), "--generate"),
+        (("--style", "verl", "--reward", "json:dumps"), "called with (data_source"),
+        (("--style", "slime", "--generate", "json:nothing"), "has no nothing"),
+        (("--style", "slime", "--group-reward"), "--group-reward"),
+        (("--style", "trl", "--reward", "a:b", "--rollout-function", "a:b"), "--style slime"),
+        (("--style", "slime", "--rollout-function", "json:loads"), "called with (args"),
+        (("--rollout-function", "json:loads"), "go with a --style"),
+    ],
+)
+def test_a_style_that_does_not_fit_ends_the_worker_with_2(
+    options: tuple[str, ...], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = CliRunner().invoke(main, ["rollout", "--server", "127.0.0.1:1", *options])
+    assert shown.exit_code == 2
+    assert message in caplog.text
+
+
+def test_plain_arguments_can_be_copied() -> None:
+    args = make_arguments({"a": [1]}, model="m", max_context_length=8)
+    assert isinstance(args, Namespace)
+    args.eval_datasets.append(1)
+    assert make_arguments({}, model="m", max_context_length=8).eval_datasets == []

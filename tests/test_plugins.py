@@ -1,0 +1,552 @@
+"""Functions written for slime, verl and TRL, as they are, through a real server with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import AsyncGenerator, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.client import Message, SamplingParams, Task, Worker, WorkerSettings, connect
+from penstock.client.calls import Calls, Patience
+from penstock.client.plugins import modules
+from penstock.client.plugins.samples import Sample
+from penstock.client.plugins.slime import SlimeAgent
+from penstock.client.plugins.slime_functions import SingletonMeta, post
+from penstock.client.plugins.whole_rollout import RolloutMisused, WholeRollout
+from penstock.client.plugins.worker import load_worker
+from penstock.trainer.batching import read_group
+from penstock.v1 import trajectory_pb2, weights_pb2
+from penstock.wire import codec
+from penstock.wire.agent_marks import (
+    UNTRAINED,
+    MarkInvalid,
+    read_untrained,
+    read_unwanted,
+    write_untrained,
+)
+from tests.fakes import expected_tokens
+from tests.harness import Exchange, Harness, Outcome, hello, serve
+from tests.tiny_model import make_byte_tokenizer
+
+PLUGINS = "tests.slime_plugins"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tokenizer of the fake engine: a token is a byte."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def forget_state() -> None:
+    SingletonMeta.clear_all_instances()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncGenerator[Harness]:
+    async with serve(tmp_path, step_seconds=0.001) as harness:
+        yield harness
+
+
+def arguments(folder: Path, tokenizer: Path, **given: object) -> Path:
+    path = folder / "args.toml"
+    lines = [f"hf_checkpoint = '{tokenizer}'", "reward_key = 'score'"]
+    lines += [f"{key} = {str(value).lower()}" for key, value in given.items()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def tasks(count: int = 1, size: int = 1, **fields: Any) -> list[Task]:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    return [
+        Task(
+            f"t{index}",
+            **{
+                "prompt": (Message("user", f"sum {index}"),),
+                "metadata": {"label": str(index)},
+                "group_size": size,
+                "index": index,
+                "sampling": sampling,
+                **fields,
+            },
+        )
+        for index in range(count)
+    ]
+
+
+class Rig:
+    """Plugins at work on a server, and the trainer's end that takes what they make."""
+
+    def __init__(self, server: Harness, exchange: Exchange, folder: Path, tokenizer: Path) -> None:
+        self.server, self.exchange = server, exchange
+        self._folder, self._tokenizer = folder, tokenizer
+
+    async def run(
+        self,
+        generate: str | None = None,
+        reward: str | None = None,
+        *,
+        style: str = "slime",
+        whole: str | None = None,
+        work: Iterable[Task] = (),
+        attempts: int | None = None,
+        groups: bool = False,
+        concurrency: int = 8,
+        **args: object,
+    ) -> Any:
+        """Works on tasks to their end; returns the statistics."""
+        work = list(work) or tasks()
+        path = arguments(self._folder, self._tokenizer, **args)
+        count = attempts or sum(task.group_size for task in work)
+        settings = WorkerSettings(concurrency, attempts=count, group_reward=groups)
+        names = [f"{PLUGINS}:{name}" if name else None for name in (generate, reward, whole)]
+        make = load_worker(style, names[0], names[1], names[2], path, settings)
+        calls = Calls(self.server.address, Patience())
+        try:
+            async with connect(self.server.address) as client:
+                await client.submit_tasks(work)
+            return await asyncio.wait_for(make(calls).run(), 60)
+        finally:
+            await calls.close()
+
+    async def group(self) -> Any:
+        """The next finished group."""
+        self.exchange.send(demand={"group_count": 1})
+        return (await self.exchange.receive("delivery", 20)).group
+
+
+@pytest.fixture
+async def rig(server: Harness, tmp_path: Path, tokenizer: Path) -> Rig:
+    exchange = await hello(server.wire, groups_per_step=16)
+    return Rig(server, exchange, tmp_path, tokenizer)
+
+
+def policy(trajectory: Any) -> list[Any]:
+    return [s for s in trajectory.segments if s.author == trajectory_pb2.AUTHOR_POLICY]
+
+
+def tokens_of(trajectory: Any) -> list[int]:
+    return [int(t) for segment in trajectory.segments for t in codec.token_ids(segment)]
+
+
+def check_sampled(trajectory: Any) -> None:
+    """That every token of the policy is what its version samples there, with its log-probability."""
+    context: list[int] = []
+    for segment in trajectory.segments:
+        ids = [int(t) for t in codec.token_ids(segment)]
+        if segment.author == trajectory_pb2.AUTHOR_POLICY:
+            wanted, logprobs = expected_tokens(context, [segment.weight_version] * len(ids))
+            assert ids == wanted
+            assert codec.logprobs(segment).tolist() == np.float32(logprobs).tolist()
+        context += ids
+
+
+def trained(group: Any) -> list[list[int]]:
+    """The tokens of each trajectory that a trainer trains."""
+    read = read_group(group, trainer_version=0, max_lag=0)
+    return [s.token_ids[s.trained].tolist() for s in read.samples]
+
+
+# What functions return, and what is trained of it
+
+
+async def test_a_single_turn_with_tokens_is_recorded_as_it_was_sampled(rig: Rig) -> None:
+    statistics = await rig.run("generate", "length_reward")
+    assert statistics.failures == {}
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    assert tokens_of(trajectory)[:5] == list(b"sum 0")
+    assert trajectory.outcome.reward == 8.0
+    assert UNTRAINED not in trajectory.outcome.metadata.fields
+    assert trained(group) == [tokens_of(trajectory)[5:]]
+
+
+async def test_tool_turns_are_one_trajectory_with_the_tools_tokens_masked(rig: Rig) -> None:
+    await rig.run("tools", "reward_func", max_turns=3)
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    written = policy(trajectory)
+    assert trajectory.turn_count == len(written) == 3
+    assert trained(group) == [[int(t) for s in written for t in codec.token_ids(s)]]
+    # A reward that is a table: one entry counts, the others are metrics.
+    assert dict(trajectory.outcome.metrics) == {"turns": 3.0}
+    assert trajectory.outcome.reward > 8
+
+
+async def test_turns_with_text_never_encode_the_policys_tokens_again(rig: Rig) -> None:
+    await rig.run("search", "length_reward")
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    assert trajectory.turn_count == 2
+    assert len(trained(group)[0]) == 16
+    # The special tokens that the text spells are such.
+    assert tokens_of(trajectory)[:7] == [257, *b"sum 0", 258]
+
+
+async def test_vimes_endpoint_is_the_same_turns(rig: Rig) -> None:
+    statistics = await rig.run("vime", "length_reward")
+    assert statistics.failures == {}
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    assert trajectory.turn_count == 2
+    assert (len(trained(group)[0]), trajectory.outcome.reward) == (16, 17.0)
+
+
+async def test_samples_of_one_attempt_are_branches_each_with_its_reward(rig: Rig) -> None:
+    await rig.run("solvers", num_parallel=3)
+    trajectories = (group := await rig.group()).trajectories
+    assert len(trajectories) == 3
+    assert sorted(t.outcome.reward for t in trajectories) == [0.0, 1.0, 2.0]
+    root = trajectories[0].trajectory_id
+    assert [t.parent_trajectory_id for t in trajectories] == ["", root, root]
+    for trajectory in trajectories:
+        check_sampled(trajectory)
+    assert [len(ids) for ids in trained(group)] == [8, 8, 8]
+
+
+async def test_a_sample_for_each_turn_is_one_trajectory(rig: Rig) -> None:
+    await rig.run("turns")
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    assert trajectory.turn_count == 3
+    assert len(trained(group)[0]) == 24
+
+
+async def test_what_is_taken_back_carries_no_gradient(rig: Rig) -> None:
+    await rig.run("strips", "length_reward")
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    assert trained(group) == [tokens_of(trajectory)[5:-2]]
+    assert trajectory.outcome.reward == 6.0
+
+
+async def test_a_removed_sample_counts_in_the_baseline_only(rig: Rig) -> None:
+    await rig.run("removed", "length_reward")
+    group = await rig.group()
+    assert trained(group) == [[]]
+    assert read_group(group, trainer_version=0, max_lag=0).rewards == (8.0,)
+
+
+async def test_without_generate_it_is_one_turn_of_the_servers(rig: Rig) -> None:
+    await rig.run(None, "length_reward")
+    (trajectory,) = (await rig.group()).trajectories
+    check_sampled(trajectory)
+    assert trajectory.outcome.reward == 8.0
+
+
+async def test_a_group_reward_scores_siblings_at_once(rig: Rig) -> None:
+    await rig.run("tools", "batched_reward", work=tasks(2, 3), groups=True, max_turns=2)
+    for _ in range(2):
+        group = await rig.group()
+        assert [t.outcome.reward for t in group.trajectories] == [0.0, 1.0, 2.0]
+        for trajectory in group.trajectories:
+            check_sampled(trajectory)
+
+
+async def test_versions_are_the_servers_where_weights_change_between_turns(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.install()
+    from tests import slime_plugins
+
+    asked = 0
+
+    async def post(url: str, payload: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            await rig.server.upload(1)
+        return await modules.own.post(url, payload)
+
+    monkeypatch.setattr(slime_plugins, "post", post)
+    await rig.run("tools", "length_reward", max_turns=2)
+    (trajectory,) = (await rig.group()).trajectories
+    first, second = policy(trajectory)
+    assert (first.weight_version, second.weight_version) == (0, 1)
+    ids = tokens_of(trajectory)
+    start = ids.index(ord("<"))
+    wanted, _ = expected_tokens(ids[: len(ids) - 8], [1] * 8)
+    assert start and codec.token_ids(second).tolist() == wanted
+
+
+async def test_a_turn_that_a_switch_aborts_goes_on_and_no_function_sees_it(rig: Rig) -> None:
+    (work,) = tasks(sampling=SamplingParams(max_tokens=200, ignore_eos=True))
+    rig.server.engine.freeze_at = 20
+    running = asyncio.ensure_future(rig.run("generate", "length_reward", work=[work]))
+    while not (turns := rig.server.serving.turns.in_flight):
+        await asyncio.sleep(0.005)
+    await rig.server.sampled(turns[0].record.trajectory_id)
+    await rig.server.upload(1, in_flight=weights_pb2.IN_FLIGHT_POLICY_ABORT)
+    rig.server.engine.freeze_at = None
+    assert (await running).failures == {}
+    (trajectory,) = (group := await rig.group()).trajectories
+    versions = [
+        segment.weight_version for segment in policy(trajectory) for _ in codec.token_ids(segment)
+    ]
+    assert sorted(set(versions)) == [0, 1] and len(versions) == 200
+    ids = tokens_of(trajectory)
+    assert ids[5:] == expected_tokens(ids[:5], versions)[0]
+    assert trajectory.outcome.reward == 200.0
+    # The older ones are late for a trainer that holds version 1.
+    (sample,) = read_group(group, trainer_version=1, max_lag=0).samples
+    assert sample.trained.sum() == versions.count(1)
+
+
+async def test_agents_that_do_as_they_please_train_every_token_once(rig: Rig) -> None:
+    """Conversations that grow side by side, are cut, edited and gone back to, while weights change."""
+    sampled: dict[str, int] = {}
+    begun = asyncio.Event()
+
+    async def generate(args: Any, sample: Sample, sampling_params: Any) -> list[Sample]:
+        rng = random.Random(sample.index)
+        known = [list(sample.prompt.encode())]
+        found: list[Sample] = []
+
+        async def ask() -> None:
+            base = rng.choice(known)
+            base = rng.choice([base, [*base, 33], [*base, 33, 33], base[:-1], [*base[:-1], 35]])
+            params = {**sampling_params, "max_new_tokens": rng.randint(1, 12)}
+            payload = {"input_ids": base, "sampling_params": params, "return_logprob": True}
+            output = await post(f"http://{args.sglang_router_ip}/generate", payload)
+            pairs = output["meta_info"]["output_token_logprobs"]
+            one = copy.deepcopy(sample)
+            one.tokens, one.reward = list(base), 0.5
+            one.append_response_tokens(
+                args, tokens=[t for _, t, _ in pairs], log_probs=[p for p, _, _ in pairs]
+            )
+            found.append(one)
+            known.append(one.tokens)
+            sampled[str(sample.session_id)] = sampled.get(str(sample.session_id), 0) + len(pairs)
+
+        for _ in range(rng.randint(1, 8)):
+            await asyncio.gather(*(ask() for _ in range(rng.randint(1, 3))))
+            begun.set()
+        rng.shuffle(found)
+        return found
+
+    agent = SlimeAgent(generate, None, {}, group_reward=False, needs_tokenizer=False)
+    calls = Calls(rig.server.address, Patience())
+    agent.connect(calls)
+    settings = WorkerSettings(8, attempts=16)
+    tokenizer = make_byte_tokenizer()
+    async with connect(rig.server.address) as client:
+        await client.submit_tasks(tasks(16))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock.client.plugins.slime.find_tokenizer", lambda name: tokenizer)
+        working = asyncio.ensure_future(Worker(calls, agent.generate, None, settings).run())
+        await begun.wait()
+        await rig.server.upload(1)
+        assert (await asyncio.wait_for(working, 60)).failures == {}
+    await calls.close()
+    versions: set[int] = set()
+    for _ in range(16):
+        group = await rig.group()
+        for trajectory in group.trajectories:
+            check_sampled(trajectory)
+            versions |= {segment.weight_version for segment in policy(trajectory)}
+        root = group.trajectories[0].trajectory_id
+        read = read_group(group, trainer_version=1, max_lag=1)
+        assert sum(int(s.trained.sum()) for s in read.samples) == sampled[root]
+    assert 1 in versions
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("generate", "reward", "reason"),
+    [
+        ("cuts", "length_reward", "TOKENS_DIFFER"),
+        ("unmasked", "length_reward", "TOKENS_NOT_SAMPLED"),
+        ("gives_up", "length_reward", "ABORTED"),
+        ("breaks", "length_reward", "CONNECTION_ERROR"),
+        ("penalized", "length_reward", "SAMPLING_UNSUPPORTED"),
+        ("generate", "batched_reward", "TYPE_ERROR"),
+        ("generate", None, "REWARD_MISSING"),
+    ],
+)
+async def test_what_does_not_fit_fails_the_attempt_with_a_reason(
+    rig: Rig, generate: str, reward: str | None, reason: str
+) -> None:
+    statistics = await rig.run(generate, reward, attempts=3, max_turns=2)
+    assert statistics.failures == {reason: 3}
+    trajectories = (await rig.group()).trajectories
+    assert {t.outcome.failure.reason for t in trajectories} == {reason}
+    assert rig.server.serving.store.open_count == 0
+
+
+async def test_an_attempt_that_takes_too_long_is_closed_with_its_branches(
+    rig: Rig, tmp_path: Path, tokenizer: Path
+) -> None:
+    rig.server.engine.freeze_at = 4
+    path = arguments(tmp_path, tokenizer, num_parallel=3)
+    settings = WorkerSettings(1, attempts=3, attempt_seconds=0.5)
+    make = load_worker("slime", f"{PLUGINS}:solvers", None, None, path, settings)
+    calls = Calls(rig.server.address, Patience())
+    async with connect(rig.server.address) as client:
+        await client.submit_tasks(tasks())
+    statistics = await asyncio.wait_for(make(calls).run(), 60)
+    await calls.close()
+    assert statistics.failures == {"ATTEMPT_TIMEOUT": 3}
+    assert rig.server.serving.store.open_count == 0
+    failed = (await rig.group()).trajectories
+    assert {t.outcome.failure.reason for t in failed} == {"ATTEMPT_TIMEOUT"}
+
+
+async def test_several_samples_under_a_group_reward_are_refused(rig: Rig) -> None:
+    statistics = await rig.run("solvers", "batched_reward", groups=True, attempts=3, num_parallel=2)
+    assert statistics.failures == {"FAN_OUT_UNDER_GROUP_REWARD": 3}
+
+
+# Whole rollouts
+
+
+@pytest.mark.parametrize("gives_back", [False, True])
+async def test_a_whole_rollout_takes_groups_and_returns_them(rig: Rig, gives_back: bool) -> None:
+    statistics = await rig.run(
+        "tools",
+        "length_reward",
+        whole="whole",
+        work=tasks(4, 2),
+        max_turns=2,
+        rollout_batch_size=2,
+        gives_back=gives_back,
+        filtered=False,
+    )
+    assert (statistics.scored_count, statistics.failures) == (8, {})
+    for _ in range(4):
+        group = await rig.group()
+        assert len(group.trajectories) == 2
+        for trajectory in group.trajectories:
+            check_sampled(trajectory)
+        assert all(ids for ids in trained(group))
+
+
+async def test_what_a_whole_rollout_drops_is_marked_for_the_trainer(rig: Rig) -> None:
+    await rig.run(
+        None,
+        "length_reward",
+        whole="whole",
+        work=tasks(2, 2),
+        rollout_max_response_len=8,
+        gives_back=False,
+        filtered=True,
+    )
+    dropped: dict[str, str] = {}
+    for _ in range(2):
+        group = await rig.group()
+        dropped[group.task_id] = read_unwanted(group.trajectories[0].outcome.metadata)
+        assert all(trained(group)) == (not dropped[group.task_id])
+    assert dropped == {"t0": "FILTERED", "t1": ""}
+
+
+async def test_a_whole_rollout_that_asks_for_too_much_is_told(rig: Rig) -> None:
+    with pytest.raises(RolloutMisused, match="--concurrency is 4"):
+        await rig.run(None, "length_reward", whole="greedy", work=tasks(4, 2), concurrency=4)
+
+
+async def test_a_whole_rollout_that_is_stopped_gives_everything_back(
+    rig: Rig, tmp_path: Path, tokenizer: Path
+) -> None:
+    path = arguments(tmp_path, tokenizer, rollout_batch_size=5, gives_back=False, filtered=False)
+    settings = WorkerSettings(8)
+    make = load_worker(
+        "slime", None, f"{PLUGINS}:length_reward", f"{PLUGINS}:whole", path, settings
+    )
+    calls = Calls(rig.server.address, Patience())
+    worker = make(calls)
+    assert isinstance(worker, WholeRollout)
+    async with connect(rig.server.address) as client:
+        await client.submit_tasks(tasks(2, 2))
+        running = asyncio.ensure_future(worker.run())
+        # It makes both groups and waits for a third.
+        store = rig.server.serving.store
+        while len(done := [r for r in map(store.find, worker.held) if r and r.turn]) < 4 or any(
+            record.turn.in_flight for record in done if record.turn
+        ):
+            await asyncio.sleep(0.005)
+        assert not worker.stopping
+        worker.stop()
+        statistics = await asyncio.wait_for(running, 20)
+    await calls.close()
+    assert statistics.failures == {"WORKER_STOPPED": 4}
+    assert rig.server.serving.store.open_count == 0
+
+
+# Rewards of verl and TRL
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums"
+    assert extra_info == {"split": "train"}
+    return {"score": float(len(solution_str)), "acc": ground_truth == "0"}
+
+
+def trl(completions, answer, **kwargs):
+    assert all(message[0]["role"] == "assistant" for message in completions)
+    assert kwargs["prompts"] == [[{"role": "user", "content": "sum 0"}]] * len(completions)
+    return [float(a) + index if index < 2 else None for index, a in enumerate(answer)]
+
+
+async def test_a_score_of_verls_is_a_reward(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"reward_model": {"ground_truth": "0"}, "extra_info": {"split": "train"}}
+    monkeypatch.setattr("tests.test_plugins.PLUGINS", "tests.test_plugins")
+    work = tasks(metadata=row, data_source="sums")
+    await rig.run(None, "compute_score", style="verl", work=work)
+    (trajectory,) = (await rig.group()).trajectories
+    assert trajectory.outcome.reward == 8.0
+    assert dict(trajectory.outcome.metrics) == {"acc": 1.0}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+async def test_a_reward_of_trls_is_called_with_lists(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, groups: bool
+) -> None:
+    monkeypatch.setattr("tests.test_plugins.PLUGINS", "tests.test_plugins")
+    work = tasks(size=3, metadata={"answer": "3"})
+    attempts = 5 if groups else 3
+    await rig.run(None, "trl", style="trl", work=work, groups=groups, attempts=attempts)
+    outcomes = [t.outcome for t in (await rig.group()).trajectories]
+    if groups:
+        assert [o.reward for o in outcomes[:2]] == [3.0, 4.0]
+        assert outcomes[2].failure.reason == "REWARD_MISSING"
+    else:
+        assert [o.reward for o in outcomes] == [3.0, 3.0, 3.0]
+
+
+# Marks
+
+
+def test_marks_come_back_as_they_were_written() -> None:
+    for bits in range(1 << 6):
+        untrained = np.array([bits >> i & 1 for i in range(6)], np.bool_)
+        outcome = Outcome(reward=1.0)
+        outcome.metadata.update(write_untrained(untrained))
+        found = read_untrained(outcome.metadata, 6)
+        assert (np.zeros(6, np.bool_) if found is None else found).tolist() == untrained.tolist()
+
+
+@pytest.mark.parametrize(
+    "spans", ["all", [[0]], [[2, 1]], [[0, 9]], [[-1, 2]], [[3, 4], [1, 2]], [[0.5, 2]], [1, 2]]
+)
+def test_of_a_trajectory_with_an_unreadable_mark_nothing_is_trained(spans: Any) -> None:
+    outcome = Outcome(reward=1.0)
+    outcome.metadata.update({UNTRAINED: spans})
+    with pytest.raises(MarkInvalid):
+        read_untrained(outcome.metadata, 6)
+    segment = {
+        "author": trajectory_pb2.AUTHOR_POLICY,
+        "token_ids": codec.array_bytes(np.arange(6, dtype=np.int32)),
+        "logprobs": codec.array_bytes(np.zeros(6, np.float32), codec.LOGPROB),
+    }
+    group = codec.twin(trajectory_pb2.TrajectoryGroup)()
+    group.trajectories.add(trajectory_id="a", outcome=outcome).segments.add(**segment)
+    assert trained(group) == [[]]
