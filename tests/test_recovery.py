@@ -400,6 +400,8 @@ async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_pa
     async with on_disk(tmp_path / "a") as first:
         await hello(first.wire)
         await first.upload(3)
+        # The answer does not wait for the record.
+        await first.serving._journal.append(())
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
         call = asyncio.ensure_future(second.generate("t"))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from penstock.trainer.__main__ import _make_publisher, _Parts, _walk
+from penstock.trainer.__main__ import _walk
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.evaluation import EvaluationSet, Evaluator
@@ -30,6 +30,7 @@ from penstock.trainer.policy import StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.tasks import Problem, TaskFeeder, submit_tasks
+from penstock.trainer.wiring import Parts, _make_publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -203,7 +204,7 @@ async def running(
             share_prefixes=False,
             evaluator=evaluator,
         )
-        parts = _Parts(exchange, publisher, metrics, loop)
+        parts = Parts(exchange, publisher, metrics, loop)
         walk = asyncio.create_task(_walk(parts, stopping))
         try:
             yield Run(policy, exchange, publisher, chosen, loop, stopping, walk, folder, saved)

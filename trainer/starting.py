@@ -1,0 +1,110 @@
+"""Where a run begins: its policy and its place in the data, from the newest whole checkpoint where it
+resumes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.evaluation import EvaluationSet
+from penstock.trainer.evaluation_writer import last_steps
+from penstock.trainer.ledger import Ledger
+from penstock.trainer.metrics import keep_until
+from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy
+from penstock.trainer.ranks import Leader
+from penstock.trainer.sources.opening import open_source
+from penstock.trainer.sources.problem import Source
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins."""
+
+    policy: RankPolicy
+    state: TrainerState
+    source: Source
+    evaluations: tuple[EvaluationSet, ...]
+    ledger: Ledger
+    share_prefixes: bool
+    passed_over: int
+    """Step of a newer checkpoint that is broken; zero where none is."""
+
+
+def make_policy(config: TrainerConfig) -> RankPolicy:
+    """This rank's part of the policy. Raises ConfigInvalid."""
+    if config.model.backend.kind == "megatron":
+        from penstock.trainer.megatron_hook import install
+
+        install()
+        from penstock.trainer.megatron_policy import MegatronPolicy as ChosenPolicy
+    else:
+        from penstock.trainer.fsdp_policy import FsdpPolicy as ChosenPolicy
+
+    return ChosenPolicy(
+        config.model,
+        config.train,
+        algorithm=config.algorithm,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
+
+
+def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
+    """The policy, from the newest whole checkpoint where the run resumes. In the compute thread."""
+    run, folder = config.run, config.run.out / "checkpoints"
+    if not resume and has_checkpoints(folder):
+        raise ConfigInvalid(
+            f"run.out: {folder} holds checkpoints of an earlier start: "
+            "go on from them with --resume, or choose another folder"
+        )
+    checkpoint = restore(folder) if resume else None
+    source = open_source(config.data, run.seed)
+    data = source.identity
+    state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
+    policy = make_policy(config)
+    if leader is not None:
+        policy = LeadingPolicy(policy, leader)
+    if checkpoint is not None:
+        state = checkpoint.state
+        _check_same_run(checkpoint.folder, state, run.id, data)
+        policy.load(checkpoint.folder)
+        ledger.resume(state.step, state.ledger_bytes)
+        log.info("resuming after step %d from %s", state.step, checkpoint.folder)
+    elif resume and config.checkpoint.every_steps:
+        # Nothing is final before the first checkpoint: the server still has what it was trained on.
+        ledger.resume(0)
+        log.warning("nothing to resume from in %s; beginning at step 1", folder)
+    else:
+        ledger.begin()
+        if resume:
+            log.warning("nothing to resume from in %s; beginning at step 1", folder)
+    share_prefixes = config.train.share_prefixes and policy.supports_trees()
+    if config.train.share_prefixes and not share_prefixes:
+        log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
+    passed_over = checkpoint.passed_over if checkpoint is not None else 0
+    evaluations = _open_evaluations(config, state.step)
+    return Start(policy, state, source, evaluations, ledger, share_prefixes, passed_over)
+
+
+def _open_evaluations(config: TrainerConfig, step: int) -> tuple[EvaluationSet, ...]:
+    """The sets to measure, each with what a run that resumes has measured of it."""
+    keep_until(config.run.out, step)
+    last = last_steps(config.run.out)
+    return tuple(EvaluationSet(e, config.data, last.get(e.name)) for e in config.evaluation)
+
+
+def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -> None:
+    """Raises CheckpointUnusable where the configuration is of another run, or its data are others."""
+    if state.run_id != run_id:
+        raise CheckpointUnusable(f"{folder}: run {state.run_id!r}, not {run_id!r}")
+    if state.data != data:
+        raise CheckpointUnusable(
+            f"{folder}: its place in the data is one in {state.data!r}; the configuration now "
+            f"names {data!r}"
+        )
