@@ -26,14 +26,14 @@ LEVEL_SIZE = 100_000
 
 
 class Curriculum(Sequence[dict[str, object]]):
-    """`length` prompts; each index is always the same one."""
+    """Levels that rise over `rise` prompts, then more of the last; an index is always the same prompt."""
 
-    def __init__(self, length: int, seed: int) -> None:
-        self._length, self._seed = length, seed
+    def __init__(self, rise: int, seed: int) -> None:
+        self._rise, self._seed = rise, seed
         self._levels = [level(settings, seed + number) for number, settings in enumerate(LEVELS)]
 
     def __len__(self) -> int:
-        return self._length
+        return LEVEL_SIZE
 
     @overload
     def __getitem__(self, index: int) -> dict[str, object]: ...
@@ -41,12 +41,12 @@ class Curriculum(Sequence[dict[str, object]]):
     def __getitem__(self, index: slice) -> list[dict[str, object]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, object] | list[dict[str, object]]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._length))]
-        if not 0 <= index < self._length:
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
             raise IndexError(index)
         rng = random.Random(f"{self._seed} {index}")
         # Where the run is, from zero to the number of levels; the levels blend into each other.
-        place = index / self._length * len(LEVELS) + rng.uniform(-0.5, 0.5)
+        place = index / self._rise * len(LEVELS) + rng.uniform(-0.5, 0.5)
         newest = min(max(int(place), 0), len(LEVELS) - 1)
         chosen = rng.randrange(newest + 1) if rng.random() < REVISION else newest
         return row(self._levels[chosen][index % LEVEL_SIZE], chosen)
@@ -68,9 +68,9 @@ def row(entry: Any, number: int) -> dict[str, object]:
     }
 
 
-def training(length: int = 4_000, seed: int = 1) -> Curriculum:
+def training(rise: int = 4_000, seed: int = 1) -> Curriculum:
     """What is trained on."""
-    return Curriculum(length, seed)
+    return Curriculum(rise, seed)
 
 
 def evaluation(number: int, size: int = 64, seed: int = 1_000) -> list[dict[str, object]]:
