@@ -50,7 +50,7 @@ def draw(folder: Path, path: Path) -> None:
         label="evaluation: greedy, 64 problems of each level",
     )
     above.set_ylabel("reward")
-    above.legend(loc="upper left")
+    above.legend(loc="upper right")
     for level in evaluations[0]["by_source"] if evaluations else ():
         below.plot(
             [row["step"] for row in evaluations],
@@ -60,7 +60,7 @@ def draw(folder: Path, path: Path) -> None:
         )
     below.set_ylabel("reward by level")
     below.set_xlabel("step")
-    below.legend(loc="upper left")
+    below.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
     for axes in (above, below):
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
