@@ -349,9 +349,7 @@ class TaskQueue:
     def settle(self, attempt: Attempt, *, failed: bool) -> Settled:
         """Closes an attempt: it is final, or, failed with retries left, goes back to the queue."""
         group = attempt.group
-        self._attempts.pop(attempt.trajectory_id, None)
-        if attempt.holder is not None:
-            attempt.holder.held.discard(attempt.trajectory_id)
+        self._let_go(attempt)
         attempt.holder, attempt.leased, attempt.open_calls = None, False, 0
         attempt.orphaned = False
         attempt.branches.clear()
@@ -400,12 +398,16 @@ class TaskQueue:
             left_out += ids
             if other.leased:
                 taken_back += ids
-                self._attempts.pop(other.trajectory_id, None)
-                if other.holder is not None:
-                    other.holder.held.discard(other.trajectory_id)
+                self._let_go(other)
         self.leases.remember_expired(taken_back, retried=False)
         group.attempts = finished
         return left_out, taken_back
+
+    def _let_go(self, attempt: Attempt) -> None:
+        """Nobody holds it any more."""
+        self._attempts.pop(attempt.trajectory_id, None)
+        if attempt.holder is not None:
+            attempt.holder.held.discard(attempt.trajectory_id)
 
     def _remember_ended(self, group_id: str) -> None:
         self._ended[group_id] = None
@@ -441,9 +443,7 @@ class TaskQueue:
             for attempt in group.attempts:
                 if attempt.leased:
                     self.leases.remember_expired(_ids(attempt), retried=False)
-                    self._attempts.pop(attempt.trajectory_id, None)
-                    if attempt.holder is not None:
-                        attempt.holder.held.discard(attempt.trajectory_id)
+                    self._let_go(attempt)
         self._groups.clear()
         # Ids are unique within a run.
         self._ended.clear()

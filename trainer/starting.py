@@ -34,6 +34,8 @@ class Start:
     share_prefixes: bool
     passed_over: int
     """Step of a newer checkpoint that is broken; zero where none is."""
+    written_step: int
+    """Last step whose figures are written; the state has those of its own step where they are not."""
 
 
 def make_policy(config: TrainerConfig) -> RankPolicy:
@@ -88,13 +90,16 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     if config.train.share_prefixes and not share_prefixes:
         log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
     passed_over = checkpoint.passed_over if checkpoint is not None else 0
-    evaluations = _open_evaluations(config, state.step)
-    return Start(policy, state, source, evaluations, ledger, share_prefixes, passed_over)
+    # Before anything reads or adds to it.
+    written_step = keep_until(run.out, state.step)
+    evaluations = _open_evaluations(config)
+    return Start(
+        policy, state, source, evaluations, ledger, share_prefixes, passed_over, written_step
+    )
 
 
-def _open_evaluations(config: TrainerConfig, step: int) -> tuple[EvaluationSet, ...]:
+def _open_evaluations(config: TrainerConfig) -> tuple[EvaluationSet, ...]:
     """The sets to measure, each with what a run that resumes has measured of it."""
-    keep_until(config.run.out, step)
     last = last_steps(config.run.out)
     return tuple(EvaluationSet(e, config.data, last.get(e.name)) for e in config.evaluation)
 

@@ -19,7 +19,7 @@ from penstock.trainer.evaluation_writer import EvaluationWriter
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
-from penstock.trainer.metrics import MetricsWriter, keep_until
+from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.server_load import LoadMeter
@@ -66,7 +66,7 @@ def wire(
     )
     publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
     settle_refused(tasks, start.ledger.refused)
-    metrics, evaluations = _make_writers(config, state, channel, console, trackers)
+    metrics, evaluations = _make_writers(config, start, channel, console, trackers)
 
     def checkpoint(
         step: int, weight_version: int, figures: Mapping[str, object]
@@ -108,16 +108,15 @@ def wire(
 
 def _make_writers(
     config: TrainerConfig,
-    state: TrainerState,
+    start: Start,
     channel: grpc.aio.Channel,
     console: Console,
     trackers: Trackers,
 ) -> tuple[MetricsWriter, EvaluationWriter]:
     """What writes steps and evaluations, after what the run before left unwritten."""
     run = config.run
-    # Before the file is opened, for this replaces it.
-    written_step = keep_until(run.out, state.step)
-    unwritten: Mapping[str, object] = state.record if written_step < state.step else {}
+    state = start.state
+    unwritten: Mapping[str, object] = state.record if start.written_step < state.step else {}
     tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
     scalars = TrackedScalars(tensorboard, trackers)
     metrics = MetricsWriter(
@@ -125,7 +124,7 @@ def _make_writers(
         scalars,
         console,
         steps=run.steps,
-        step=written_step if unwritten else state.step,
+        step=start.written_step if unwritten else state.step,
         every_steps=config.metrics.every_steps,
         trackers=trackers,
         load=LoadMeter(channel, config.metrics.load_every_seconds),

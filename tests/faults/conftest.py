@@ -10,6 +10,8 @@ import pytest_asyncio
 
 from tests.faults.report import report_of
 from tests.faults.sites import Site, fake_site, vllm_site
+from tests.faults.trainers import Nursery, nursing
+from tests.tiny_model import make_tiny_model
 
 HERE = Path(__file__).parent
 LONG_SECONDS = 7_200
@@ -27,6 +29,19 @@ async def vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site]
     """A server around real vLLM."""
     async with vllm_site(tmp_path_factory.mktemp("vllm")) as site:
         yield site
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What trainers train."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def nursery(model: Path) -> AsyncGenerator[Nursery]:
+    """Where trainers come from."""
+    async with nursing(model) as running:
+        yield running
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,13 +15,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from tests.faults.report import Report
 from tests.faults.trainers import (
@@ -31,10 +29,8 @@ from tests.faults.trainers import (
     check_lineage,
     check_weights,
     model_of,
-    nursing,
     standing,
 )
-from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -73,17 +69,6 @@ POINTS = (
     "checkpoint.before_notice@1",
 )
 """Up to each of them one step more is saved."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def nursery(model: Path) -> AsyncGenerator[Nursery]:
-    async with nursing(model) as running:
-        yield running
 
 
 async def test_interrupted_at_every_hundredth(

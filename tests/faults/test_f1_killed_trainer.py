@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,8 @@ from tests.faults.trainers import (
     check_lineage,
     check_weights,
     model_of,
-    nursing,
     standing,
 )
-from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,17 +62,6 @@ POINTS = (
     "checkpoint.before_prune",
     "checkpoint.before_notice",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def nursery(model: Path) -> AsyncGenerator[Nursery]:
-    async with nursing(model) as running:
-        yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
