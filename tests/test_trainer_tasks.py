@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
+import pytest
 import reasoning_gym
 from google.protobuf import json_format
 
 from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, SamplingConfig
+from penstock.trainer.errors import ServerLost, SessionRefused
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem
 from penstock.trainer.sources.procedural import ReasoningGymSource
-from penstock.trainer.tasks import TaskFeeder, build_task
+from penstock.trainer.tasks import TaskFeeder, build_task, submit_tasks
 from penstock.wire.channel import client_options
 from tests.scripted_trainer_server import ScriptedServer, refuse
 
@@ -175,3 +178,52 @@ async def test_a_full_queue_is_enough() -> None:
         tasks = feeder(channel, 5)
         await tasks.fill()
         assert (tasks.next_index, tasks.outstanding) == (0, ())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+    ],
+    ids=lambda code: code.name,
+)
+async def test_a_server_that_gives_no_answer_is_asked_again(code: grpc.StatusCode) -> None:
+    async def unanswered(request: Any, context: Any) -> Any:
+        await context.abort(code, "gone")
+
+    server = ScriptedServer()
+    server._submit = unanswered  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        with pytest.raises(ServerLost, match=f"SubmitTasks: {code.name}"):
+            await submit_tasks(channel, [])
+
+
+async def test_a_server_that_stops_in_the_middle_of_an_answer_is_asked_again() -> None:
+    asked = asyncio.Event()
+
+    async def slow(request: Any, context: Any) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    server = ScriptedServer()
+    server._submit = slow  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        submitting = asyncio.create_task(submit_tasks(channel, []))
+        await asked.wait()
+        await server.server.stop(0)
+        with pytest.raises(ServerLost):
+            await submitting
+
+
+async def test_a_server_that_says_no_is_not_asked_again() -> None:
+    async def wrong(request: Any, context: Any) -> Any:
+        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "it is odd")
+
+    server = ScriptedServer()
+    server._submit = wrong  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        with pytest.raises(SessionRefused, match="SubmitTasks: FIELD_INVALID: it is odd"):
+            await submit_tasks(channel, [])

@@ -37,7 +37,7 @@ from penstock.trainer.probe import Probe
 from penstock.trainer.transports import Ahead, SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
-from penstock.wire.failure import Failure, read_failure
+from penstock.wire.failure import NO_ANSWER, Failure, read_failure
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import NotStaged
 
@@ -316,7 +316,7 @@ class Publisher:
                 break
             except grpc.aio.AioRpcError as error:
                 failure = read_failure(error)
-                if attempt + 1 == ATTEMPTS or failure.code == grpc.StatusCode.UNAVAILABLE:
+                if attempt + 1 == ATTEMPTS or failure.code in NO_ANSWER:
                     raise
                 if parcel.is_delta and failure.reason in NOT_THE_BASE:
                     parcel = self._instead(parcel, failure)
@@ -428,6 +428,6 @@ def _cannot_read(failure: Failure) -> bool:
 def _lost_or(error: grpc.aio.AioRpcError, subject: str) -> ServerLost | WeightsRefused:
     failure = read_failure(error)
     text = f"{subject}: {failure.reason or failure.code.name}: {failure.message}"
-    if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+    if failure.is_unanswered:
         return ServerLost(text)
     return WeightsRefused(text)

@@ -301,7 +301,7 @@ async def submit_tasks(
         if failure.reason == Reason.QUEUE_FULL:
             return None
         text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
-        if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if failure.is_unanswered:
             raise ServerLost(text) from error
         raise SessionRefused(text) from error
     return response.pending_count

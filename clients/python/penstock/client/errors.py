@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from penstock.wire.failure import Failure, read_failure
+from penstock.wire.failure import NO_ANSWER, Failure, read_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,12 +73,7 @@ class AccessDenied(PenstockError):
 
 
 _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
-    grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
-    # From the other side only: a call cancelled here raises asyncio.CancelledError.
-    grpc.StatusCode.CANCELLED: ServerUnavailable,
-    # No server answers it: gRPC itself does where a connection breaks in a way that it has no code for,
-    # such as at a record that TLS cannot verify.
-    grpc.StatusCode.UNKNOWN: ServerUnavailable,
+    **dict.fromkeys(NO_ANSWER, ServerUnavailable),
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: NotFound,

@@ -8,6 +8,17 @@ from typing import cast
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+NO_ANSWER = (
+    grpc.StatusCode.UNAVAILABLE,
+    # From the other side only, which ends what is under way as it stops: a call that is cancelled here
+    # raises asyncio.CancelledError.
+    grpc.StatusCode.CANCELLED,
+    # No server answers it: gRPC itself does where a connection breaks in a way that it has no code for,
+    # such as at a record that TLS cannot verify.
+    grpc.StatusCode.UNKNOWN,
+)
+"""What a call ends with whose server was lost, or stopped, before it answered."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -18,6 +29,11 @@ class Failure:
     reason: str = ""
     metadata: dict[str, str] = field(default_factory=dict[str, str])
     retry_after_seconds: float | None = None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the same call may succeed once the server is there: it is gone, or too slow."""
+        return self.code in NO_ANSWER or self.code == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def read_failure(error: grpc.RpcError) -> Failure:
