@@ -1,0 +1,124 @@
+// The agent of tests/test_languages.py: life ADDRESS ATTEMPTS. What it does with an attempt is named by the task's
+// metadata, and is the same, call by call, in tests/life.py and clients/typescript/test/life.ts.
+package main
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"os"
+	"strconv"
+	"time"
+
+	"penstock"
+)
+
+var agents = map[string]penstock.Agent{
+	"text": text, "conversation": conversation, "chat": chat, "aborted": aborted, "lost": lost, "failure": failure,
+}
+
+func text(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	first, err := attempt.Turn(ctx, nil, penstock.MaxTokens(12))
+	if err != nil {
+		return penstock.Outcome{}, err
+	}
+	more := penstock.Text(fmt.Sprintf(" and %d more", len(first.Text)))
+	second, err := attempt.Turn(ctx, more, penstock.MaxTokens(8), penstock.Temperature(0.5))
+	if err != nil {
+		return penstock.Outcome{}, err
+	}
+	reward := float64(len(first.Text)+len(second.Text)) / 8
+	return penstock.Outcome{Reward: reward, TurnRewards: []float64{0.25, 0.75}}, nil
+}
+
+func conversation(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	parameters := map[string]any{"type": "object", "required": []any{"a", "b"}}
+	add := penstock.WithTools(penstock.Tool{Name: "add", Description: "Adds.", Parameters: parameters})
+	asked := penstock.Messages{{Role: "user", Content: "What is 2 + 3?"}}
+	_, err := attempt.Turn(ctx, asked, penstock.MaxTokens(10), add)
+	if err != nil {
+		return penstock.Outcome{}, err
+	}
+	answer := penstock.Messages{{Role: "tool", Content: `{"sum": 5}`, ToolCallID: "call-1"}}
+	if _, err = attempt.Turn(ctx, answer); err != nil {
+		return penstock.Outcome{}, err
+	}
+	_, err = attempt.Turn(ctx, penstock.Text("Is that so?"))
+	return judged(len(attempt.Turns)), err
+}
+
+func chat(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	asked := penstock.Messages{{Role: "system", Content: "Be brief."}, {Role: "user", Content: "What is 2 + 3?"}}
+	if _, err := attempt.Turn(ctx, asked, penstock.MaxTokens(10)); err != nil {
+		return penstock.Outcome{}, err
+	}
+	_, err := attempt.Turn(ctx, penstock.Text("Is that so?"))
+	return judged(len(attempt.Turns)), err
+}
+
+func aborted(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	// A worker's trajectories go on by themselves; here the agent does it.
+	attempt.ResumeAborted = false
+	tokens := attempt.Stream(ctx, nil, penstock.MaxTokens(24), penstock.FlushEvery(time.Millisecond))
+	for segment, err := range tokens {
+		if err == nil && segment.Position == 0 {
+			_, err = attempt.Abort(ctx, "the test asks for it")
+		}
+		if err != nil {
+			return penstock.Outcome{}, err
+		}
+	}
+	if !attempt.LastTurn().Aborted() {
+		return penstock.Outcome{}, &penstock.Failed{Reason: "NOT_ABORTED"}
+	}
+	turn, err := attempt.Resume(ctx)
+	if err != nil {
+		return penstock.Outcome{}, err
+	}
+	return judged(len(turn.Segments)), nil
+}
+
+func lost(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	_, err := attempt.Turn(ctx, nil, penstock.MaxTokens(24))
+	return penstock.Reward(float64(len(attempt.Turns))), err
+}
+
+func failure(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	if _, err := attempt.Turn(ctx, nil, penstock.MaxTokens(4)); err != nil {
+		return penstock.Outcome{}, err
+	}
+	return penstock.Outcome{}, &penstock.Failed{Reason: "TOOL_TIMEOUT", Message: "the sandbox was silent"}
+}
+
+func judged(count int) penstock.Outcome {
+	return penstock.Outcome{
+		Reward:  float64(count) / 4,
+		Metrics: map[string]float64{"turns": float64(count), "half": 0.5},
+		Metadata: map[string]any{
+			"note": "é", "list": []any{1, true, nil, "two"},
+			"nested": map[string]any{"deep": map[string]any{"number": 1.5}},
+		},
+	}
+}
+
+func main() {
+	attempts, err := strconv.Atoi(os.Args[2])
+	if err != nil {
+		log.Fatal(err)
+	}
+	client, err := penstock.Connect(os.Args[1], penstock.Options{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	options := penstock.WorkOptions{Attempts: attempts, LeaseOptions: penstock.LeaseOptions{Concurrency: 1}}
+	statistics, err := client.Work(context.Background(), options, func(
+		ctx context.Context, attempt *penstock.Attempt,
+	) (penstock.Outcome, error) {
+		return agents[attempt.Task.Metadata["agent"].(string)](ctx, attempt)
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Printf("%+v\n", statistics)
+}

@@ -1,0 +1,203 @@
+package penstock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+)
+
+// Agent makes an attempt and returns its outcome. An error fails its attempt only, which the server has made
+// again; a *Failed says with which reason.
+type Agent func(ctx context.Context, attempt *Attempt) (Outcome, error)
+
+// WorkOptions say how a worker works.
+type WorkOptions struct {
+	LeaseOptions
+	// Return after so many; zero goes on until ctx ends.
+	Attempts int
+	// Bound on one attempt; after it the attempt fails with ATTEMPT_TIMEOUT.
+	AttemptTime time.Duration
+	// How long attempts in flight may go on after the end of ctx; zero is 20 s.
+	Drain time.Duration
+	// Told of each attempt that has ended: closed with its outcome, or lost.
+	Ended func(*Attempt)
+}
+
+// Statistics are what a worker did.
+type Statistics struct {
+	// Attempts that ended with a reward, and with a failure.
+	Rewarded, Failed int
+	// Attempts whose lease or server was lost.
+	Lost int
+}
+
+// What the give-back of unfinished attempts may take when the worker stops.
+const giveBack = 5 * time.Second
+
+var (
+	errStopping = &Failed{"WORKER_STOPPED", "the worker was stopped"}
+	errTooLate  = &Failed{"ATTEMPT_TIMEOUT", "not done within its time"}
+)
+
+// worker runs a fixed number of attempts in flight, across training steps. Order of shutdown: stop leasing, so
+// that nothing new begins; let what runs end, up to the drain bound; fail the rest, so that the server has it made
+// again; close the lease stream.
+type worker struct {
+	leases     *Leases
+	options    WorkOptions
+	agent      Agent
+	running    sync.WaitGroup
+	lock       sync.Mutex
+	statistics Statistics
+}
+
+func work(ctx context.Context, calls *calls, options WorkOptions, agent Agent) (Statistics, error) {
+	options.Concurrency = orElse(options.Concurrency, 8)
+	options.ResumeAborted = true
+	w := &worker{leases: newLeases(calls, options.LeaseOptions), options: options, agent: agent}
+	defer w.leases.Close()
+	// Not of ctx: attempts in flight outlive it by the drain bound.
+	attempts, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(errStopping)
+	slots := make(chan struct{}, options.Concurrency)
+	var failed error
+	for begun := 0; options.Attempts == 0 || begun < options.Attempts; begun++ {
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+		}
+		if ctx.Err() != nil {
+			break
+		}
+		attempt, err := w.leases.Next(ctx)
+		if err != nil || attempt == nil {
+			if ctx.Err() == nil {
+				failed = err
+			}
+			break
+		}
+		w.running.Add(1)
+		go func() {
+			defer w.running.Done()
+			w.attempt(attempts, attempt)
+			<-slots
+		}()
+	}
+	w.leases.StopLeasing()
+	w.drain(ctx, cancel)
+	w.lock.Lock()
+	defer w.lock.Unlock()
+	return w.statistics, failed
+}
+
+// drain returns when nothing runs, or can be waited for any longer.
+func (w *worker) drain(ctx context.Context, cancel context.CancelCauseFunc) {
+	ended := make(chan struct{})
+	go func() { w.running.Wait(); close(ended) }()
+	select {
+	case <-ended:
+		return
+	case <-ctx.Done():
+	}
+	for _, bound := range []time.Duration{orElse(w.options.Drain, 20*time.Second), giveBack} {
+		timer := time.NewTimer(bound)
+		defer timer.Stop()
+		select {
+		case <-ended:
+			return
+		case <-timer.C:
+			cancel(errStopping)
+		}
+	}
+}
+
+// attempt makes one, from its lease to its outcome.
+func (w *worker) attempt(ctx context.Context, attempt *Attempt) {
+	outcome, lost := w.judge(ctx, attempt)
+	if !lost {
+		lost = !w.close(context.WithoutCancel(ctx), attempt, outcome, false)
+	}
+	w.leases.Release(attempt.TrajectoryID)
+	if w.options.Ended != nil {
+		defer w.options.Ended(attempt)
+	}
+	w.lock.Lock()
+	defer w.lock.Unlock()
+	switch {
+	case lost:
+		w.statistics.Lost++
+	case attempt.Outcome.Failure != nil:
+		w.statistics.Failed++
+	default:
+		w.statistics.Rewarded++
+	}
+}
+
+// judge runs the agent; what it returns or panics with becomes the outcome. Lost is whether its lease is.
+func (w *worker) judge(ctx context.Context, attempt *Attempt) (outcome Outcome, lost bool) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if w.options.AttemptTime > 0 {
+		timer := time.AfterFunc(w.options.AttemptTime, func() { cancel(errTooLate) })
+		defer timer.Stop()
+	}
+	go func() {
+		select {
+		case <-attempt.Lost:
+			cancel(ErrLeaseLost)
+		case <-ctx.Done():
+		}
+	}()
+	outcome, err := call(ctx, w.agent, attempt)
+	if errors.Is(context.Cause(ctx), ErrLeaseLost) {
+		return outcome, true
+	}
+	if attempt.Closed {
+		return *attempt.Outcome, false
+	}
+	if err != nil {
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		return Outcome{Failure: asFailed(err)}, false
+	}
+	return outcome, false
+}
+
+func call(ctx context.Context, agent Agent, attempt *Attempt) (outcome Outcome, err error) {
+	defer func() {
+		if panicked := recover(); panicked != nil {
+			err = &Failed{"PANIC", fmt.Sprint(panicked)}
+		}
+	}()
+	return agent(ctx, attempt)
+}
+
+// close sends an outcome; false where it cannot be sent: the attempt is lost.
+func (w *worker) close(ctx context.Context, attempt *Attempt, outcome Outcome, ownSent bool) bool {
+	own := attempt.Outcome
+	_, err := attempt.Complete(ctx, outcome)
+	if err == nil {
+		return true
+	}
+	var refused *Error
+	known := errors.As(err, &refused)
+	// The outcome itself may be what cannot be sent.
+	unsent := !known || refused.Code == codes.InvalidArgument || refused.Code == codes.ResourceExhausted
+	if unsent && outcome.Failure == nil {
+		failed := asFailed(err)
+		if !known {
+			failed.Reason = "OUTCOME_INVALID"
+		}
+		return w.close(ctx, attempt, Outcome{Failure: failed}, ownSent)
+	}
+	if Reason(err) == "OUTCOME_DIFFERS" && own != nil && !ownSent {
+		// By the agent itself, which did not hear the answer.
+		return w.close(ctx, attempt, *own, true)
+	}
+	return false
+}

@@ -1,0 +1,99 @@
+/** What a call can fail with: one root and a leaf per kind of answer to it. */
+
+import { Metadata, type ServiceError, status } from "@grpc/grpc-js";
+import { ErrorInfo, RetryInfo } from "./gen/google/rpc/error_details.js";
+import { Status } from "./gen/google/rpc/status.js";
+
+/** What is known of a refused or failed call. */
+export interface Refusal {
+  /** Status of the call. */
+  code: status;
+  /** Machine-readable, of the table in proto/README.md; empty where the server named none. */
+  reason: string;
+  /** The values the message speaks of, from `google.rpc.ErrorInfo`. */
+  metadata: Record<string, string>;
+  /** When the server expects that asking again helps. */
+  retryAfterMs?: number;
+}
+
+/** A refused or failed call; the root of everything this package throws about the server. */
+export class PenstockError extends Error implements Refusal {
+  readonly code: status;
+  readonly reason: string;
+  readonly metadata: Record<string, string>;
+  readonly retryAfterMs?: number;
+
+  constructor(message: string, refusal: Partial<Refusal> = {}, options?: ErrorOptions) {
+    super(refusal.reason ? `${refusal.reason}: ${message}` : message, options);
+    this.name = new.target.name;
+    this.code = refusal.code ?? status.UNKNOWN;
+    this.reason = refusal.reason ?? "";
+    this.metadata = refusal.metadata ?? {};
+    if (refusal.retryAfterMs !== undefined) this.retryAfterMs = refusal.retryAfterMs;
+  }
+}
+
+/** The server cannot be reached, was lost, or does not serve now (UNAVAILABLE). */
+export class ServerUnavailable extends PenstockError {}
+
+/** The request itself is wrong; asking again does not help (INVALID_ARGUMENT). */
+export class InvalidRequest extends PenstockError {}
+
+/** The server knows no such trajectory or task (NOT_FOUND). */
+export class NotFound extends PenstockError {}
+
+/** The state of the trajectory, the lease or the weights forbids it (FAILED_PRECONDITION, ALREADY_EXISTS,
+ * ABORTED). */
+export class NotAllowedNow extends PenstockError {}
+
+/** A bound of the server is reached, and waiting did not help (RESOURCE_EXHAUSTED). */
+export class Overloaded extends PenstockError {}
+
+/** A deadline ran out (DEADLINE_EXCEEDED). */
+export class DeadlineExceeded extends PenstockError {}
+
+/** The caller is not known or may not do this (UNAUTHENTICATED, PERMISSION_DENIED). */
+export class AccessDenied extends PenstockError {}
+
+const LEAVES: Partial<Record<status, typeof PenstockError>> = {
+  [status.UNAVAILABLE]: ServerUnavailable,
+  // From the other side only: a call cancelled here ends with the reason of its signal.
+  [status.CANCELLED]: ServerUnavailable,
+  // No server answers these two: gRPC itself does where a connection breaks in a way it has no code for.
+  [status.UNKNOWN]: ServerUnavailable,
+  [status.INVALID_ARGUMENT]: InvalidRequest,
+  [status.OUT_OF_RANGE]: InvalidRequest,
+  [status.NOT_FOUND]: NotFound,
+  [status.FAILED_PRECONDITION]: NotAllowedNow,
+  [status.ALREADY_EXISTS]: NotAllowedNow,
+  [status.ABORTED]: NotAllowedNow,
+  [status.RESOURCE_EXHAUSTED]: Overloaded,
+  [status.DEADLINE_EXCEEDED]: DeadlineExceeded,
+  [status.UNAUTHENTICATED]: AccessDenied,
+  [status.PERMISSION_DENIED]: AccessDenied,
+};
+
+/** The leaf for an error that gRPC raised, with what its details say. */
+export function fromService(error: ServiceError): PenstockError {
+  const refusal: Refusal = { code: error.code, reason: "", metadata: {} };
+  for (const value of (error.metadata ?? new Metadata()).get("grpc-status-details-bin")) {
+    if (typeof value === "string") continue;
+    for (const detail of Status.decode(value).details) {
+      if (detail.typeUrl.endsWith("/google.rpc.ErrorInfo")) {
+        const info = ErrorInfo.decode(detail.value);
+        refusal.reason = info.reason;
+        refusal.metadata = { ...info.metadata };
+      } else if (detail.typeUrl.endsWith("/google.rpc.RetryInfo")) {
+        const delay = RetryInfo.decode(detail.value).retryDelay;
+        if (delay) refusal.retryAfterMs = Number(delay.seconds) * 1000 + delay.nanos / 1e6;
+      }
+    }
+  }
+  const leaf = LEAVES[error.code] ?? PenstockError;
+  return new leaf(error.details || status[error.code], refusal, { cause: error });
+}
+
+/** Whether something thrown is an error of a gRPC call. */
+export function isServiceError(error: unknown): error is ServiceError {
+  return error instanceof Error && "code" in error && "details" in error && "metadata" in error;
+}

@@ -1,0 +1,253 @@
+/** A trajectory: turns with text, messages or tokens; abort, resume, outcome. */
+
+import type { Calls, TurnRequest } from "./calls.js";
+import { NotFound } from "./errors.js";
+import { ContinueRequest, GenerateRequest, StreamOptions } from "./gen/penstock/v1/rollout_service.js";
+import { type Closed, type Failed as Failure, Failed, type Outcome, writeOutcome } from "./outcome.js";
+import { type Observation, type Sampling, type Task, type Tool, writePrompt, writeSampling } from "./prompt.js";
+import { abortTurn, turnStream } from "./turnStream.js";
+import { type Segment, type TrajectoryRecord, type Turn, TurnProgress, countOf, readTrajectory } from "./turns.js";
+
+/** How to take a turn. What samples holds for this turn and those after it. */
+export interface TurnOptions extends Sampling {
+  /** Tools the policy may call; only on the first turn. */
+  tools?: Tool[];
+  /** Lets the server go on with the turn when the connection is lost. */
+  detach?: boolean;
+  /** Ends the wait, and with it the turn, which can be resumed: `AbortSignal.timeout(5000)`. */
+  signal?: AbortSignal;
+}
+
+/** How to take a turn token by token. */
+export interface StreamingOptions extends TurnOptions {
+  /** One segment per weight version, when the turn ends. */
+  finalOnly?: boolean;
+  /** Longest time tokens wait on the server. */
+  flushMs?: number;
+}
+
+/** Where a trajectory belongs. */
+export interface TrajectoryOptions {
+  groupId?: string;
+  groupSize?: number;
+  sampleIndex?: number;
+  /** Trajectory it branches from. */
+  parentTrajectoryId?: string;
+  /** Lower runs earlier. */
+  priority?: number;
+  /** A turn under another version is refused; 0n takes any. */
+  requiredWeightVersion?: bigint;
+  /** See Trajectory. */
+  resumeAborted?: boolean;
+  /** Ends every wait of this trajectory. */
+  signal?: AbortSignal;
+}
+
+/**
+ * One episode, made by `Client.trajectory` or by a lease; the first turn opens it.
+ *
+ * `turn` begins with the task's prompt, or with what it is given, and extends it afterwards. In a
+ * conversation a plain string is a user's message; otherwise it is text, encoded without a template.
+ */
+export class Trajectory {
+  /** Turns so far; an aborted one is the last until it is resumed. */
+  readonly turns: Turn[] = [];
+  /** Set when its close begins. */
+  outcome: Outcome | Failed | undefined;
+  /** Set when its close was confirmed. */
+  closed = false;
+  /** Whether a turn that was aborted from outside, as by a weight update, goes on by itself. */
+  resumeAborted: boolean;
+  private sampling: Sampling;
+  private chat: boolean;
+  private progress: TurnProgress | undefined;
+  private readonly branches: Trajectory[] = [];
+
+  constructor(
+    private readonly calls: Calls,
+    readonly trajectoryId: string,
+    readonly options: TrajectoryOptions = {},
+    readonly task?: Task,
+    private readonly onClosed?: (trajectoryId: string) => void,
+  ) {
+    this.resumeAborted = options.resumeAborted ?? false;
+    this.sampling = task?.sampling ?? {};
+    this.chat = Boolean(task?.tools?.length) || isChat(task?.prompt);
+  }
+
+  /** Takes one turn: `await trajectory.turn("What is 2 + 3?", { maxTokens: 16 })`. Throws PenstockError. */
+  async turn(observation?: Observation, options: TurnOptions = {}): Promise<Turn> {
+    return this.last(this.stream(observation, { ...options, finalOnly: true }));
+  }
+
+  /**
+   * Takes one turn and yields its tokens as they come; `turns.at(-1)` is the turn afterwards.
+   *
+   * Until then they are provisional: where the server was lost and came back with less than it had streamed,
+   * a segment whose `position` is before the end of the last one takes the place of what followed there.
+   * Leaving the loop early aborts the turn.
+   */
+  async *stream(observation?: Observation, options: StreamingOptions = {}): AsyncGenerator<Segment, void> {
+    if (this.progress) throw new Error(`a turn of ${this.trajectoryId} is not finished: resume or abort it`);
+    const { tools = [], detach = false, finalOnly = false, flushMs, signal, ...sampling } = options;
+    const streamOptions = StreamOptions.fromPartial({
+      finalOnly,
+      detach,
+      ...(flushMs === undefined ? {} : { flushInterval: duration(flushMs) }),
+    });
+    const request = this.writeTurn(observation, tools, streamOptions, sampling);
+    this.progress = new TurnProgress(this.turns.length, request);
+    yield* this.take(this.progress, true, streamOptions, signal);
+  }
+
+  /** Goes on with an aborted or broken-off turn, at the exact token; returns the whole turn. */
+  async resume(options: { signal?: AbortSignal } = {}): Promise<Turn> {
+    const streamOptions = StreamOptions.fromPartial({ finalOnly: true });
+    const known = this.progress === undefined;
+    if (!this.progress) {
+      const turn = this.turns.at(-1);
+      if (!turn?.aborted) throw new Error(`no turn of ${this.trajectoryId} is aborted`);
+      this.turns.pop();
+      this.progress = TurnProgress.of(turn, this.resumption(streamOptions));
+    }
+    return this.last(this.take(this.progress, known, streamOptions, options.signal));
+  }
+
+  /** Stops the turn in flight; returns the tokens it keeps. Nothing in flight: zero. */
+  async abort(reason = ""): Promise<number> {
+    return abortTurn(this.calls, this.trajectoryId, reason);
+  }
+
+  /** Closes it with a reward; durable when answered. Throws RangeError unless it is finite. */
+  async complete(reward: number | Outcome): Promise<Closed> {
+    return this.close(typeof reward === "number" ? { reward } : reward);
+  }
+
+  /** Closes it as failed: the server has the attempt made again, up to a bound. */
+  async fail(reason: string, message = ""): Promise<Closed> {
+    return this.close(new Failed(reason, message));
+  }
+
+  /** Closes it, and its branches. Their turns that are still in flight are aborted first. */
+  async close(outcome: Outcome | Failure): Promise<Closed> {
+    const written = writeOutcome(outcome);
+    this.outcome = outcome;
+    await this.abortUnfinished();
+    const closed = await this.calls.completeTrajectory({ trajectoryId: this.trajectoryId, outcome: written });
+    this.closed = true;
+    this.onClosed?.(this.trajectoryId);
+    return closed;
+  }
+
+  /** The trajectory as the server holds it, context included. */
+  async get(): Promise<TrajectoryRecord> {
+    const held = await this.calls.getTrajectory(this.trajectoryId, { patient: true, signal: this.options.signal });
+    return readTrajectory(held.trajectory!, held.open);
+  }
+
+  /** A trajectory of the same attempt, such as a sub-agent's; it is closed with this one. */
+  branch(trajectoryId: string): Trajectory {
+    const options = { ...this.options, parentTrajectoryId: this.trajectoryId };
+    const branch = new Trajectory(this.calls, trajectoryId, options);
+    this.branches.push(branch);
+    return branch;
+  }
+
+  /** The server closes nothing of which a turn is in flight. */
+  private async abortUnfinished(): Promise<void> {
+    for (const branch of this.branches) await branch.abortUnfinished();
+    if (!this.progress) return;
+    try {
+      await abortTurn(this.calls, this.trajectoryId, "closing", { patient: true });
+    } catch (error) {
+      if (!(error instanceof NotFound)) throw error;
+    }
+  }
+
+  private async last(stream: AsyncGenerator<Segment, void>): Promise<Turn> {
+    for await (const _ of stream);
+    return this.turns.at(-1)!;
+  }
+
+  /** Runs a turn and notes what became of it, however it ends. */
+  private async *take(
+    progress: TurnProgress,
+    known: boolean,
+    streamOptions: StreamOptions,
+    signal: AbortSignal | undefined,
+  ): AsyncGenerator<Segment, void> {
+    const signals = [this.options.signal, signal].filter((each) => each !== undefined);
+    const run = {
+      calls: this.calls,
+      trajectoryId: this.trajectoryId,
+      progress,
+      resume: this.resumption(streamOptions),
+      resumeAborted: this.resumeAborted,
+      leased: this.task !== undefined,
+      policyCountBefore: this.turns.reduce((count, turn) => count + countOf(turn.segments), 0),
+      ...(signals.length ? { signal: AbortSignal.any(signals) } : {}),
+    };
+    try {
+      yield* turnStream(run, known);
+    } catch (error) {
+      if (progress.refused(error)) this.progress = undefined;
+      throw error;
+    } finally {
+      if (progress.finished) {
+        this.turns.push(progress.finished);
+        this.progress = undefined;
+      }
+    }
+  }
+
+  private resumption(streamOptions: StreamOptions): TurnRequest {
+    const { trajectoryId } = this;
+    return { $case: "continue", value: ContinueRequest.fromPartial({ trajectoryId, streamOptions }) };
+  }
+
+  private writeTurn(
+    observation: Observation | undefined,
+    tools: Tool[],
+    streamOptions: StreamOptions,
+    sampling: Sampling,
+  ): TurnRequest {
+    const { trajectoryId, options } = this;
+    const first = this.turns.length === 0;
+    if (!first && observation === undefined) {
+      throw new TypeError("a later turn needs an observation; an aborted one is resumed");
+    }
+    const prompt = writePrompt(observation, tools, this.chat && !first);
+    if (first && prompt) this.chat = prompt.$case === "conversation";
+    this.sampling = { ...this.sampling, ...sampling };
+    const samplingParams = writeSampling(this.sampling);
+    if (!first) {
+      const overridden = Object.keys(sampling).length ? { samplingParams } : {};
+      const value = { trajectoryId, streamOptions, ...(prompt ? { observation: prompt } : {}), ...overridden };
+      return { $case: "continue", value: ContinueRequest.fromPartial(value) };
+    }
+    const { groupId, groupSize, sampleIndex, parentTrajectoryId, priority, requiredWeightVersion } = options;
+    // A lease and a parent each say themselves which group it is.
+    const group = this.task || parentTrajectoryId ? {} : { groupId, groupSize, sampleIndex };
+    return {
+      $case: "generate",
+      value: GenerateRequest.fromPartial({
+        trajectoryId,
+        streamOptions,
+        samplingParams,
+        priority,
+        requiredWeightVersion,
+        parentTrajectoryId,
+        ...group,
+        ...(prompt ? { prompt } : {}),
+      }),
+    };
+  }
+}
+
+function isChat(prompt: Observation | undefined): boolean {
+  return typeof prompt === "object" && !(prompt instanceof Int32Array);
+}
+
+function duration(ms: number): { seconds: bigint; nanos: number } {
+  return { seconds: BigInt(Math.floor(ms / 1000)), nanos: Math.round((ms % 1000) * 1e6) };
+}

@@ -1,0 +1,69 @@
+/**
+ * The agent of tests/test_languages.py: `node life.js ADDRESS ATTEMPTS`. What it does with an attempt is named
+ * by the task's metadata, and is the same, call by call, in tests/life.py and clients/go/internal/life.
+ */
+
+import { type Agent, Failed, type Message, type Outcome, connect } from "@penstock/client";
+
+const agents: Record<string, Agent> = {
+  async text({ trajectory }) {
+    const first = await trajectory.turn(undefined, { maxTokens: 12 });
+    const second = await trajectory.turn(` and ${first.text.length} more`, { maxTokens: 8, temperature: 0.5 });
+    return { reward: (first.text.length + second.text.length) / 8, turnRewards: [0.25, 0.75] };
+  },
+
+  async conversation({ trajectory }) {
+    const tools = [{ name: "add", description: "Adds.", parameters: { type: "object", required: ["a", "b"] } }];
+    await trajectory.turn([{ role: "user", content: "What is 2 + 3?" }], { maxTokens: 10, tools });
+    await trajectory.turn({ role: "tool", content: '{"sum": 5}', toolCallId: "call-1" });
+    await trajectory.turn("Is that so?");
+    return judged(trajectory.turns.length);
+  },
+
+  async chat({ trajectory }) {
+    const asked: Message[] = [
+      { role: "system", content: "Be brief." },
+      { role: "user", content: "What is 2 + 3?" },
+    ];
+    await trajectory.turn(asked, { maxTokens: 10 });
+    await trajectory.turn("Is that so?");
+    return judged(trajectory.turns.length);
+  },
+
+  async aborted({ trajectory }) {
+    // A worker's trajectories go on by themselves; here the agent does it.
+    trajectory.resumeAborted = false;
+    for await (const segment of trajectory.stream(undefined, { maxTokens: 24, flushMs: 1 })) {
+      if (segment.position === 0) await trajectory.abort("the test asks for it");
+    }
+    if (!trajectory.turns.at(-1)!.aborted) throw new Failed("NOT_ABORTED");
+    const turn = await trajectory.resume();
+    return judged(turn.segments.length);
+  },
+
+  async lost({ trajectory }) {
+    await trajectory.turn(undefined, { maxTokens: 24 });
+    return trajectory.turns.length;
+  },
+
+  async failure({ trajectory }) {
+    await trajectory.turn(undefined, { maxTokens: 4 });
+    throw new Failed("TOOL_TIMEOUT", "the sandbox was silent");
+  },
+};
+
+function judged(count: number): Outcome {
+  return {
+    reward: count / 4,
+    metrics: { turns: count, half: 0.5 },
+    metadata: { note: "é", list: [1, true, null, "two"], nested: { deep: { number: 1.5 } } },
+  };
+}
+
+const [address = "", attempts = "0"] = process.argv.slice(2);
+const penstock = connect(address);
+const statistics = await penstock.worker({ concurrency: 1, attempts: Number(attempts) }, (attempt) =>
+  agents[attempt.task.metadata.agent]!(attempt),
+);
+console.log(JSON.stringify(statistics));
+penstock.close();
