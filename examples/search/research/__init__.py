@@ -1,0 +1,1 @@
+"""A research agent that trains: corpus, retrieval, agent, reward."""

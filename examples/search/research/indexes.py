@@ -1,0 +1,213 @@
+"""Indexes over the chunks: BM25 and sentence embeddings, each whole or as one of several shards.
+
+    chunks -> build: bm25/, embeddings.npy -> load(kind, shard) -> search(queries, count) -> hits
+
+A shard holds one of n equal parts of the chunks, in their order. Its scores are those of the whole index:
+BM25's weights are made once over all chunks, and a shard is a cut of them. So hits of all shards, merged by
+`merge`, are those of one index, ties included: hits of equal score are ordered by their chunk.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind: TypeAlias = Literal["bm25", "embeddings"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+BM25_FOLDER = "bm25"
+EMBEDDINGS_FILE = "embeddings.npy"
+ENCODE_BATCH = 64
+
+Encode: TypeAlias = Callable[[Sequence[str]], NDArray[np.float32]]
+"""Texts to vectors of length one, shape [n, d]."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Hit:
+    """A chunk that fits a query. The best is the least: hits sort by falling score, then by chunk."""
+
+    negated_score: float
+    chunk_id: int
+
+    @property
+    def score(self) -> float:
+        """How well it fits; of one index only comparable with itself."""
+        return -self.negated_score
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One part of several: `Shard(0, 4)` is the first quarter."""
+
+    number: int = 0
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Reads "1/4", the first of four. Raises ValueError."""
+        number, separator, of = text.partition("/")
+        if not separator or not (number.isdecimal() and of.isdecimal()):
+            raise ValueError(f"a shard reads NUMBER/COUNT, such as 1/4, got {text!r}")
+        if not 1 <= int(number) <= int(of):
+            raise ValueError(f"a shard is one of 1/{of} to {of}/{of}, got {text!r}")
+        return cls(int(number) - 1, int(of))
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """The first of its chunks and the one after its last."""
+        return count * self.number // self.of, count * (self.number + 1) // self.of
+
+    def __str__(self) -> str:
+        return f"{self.number + 1}/{self.of}"
+
+
+class Index(Protocol):
+    """What finds chunks."""
+
+    def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
+        """The best hits of each query, at most `count`, best first."""
+        ...
+
+
+class Bm25Index:
+    """Words, stemmed, weighted as Lucene does (bm25s). A chunk without a word of the query is no hit."""
+
+    def __init__(self, weights: Any, first: int, end: int) -> None:
+        """`weights` is a `bm25s.BM25` over all chunks, of which those from `first` to `end` are kept."""
+        self._stemmer = english_stemmer()
+        self._first, self._weights = first, cut(weights, first, end)
+
+    @classmethod
+    def build(cls, texts: Sequence[str]) -> Any:
+        """The weights of all chunks."""
+        weights = library("bm25s").BM25()
+        weights.index(_tokenize(texts, english_stemmer()), show_progress=False)
+        return weights
+
+    def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
+        """See `Index`."""
+        found: list[list[Hit]] = []
+        for words in _tokenize(queries, self._stemmer):
+            # bm25s fails on no words at all.
+            scores = self._weights.get_scores(words) if words else np.zeros(0, np.float32)
+            found.append(_best(scores, count, self._first, above=0.0))
+        return found
+
+
+class EmbeddingIndex:
+    """Meaning: the cosine of a sentence embedding with each chunk's."""
+
+    def __init__(self, vectors: NDArray[np.float32], first: int, end: int, encode: Encode) -> None:
+        self._first, self._vectors = first, np.ascontiguousarray(vectors[first:end])
+        self._encode = encode
+
+    def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
+        """See `Index`."""
+        scores = self._encode(queries) @ self._vectors.T
+        return [_best(row, count, self._first) for row in scores]
+
+
+def build(folder: Path, kind: Kind, texts: Sequence[str], encode: Encode | None = None) -> None:
+    """Writes an index over all chunks into a folder. Embeddings need an `encode`."""
+    if kind == "bm25":
+        Bm25Index.build(texts).save(folder / BM25_FOLDER, show_progress=False)
+        return
+    assert encode is not None
+    with (folder / f".{EMBEDDINGS_FILE}").open("wb") as file:
+        np.save(file, encode(texts))
+    (folder / f".{EMBEDDINGS_FILE}").rename(folder / EMBEDDINGS_FILE)
+
+
+def is_built(folder: Path, kind: Kind) -> bool:
+    """Whether a folder holds an index."""
+    return (folder / (BM25_FOLDER if kind == "bm25" else EMBEDDINGS_FILE)).exists()
+
+
+def load(folder: Path, kind: Kind, shard: Shard, encode: Encode | None = None) -> Index:
+    """A shard of an index that was built. Only the shard is kept in memory."""
+    if kind == "bm25":
+        weights = library("bm25s").BM25.load(folder / BM25_FOLDER, mmap=True, show_progress=False)
+        return Bm25Index(weights, *shard.bounds(weights.scores["num_docs"]))
+    assert encode is not None
+    vectors = np.load(folder / EMBEDDINGS_FILE, mmap_mode="r")
+    return EmbeddingIndex(vectors, *shard.bounds(len(vectors)), encode)
+
+
+def sentence_encoder(model_folder: Path) -> Encode:
+    """Embeddings of a sentence-transformers model."""
+    model = library("sentence_transformers").SentenceTransformer(str(model_folder), device="cpu")
+
+    def encode(texts: Sequence[str]) -> NDArray[np.float32]:
+        return model.encode(
+            list(texts),
+            batch_size=ENCODE_BATCH,
+            normalize_embeddings=True,
+            show_progress_bar=False,
+        )
+
+    return encode
+
+
+def merge(parts: Iterable[Sequence[Hit]], count: int) -> list[Hit]:
+    """The best hits of several shards, each best first."""
+    return list(heapq.merge(*parts))[:count]
+
+
+def fuse(rankings: Iterable[Sequence[Hit]], count: int, constant: float = 60.0) -> list[Hit]:
+    """Reciprocal rank fusion of rankings by different indexes (Cormack, Clarke, Buettcher, SIGIR 2009)."""
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, hit in enumerate(ranking, start=1):
+            scores[hit.chunk_id] = scores.get(hit.chunk_id, 0.0) + 1.0 / (constant + rank)
+    return sorted(Hit(-score, chunk_id) for chunk_id, score in scores.items())[:count]
+
+
+def cut(weights: Any, first: int, end: int) -> Any:
+    """A `bm25s.BM25` of the chunks from `first` to `end` alone, with the weights they have among all."""
+    scores = weights.scores
+    kept = (scores["indices"] >= first) & (scores["indices"] < end)
+    before = np.concatenate([[0], np.cumsum(kept)])
+    part = library("bm25s").BM25(
+        k1=weights.k1, b=weights.b, delta=weights.delta, method=weights.method
+    )
+    part.vocab_dict = weights.vocab_dict
+    part.nonoccurrence_array = weights.nonoccurrence_array
+    part.scores = {
+        "data": np.asarray(scores["data"])[kept],
+        "indices": np.asarray(scores["indices"])[kept] - first,
+        "indptr": before[scores["indptr"]],
+        "num_docs": end - first,
+    }
+    return part
+
+
+def library(name: str) -> Any:
+    """A library whose types are unknown, loaded by who needs it alone."""
+    return importlib.import_module(name)
+
+
+def english_stemmer() -> Any:
+    """Words to their stems."""
+    return library("Stemmer").Stemmer("english")
+
+
+def _tokenize(texts: Sequence[str], stemmer: Any) -> list[list[str]]:
+    return library("bm25s").tokenize(
+        list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False
+    )
+
+
+def _best(scores: NDArray[np.float32], count: int, first: int, above: float = -np.inf) -> list[Hit]:
+    """The highest scores, whole ties at the edge considered, so that a cut is the same in every shard."""
+    if not len(scores) or count < 1:
+        return []
+    least = np.partition(scores, -count)[-count] if count < len(scores) else -np.inf
+    places = np.flatnonzero((scores >= least) & (scores > above))
+    return sorted(Hit(-float(scores[place]), first + int(place)) for place in places)[:count]
