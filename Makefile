@@ -9,8 +9,9 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults fuzz soak lint types gen gen-into format bench bench-codec bench-serving bench-update \
-	bench-staleness bench-weights bench-delta bench-buffer bench-journal bench-overlap bench-corrections bench-parity
+.PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into format \
+	bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer bench-journal \
+	bench-overlap bench-corrections bench-parity bench-attempts
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -24,6 +25,7 @@ demo: setup ## a real model learns over the wire; ARGS="--steps 10 --task chain_
 
 # Two at a time, each file as a whole: what a file starts once is started once.
 test: setup ## all tests; ARGS="-k codec" are passed on
+	-@$(BIN)/python .ci/clients.py
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 FAULTS :=
@@ -74,7 +76,28 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-bench: bench-codec bench-staleness bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
+clients: setup ## set up, build and test the clients in TypeScript and Go, each where its tools can be had
+	@$(BIN)/python .ci/clients.py
+	@$(BIN)/python -m pytest tests/test_languages.py tests/test_client_packages.py $(ARGS)
+
+CLIENT_STUBS := .
+GOOGLE_PROTOS = $(dir $(shell $(BIN)/python -c "import google.rpc; print(list(google.rpc.__path__)[0])"))..
+TS_OPTIONS := env=node,esModuleInterop=true,importSuffix=.js,forceLong=bigint,oneof=unions-value,outputJsonMethods=false,exportCommonSymbols=false,annotateFilesWithVersion=false
+
+gen-clients: setup ## generate the stubs of clients/typescript and clients/go anew
+	@$(BIN)/python .ci/clients.py
+	@$(MAKE) --no-print-directory gen-clients-into
+
+# Without set-up, as gen-into: make gen-clients-into CLIENT_STUBS=/tmp/stubs. What travels as the details of
+# an error is no part of proto/: its definition comes with googleapis-common-protos.
+gen-clients-into:
+	@PATH="$(BIN):$(CURDIR)/.venv/share/clients/bin:$$PATH"; set -e; \
+		mkdir -p $(CLIENT_STUBS)/clients/typescript/src/gen; \
+		$(BIN)/python -m grpc_tools.protoc -I $(GOOGLE_PROTOS) --ts_proto_opt=$(TS_OPTIONS) \
+			--ts_proto_out=$(CLIENT_STUBS)/clients/typescript/src/gen google/rpc/status.proto google/rpc/error_details.proto; \
+		$(BIN)/buf generate --template clients/buf.gen.yaml -o $(CLIENT_STUBS)
+
+bench: bench-codec bench-staleness bench-attempts bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -97,6 +120,9 @@ bench-delta: setup ## how small and how fast differences are, also between the v
 bench-buffer: setup ## finished groups through the durable buffer, next to a Ray actor queue
 	-@$(BIN)/python .ci/add_extra.py bench
 	@$(BIN)/python benchmarks/buffer.py $(ARGS)
+
+bench-attempts: setup ## thousands of attempts that wait for their tools in one worker: memory, and p99 of Continue
+	@$(BIN)/python benchmarks/attempts.py $(ARGS)
 
 VERL := .venv/share/verl
 

@@ -10,10 +10,15 @@ as a whole, as agents do that wait for it (`trajectory.turn()`); `penstock_strea
 `--secure` adds a second such server, `penstock_tls`, called by TLS and with a token that is read from its
 file for each call.
 
+`chat` and `chat_stream` are OpenAI's chat completions of the same Penstock server, `http_chat` and
+`http_chat_stream` those of vLLM's: same body, prompts as text. Penstock's samples with log-probabilities,
+because it keeps them for the trainer; vLLM's is not asked for any.
+
 The last line is one JSON object, all ratios to the raw engine's tokens per second:
-{"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "http_stream": {...}, "http_unary": {...}}
-and with `--secure` those of penstock_tls and penstock_tls_stream, and, each to the same without TLS in the
-same round: {"tls_to_plaintext": {turns: ratio}, "tls_to_plaintext_stream": {turns: ratio}}
+{"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "chat": {...}, "http_stream": {...}, ...}
+and, of chat completions to vLLM's in the same round, {"chat_to_http": {turns: ratio},
+"chat_to_http_stream": {...}}; with `--secure` those of penstock_tls and penstock_tls_stream, and, each to
+the same without TLS in the same round, "tls_to_plaintext" and "tls_to_plaintext_stream".
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ PROMPT_TOKENS = 32
 ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "64"]
 ENGINE += ["--kv-cache-memory-bytes", str(2 << 30)]
 SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
+CHATS = ("chat_to_http", "chat_to_http_stream")
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
 Run = Callable[[int, int], Awaitable[float]]
@@ -180,6 +186,8 @@ async def penstock_server(
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     address = line.split(" on ")[1].split()[0]
+    endpoints = (await process.stdout.readline()).decode().split(" on ")[1].strip()
+    session = http_session()
     channel = open_channel(address, security)
     generate = channel.unary_stream(
         "/penstock.v1.RolloutService/Generate",
@@ -213,12 +221,59 @@ async def penstock_server(
 
         return run
 
+    systems = {name: runner(True), f"{name}_stream": runner(False)}
+    if security is None:
+        systems |= chat_runners(session, endpoints, "chat")
     try:
-        yield {name: runner(True), f"{name}_stream": runner(False)}
+        yield systems
     finally:
+        await session.close()
         await channel.close()
         process.terminate()
         await process.wait()
+
+
+def http_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
+    )
+
+
+def chat_runners(session: aiohttp.ClientSession, base: str, name: str) -> dict[str, Run]:
+    """Chat completions of whoever serves them, whole and streamed."""
+
+    async def turn(tokens: int, stream: bool) -> None:
+        question = " ".join(
+            str(number) for number in random.sample(range(1000), PROMPT_TOKENS // 4)
+        )
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": tokens,
+            "stream": stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+            **SAMPLING,
+        }
+        usage: dict[str, int] = {}
+        async with session.post(f"{base}/chat/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            if stream:
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        usage = json.loads(line[6:]).get("usage") or usage
+            else:
+                usage = (await answer.json())["usage"]
+        assert usage["completion_tokens"] == tokens, usage
+
+    def runner(stream: bool) -> Run:
+        async def run(turns: int, tokens: int) -> float:
+            began = time.perf_counter()
+            await asyncio.gather(*(turn(tokens, stream) for _ in range(turns)))
+            return time.perf_counter() - began
+
+        return run
+
+    return {name: runner(False), f"{name}_stream": runner(True)}
 
 
 @contextlib.asynccontextmanager
@@ -235,9 +290,7 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
         stderr=asyncio.subprocess.DEVNULL,
     )
     base = f"http://127.0.0.1:{port}"
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
-    )
+    session = http_session()
     async with asyncio.timeout(300):
         while True:
             with contextlib.suppress(aiohttp.ClientError):
@@ -276,8 +329,9 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
 
         return run
 
+    systems = {"http_stream": runner(True), "http_unary": runner(False)}
     try:
-        yield {"http_stream": runner(True), "http_unary": runner(False)}
+        yield systems | chat_runners(session, f"{base}/v1", "http_chat")
     finally:
         await session.close()
         process.terminate()
@@ -334,6 +388,10 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                     plain = round_speeds[name.replace("tls_to_plaintext", "penstock")]
                     ratio = round_speeds[name.replace("tls_to_plaintext", "penstock_tls")] / plain
                     ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
+                for name in () if arguments.no_http else CHATS:
+                    ours = round_speeds[name.replace("chat_to_http", "chat")]
+                    theirs = round_speeds[name.replace("chat_to_http", "http_chat")]
+                    ratios.setdefault(name, {}).setdefault(turns, []).append(ours / theirs)
             console.print(f"round {number + 1} of {arguments.rounds}")
     table = Table(title=f"output tokens per second (ratio to raw), median of {arguments.rounds}")
     table.add_column("turns in flight", justify="right")
@@ -349,6 +407,12 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             ),
         )
     console.print(table)
+    if not arguments.no_http:
+        for turns in counts:
+            found = [f"{statistics.median(ratios[name][turns]):.3f}" for name in CHATS]
+            console.print(
+                f"{turns} turns: chat completions to vLLM's {found[0]}, streamed {found[1]}"
+            )
     if arguments.secure:
         for turns in counts:
             found = [f"{statistics.median(ratios[name][turns]):.3f}" for name in SECURE]

@@ -27,8 +27,8 @@ Every option of vLLM's engine may be given under its own name:
     penstock serve --model HuggingFaceTB/SmolLM2-135M-Instruct --dtype bfloat16 --max-model-len 2048
 
 Everything may also stand in a TOML file: the server's own settings at the top and in [leases],
-[weights], [streaming], [limits] and [security], vLLM's in [engine]. --dry-run prints such a file,
-with every setting as it would be.
+[weights], [conversation], [http], [streaming], [limits] and [security], vLLM's in [engine]. --dry-run
+prints such a file, with every setting as it would be.
 
 An address that is not this host's loopback needs TLS and tokens: docs/security.md.
 """
@@ -44,6 +44,10 @@ An address that is not this host's loopback needs TLS and tokens: docs/security.
 )
 @click.option("--model", help="Model directory or hub name; here or in the file.")
 @click.option("--listen", help="HOST:PORT; port 0 takes a free one.  [default: 127.0.0.1:50051]")
+@click.option(
+    "--http-listen",
+    help="HOST:PORT of the HTTP endpoints; empty for none.  [default: the port after gRPC's]",
+)
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file of settings.")
 @click.option(
     "--set",
@@ -61,6 +65,7 @@ def serve(
     context: click.Context,
     model: str | None,
     listen: str | None,
+    http_listen: str | None,
     path: Path | None,
     settings: tuple[str, ...],
     dry_run: bool,
@@ -70,6 +75,8 @@ def serve(
     given = list(settings)
     if listen is not None:
         given.append(f"listen={listen}")
+    if http_listen is not None:
+        given.append(f"http.listen={http_listen}")
     if model is not None:
         given.append(f"engine.model={model}")
     try:
@@ -92,12 +99,14 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     """Serves, or prints what it would serve."""
     # Imports vllm, which takes seconds: only now that it is certain to be needed.
     from penstock.server.vllm_options import describe_options, engine_arguments
+    from penstock.server.vllm_parsers import ParserUnknown, check_names
 
     logging.basicConfig(
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
+        check_names(config.conversation.tool_parser, config.conversation.reasoning_parser)
         arguments = engine_arguments([*config.engine_options(), *engine_options])
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -110,6 +119,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         return 0
 
     from penstock.server import allocator
+    from penstock.server.http_server import HttpAddressInUse
     from penstock.server.journal import JournalUnreadable
     from penstock.server.log_journal import JournalInUse
     from penstock.server.serving import AddressInUse
@@ -119,7 +129,13 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     telemetry.configure("penstock-server")
     try:
         return asyncio.run(_serve(config, arguments))
-    except (AddressInUse, JournalInUse, JournalUnreadable) as error:
+    except (
+        AddressInUse,
+        HttpAddressInUse,
+        JournalInUse,
+        JournalUnreadable,
+        ParserUnknown,
+    ) as error:
         click.echo(f"penstock serve: {error}", err=True)
         return 1
     finally:
@@ -129,14 +145,23 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
     """From the first bind to the last answer; see `serving` for the order."""
     from penstock.server.authorization import open_gate
-    from penstock.server.conversation import TokenizerRenderer
+    from penstock.server.conversation import TokenizerRenderer, load_tokenizer
+    from penstock.server.http_server import open_http
     from penstock.server.log_journal import open_journal
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm_engine import VllmEngine
+    from penstock.server.vllm_parsers import VllmParsers
 
     # First the port: one in use must not cost the minutes a model takes to load.
     gate = open_gate(config)
     server, port = bind(config.listen, config.limits.concurrent_calls, gate)
+    http = open_http(config, port, gate.credentials)
+    try:
+        tokenizer = load_tokenizer(str(arguments.tokenizer or arguments.model))
+    except Exception as error:
+        return _cannot_serve(arguments, error)
+    names = config.conversation.tool_parser, config.conversation.reasoning_parser
+    parser = VllmParsers(tokenizer, *names) if any(names) else None
     journal = open_journal(config.journal)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -152,20 +177,17 @@ async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
     try:
         engine = starting.result()
     except Exception as error:
-        # vLLM raises whatever it likes at a model it cannot load; the operator wants the reason.
-        logger.debug("the engine did not start", exc_info=True)
-        click.echo(f"penstock serve: cannot serve {arguments.model}: {error}", err=True)
-        return 1
-    renderer = TokenizerRenderer.load(
-        str(arguments.tokenizer or arguments.model), engine.description.eos_token_ids
-    )
-    rollouts = Serving(server, engine, renderer, config, journal, gate)
+        return _cannot_serve(arguments, error)
+    renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
+    rollouts = Serving(server, engine, renderer, config, journal, gate, http)
     await rollouts.start()
     host = config.listen.rpartition(":")[0]
     click.echo(
         f"penstock serving {arguments.model} on {host}:{port} "
         f"(weight version {rollouts.switch.active_version})"
     )
+    if http is not None:
+        click.echo(f"penstock endpoints on {http.url}")
     sys.stdout.flush()
     failing = asyncio.ensure_future(rollouts.failed())
     await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -176,6 +198,13 @@ async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
     failing.cancel()
     await rollouts.stop()
     return 0
+
+
+def _cannot_serve(arguments: AsyncEngineArgs, error: Exception) -> int:
+    """vLLM raises whatever it likes at a model it cannot load; the operator wants the reason."""
+    logger.debug("the engine did not start", exc_info=error)
+    click.echo(f"penstock serve: cannot serve {arguments.model}: {error}", err=True)
+    return 1
 
 
 def _without_none(value: object) -> object:

@@ -20,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -29,7 +30,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.server.caller_limits import VISIT, Callers
 from penstock.server.config import ServeConfig
-from penstock.server.credentials import Caller, Credentials, host_of
+from penstock.server.credentials import AuthContext, Caller, Credentials, host_of
 from penstock.server.errors import DomainError, to_status
 from penstock.server.service import ServicerContext, linger
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
@@ -73,6 +74,17 @@ Serve = Callable[[Any, ServicerContext], Any]
 Decode = Callable[[bytes], object]
 
 
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """What a call shows of who makes it."""
+
+    metadata: Sequence[tuple[str, str | bytes]]
+    peer: str
+    """As gRPC names it: "ipv4:127.0.0.1:4711"."""
+    auth_context: Callable[[], AuthContext]
+    """What its connection was made with."""
+
+
 class Gate(grpc.aio.ServerInterceptor):
     """Lets calls in, by name, role and account."""
 
@@ -108,12 +120,12 @@ class Gate(grpc.aio.ServerInterceptor):
 
         async def handle(stream: AsyncIterator[bytes], context: ServicerContext) -> object:
             try:
-                with self._visit(method, context) as caller:
+                with self.visit(method, _presented(context)) as caller:
                     messages = _Messages(stream, decode, self.callers.message_bytes)
                     request = messages if rpc.request_streaming else await messages.only()
                     if not rpc.response_streaming:
                         return await serve(request, context)
-                    async with self._while_in_force(caller):
+                    async with self.while_in_force(caller):
                         return await _answer(serve(request, context), context)
             except DomainError as error:
                 self.callers.refused(error)
@@ -128,9 +140,9 @@ class Gate(grpc.aio.ServerInterceptor):
         return make(cast("Any", handle), None, rpc.response_serializer)
 
     @contextmanager
-    def _visit(self, method: str, context: ServicerContext) -> Generator[Caller]:
+    def visit(self, method: str, presented: Presented) -> Generator[Caller]:
         """From where a caller is let in to where its call ends. Raises DomainError."""
-        caller = self._admit(method, context)
+        caller = self._admit(method, presented)
         visit = self.callers.enter(caller)
         token = VISIT.set(visit)
         try:
@@ -139,8 +151,8 @@ class Gate(grpc.aio.ServerInterceptor):
             VISIT.reset(token)
             visit.leave()
 
-    def _admit(self, method: str, context: ServicerContext) -> Caller:
-        metadata = cast("tuple[tuple[str, str | bytes], ...]", context.invocation_metadata() or ())
+    def _admit(self, method: str, presented: Presented) -> Caller:
+        metadata = presented.metadata
         size = sum(len(key) + len(value) + HEADER_BYTES for key, value in metadata)
         if size > MAX_METADATA_BYTES:
             raise DomainError(
@@ -149,10 +161,10 @@ class Gate(grpc.aio.ServerInterceptor):
                 {"metadata_bytes": size, "limit": MAX_METADATA_BYTES},
             )
         if method in ANYBODY:
-            return Caller("host", host_of(context.peer()))
+            return Caller("host", host_of(presented.peer))
         if self.credentials.refresh():
             self._end_revoked()
-        caller = self.credentials.identify(metadata, context.peer(), context.auth_context)
+        caller = self.credentials.identify(metadata, presented.peer, presented.auth_context)
         allowed = ALLOWED.get(method, frozenset())
         if caller.role in allowed or (caller.role is None and allowed):
             return caller
@@ -163,7 +175,7 @@ class Gate(grpc.aio.ServerInterceptor):
             {"caller": caller.name, "role": role, "method": method, "allowed": names},
         )
 
-    def _while_in_force(self, caller: Caller) -> _InForce:
+    def while_in_force(self, caller: Caller) -> _InForce:
         return _InForce(self._open, caller, self.credentials.seconds_left(caller))
 
     def _end_revoked(self) -> None:
@@ -177,16 +189,22 @@ def open_gate(config: ServeConfig) -> Gate:
     """The gate that a configuration asks for. Raises ConfigError."""
     security = config.security
     gate = Gate(Credentials(security), Callers(config.limits.caller))
-    if security.insecure and not is_loopback(config.listen):
+    open_to_others = [address for address in config.addresses.values() if not is_loopback(address)]
+    if security.insecure and open_to_others:
         asked = "presents a token" if gate.credentials.asked_for else "reaches it"
         how = "in plaintext" if security.certificate is None else "by TLS"
         logger.warning(
             "security.insecure is set: %s takes calls %s from anybody who %s",
-            config.listen,
+            ", ".join(open_to_others),
             how,
             asked,
         )
     return gate
+
+
+def _presented(context: ServicerContext) -> Presented:
+    metadata = cast("tuple[tuple[str, str | bytes], ...]", context.invocation_metadata() or ())
+    return Presented(metadata, context.peer(), context.auth_context)
 
 
 class _InForce:

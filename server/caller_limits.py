@@ -177,6 +177,20 @@ class Callers:
 
         return guarded
 
+    def begin_turn(self, *trajectory_ids: str, opens: bool = False) -> None:
+        """What `guard` checks before a turn, for one that no rpc asks for. Raises DomainError."""
+        visit = VISIT.get()
+        if visit is not None:
+            self._check_own(visit.caller, trajectory_ids)
+            self._check_turn(visit, opens=opens)
+            visit.reserve_turn()
+
+    def check_own(self, trajectory_id: str) -> None:
+        """That a trajectory is not another agent's than the caller that is being served."""
+        visit = VISIT.get()
+        if visit is not None:
+            self._check_own(visit.caller, (trajectory_id,))
+
     def _claim(self, lease_tasks: Handler) -> Handler:
         """An attempt is its agent's from when it is leased."""
 

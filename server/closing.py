@@ -72,6 +72,8 @@ MAX_OUTCOME_BYTES = 1 << 20
 # A delivery is the group, two integers and the tags and lengths of two messages around them.
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
 GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
+STOOD_STILL_SECONDS = 0.5
+"""A clock that is later than this was not waiting for its turn: the process had none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +177,10 @@ class Closing:
             await self._journal.append([*_outcomes(closing, outcome), *forgotten])
             return Closed()
         settled = self._queue.settle(attempt, failed=failed)
-        if not settled.final:
-            for member in closing:
-                self._store.forget(member.trajectory_id)
+        # Branches that were closed before go with it.
+        gone = [] if settled.final else _with_branches(record)
+        for member in gone:
+            self._store.forget(member.trajectory_id)
         closed = Closed(settled.completed is not None, retried=not settled.final)
         self._store.remember(
             record,
@@ -186,8 +189,8 @@ class Closing:
             retried=closed.retried,
         )
         records = _outcomes(closing, outcome, closed)
-        if closed.retried:
-            records.append(trajectories_forgotten(member.trajectory_id for member in closing))
+        if gone:
+            records.append(trajectories_forgotten(member.trajectory_id for member in gone))
         # A caller that is gone must not leave its group in no place.
         await asyncio.shield(
             self._tasks.start(
@@ -208,7 +211,8 @@ class Closing:
         if attempt is not None:
             found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
             members += [member for member in found if member is not None]
-        tokens = sum(branch.token_count for m in members for branch in _with_branches(m))
+        branches = [branch for member in members for branch in _with_branches(member)]
+        tokens = sum(branch.token_count - branch.parent_token_count for branch in branches)
         self._budget.check(outcome.ByteSize())
         self._journal.check_room(
             tokens * BYTES_PER_TOKEN + (outcome.ByteSize() + RECORD_BYTES) * len(members)
@@ -342,7 +346,10 @@ class Closing:
         """Consumes leases that ran out; waits for the next deadline; produces waiting attempts, or
         failures where no retry is left. Runs for as long as the server does.
         """
+        deadline: float | None = None
         while True:
+            if deadline is not None and self._clock() - deadline > STOOD_STILL_SECONDS:
+                self._queue.leases.forgive(self._queue.groups)
             for attempt, lost, settled in self._queue.expire():
                 await self._expired(attempt, lost, settled)
             deadline = self._queue.next_deadline()

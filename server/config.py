@@ -94,6 +94,30 @@ class Streaming(_Section):
     """Tokens the engine gathers before it hands them over."""
 
 
+class Http(_Section):
+    """Endpoints that SDKs of other services know; docs/endpoints.md."""
+
+    listen: str | None = None
+    """HOST:PORT; unset is gRPC's host, and a free port where gRPC's is 0, else the port after it. Empty is
+    off."""
+
+    def address(self, beside: str, port: int) -> str | None:
+        """Where to listen beside gRPC on the address `beside`, which got `port`; None where it is off."""
+        if self.listen is not None:
+            return self.listen or None
+        host, asked = split_address(beside)
+        return f"{host}:{port + 1 if asked else 0}"
+
+
+class ConversationSection(_Section):
+    """How what the policy writes in a conversation is read; docs/conversations.md."""
+
+    tool_parser: str = ""
+    """vLLM's name of the parser that finds tool calls, such as "hermes"; empty leaves them text."""
+    reasoning_parser: str = ""
+    """vLLM's name of the parser that finds reasoning, such as "qwen3"; empty leaves it text."""
+
+
 class Security(_Section):
     """Who is let in, and what the connection is; docs/security.md."""
 
@@ -164,8 +188,16 @@ class ServeConfig(_Section):
     weights: Weights = Weights()
     journal: JournalSection = JournalSection()
     streaming: Streaming = Streaming()
+    http: Http = Http()
+    conversation: ConversationSection = ConversationSection()
     limits: Limits = Limits()
     security: Security = Security()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Every address that it names to listen on, by the name of its setting."""
+        named = {"listen": self.listen, "http.listen": self.http.listen}
+        return {name: address for name, address in named.items() if address}
 
     def engine_options(self) -> list[str]:
         """The engine table as command-line options."""
@@ -198,16 +230,18 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
         raise ConfigError(str(error)) from error
     try:
         config = ServeConfig.model_validate(table)
-        split_address(config.listen)
     except ValidationError as error:
         found = [
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}, got {item['input']!r}"
             for item in error.errors()
         ]
         raise ConfigError(redact("; ".join(found))) from None
-    except ValueError as error:
-        raise ConfigError(f"listen: {error}") from error
-    check_exposure(config.listen, config.security)
+    for name, address in config.addresses.items():
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        check_exposure(address, config.security)
     return config
 
 

@@ -11,6 +11,8 @@ their descriptions and parameters, and calls with their arguments. The template 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +21,16 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from penstock.server.errors import FieldInvalid
+from penstock.server.text_streams import ParsedStream, PlainStream, StreamParser, TurnStream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+
 PROBE = "penstock-probe-7f3a91"
 # Planes of private use, which texts have no reason to hold.
 _FIRST_MARK = 0xF0000
+_PROBE_FUNCTION: Mapping[str, object] = {"name": PROBE, "arguments": {}}
 _MARK_END = "\U0010fa2e"
 
 
@@ -58,6 +63,69 @@ class Tool:
     parameters: Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the policy wrote in a turn, as a message."""
+
+    message: Message
+    tool_call_error: str = ""
+    """Why what begins as a tool call is none; empty where there is no such thing."""
+
+    @property
+    def byte_count(self) -> int:
+        """About what its text takes of memory."""
+        message = self.message
+        arguments = sum(len(call.arguments_json) for call in message.tool_calls)
+        return len(message.content) + len(message.reasoning) + arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A tool call as a parser found it."""
+
+    name: str
+    arguments_json: str
+    """A JSON object."""
+    tool_call_id: str = ""
+    """As the policy wrote it, in formats that have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A turn's text, taken apart."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+    error: str = ""
+    """Why what begins as a tool call is none: there are no calls then, and the content holds its text."""
+
+
+class OutputParser(Protocol):
+    """Takes a turn's text apart. It may be called by several threads at a time."""
+
+    def parse(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+    ) -> Parsed:
+        """Reads a turn. It raises for no text.
+
+        Args:
+            text: What the policy wrote, special tokens among it but not the one that ended the turn.
+            token_ids: The same as tokens.
+            prompt_token_ids: What it was written after: some templates begin the reasoning themselves.
+            tools: Those of the conversation; without any nothing is a call.
+        """
+        ...
+
+    def stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> StreamParser:
+        """Reads one turn while it is written, as `parse` would up to there; it may raise."""
+        ...
+
+
 class Renderer(Protocol):
     """Turns text and messages into tokens and back."""
 
@@ -80,20 +148,43 @@ class Renderer(Protocol):
         """Text of tokens the policy wrote, special tokens left out."""
         ...
 
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        name: str,
+    ) -> Written:
+        """The tokens of a turn as the assistant's message; the same ones always make the same.
+
+        `name` is the turn's, for ids of its calls where the policy writes none.
+        """
+        ...
+
+    def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
+        """Reads one turn while it is written: what `read_message` reads of it, calls left out."""
+        ...
+
 
 class TokenizerRenderer:
     """Renders with a Hugging Face tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: object, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: object,
+        eos_token_ids: Iterable[int] = (),
+        parser: OutputParser | None = None,
+    ) -> None:
+        """`parser` takes apart what the policy writes; without one it is all content."""
         # transformers has no complete types; every use of it is in this class.
         self._tokenizer = cast("Any", tokenizer)
         self._eos = frozenset(eos_token_ids)
+        self._parser = parser
         added = cast("dict[int, Any]", self._tokenizer.added_tokens_decoder)
-        self._special = sorted(
-            (str(token.content) for token in added.values() if token.special),
-            key=len,
-            reverse=True,
-        )
+        self._special_ids = {
+            int(number): str(token.content) for number, token in added.items() if token.special
+        }
+        self._special = sorted(self._special_ids.values(), key=len, reverse=True)
         # The probe is no token, but control as well: what follows it is what is new.
         guarded = (PROBE, *self._special)
         self._marks = {
@@ -101,12 +192,11 @@ class TokenizerRenderer:
         }
 
     @classmethod
-    def load(cls, model: str, eos_token_ids: Iterable[int] = ()) -> TokenizerRenderer:
+    def load(
+        cls, model: str, eos_token_ids: Iterable[int] = (), parser: OutputParser | None = None
+    ) -> TokenizerRenderer:
         """Loads a model's tokenizer from its directory or hub name."""
-        from transformers import AutoTokenizer
-
-        loader = cast("Any", AutoTokenizer)
-        return cls(loader.from_pretrained(model), eos_token_ids)
+        return cls(load_tokenizer(model), eos_token_ids, parser)
 
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
         """See Renderer."""
@@ -132,22 +222,21 @@ class TokenizerRenderer:
             {"role": "assistant", "content": PROBE},
         ]
         if messages[0].role == "tool":
-            # Templates want a tool's answer to follow a call.
-            call = ToolCall(messages[0].tool_call_id or "probe", "probe", "{}")
-            before[1]["tool_calls"] = [_template_call(call, guard)]
-        text = self._apply([*before, *new], (), generate=True)
+            # Templates want a tool's answer to follow a call, and some write the call in place of the text.
+            call_id = guard.text(messages[0].tool_call_id or "probe")
+            before[1]["tool_calls"] = [
+                {"id": call_id, "type": "function", "function": _PROBE_FUNCTION}
+            ]
+        suffix = _after_probe(self._apply([*before, *new], (), generate=True))
         if messages[0].role == "tool":
             # After the probe stands the call itself, which the policy wrote; what is new begins where a
             # conversation that ends with the call would end.
-            ended = self._apply(before, (), generate=False)
-            if not text.startswith(ended):
+            closing = _after_probe(self._apply(before, (), generate=False))
+            if not suffix.startswith(closing):
                 raise FieldInvalid(
                     "observation.conversation", "the chat template cannot place a tool"
                 )
-            closing = ended[ended.rindex(PROBE) + len(PROBE) :]
-            suffix = self._end_of_turn(closing) + text[len(ended) :]
-        else:
-            suffix = text[text.rindex(PROBE) + len(PROBE) :]
+            suffix = self._end_of_turn(closing) + suffix[len(closing) :]
         tokens = self._encode(suffix, guard, add_special_tokens=False)
         if len(tokens) and last_token in self._eos and tokens[0] == last_token:
             # The policy wrote its end-of-turn token itself.
@@ -158,6 +247,45 @@ class TokenizerRenderer:
         """See Renderer."""
         ids = [int(token) for token in token_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        name: str,
+    ) -> Written:
+        """See Renderer. The parser sees special tokens, the message has none of them."""
+        if self._parser is None:
+            return Written(Message("assistant", self.decode(token_ids)))
+        ids = list(token_ids)
+        if ids and ids[-1] in self._eos:
+            ids.pop()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        parsed = self._parser.parse(text, ids, prompt_token_ids, tools)
+        # Only those that are there: the policy may spell one in ordinary tokens.
+        control = [self._special_ids[token] for token in set(ids) & self._special_ids.keys()]
+        message = Message(
+            "assistant",
+            _without(parsed.content, control),
+            tuple(
+                ToolCall(call.tool_call_id or _call_id(name, index), call.name, call.arguments_json)
+                for index, call in enumerate(parsed.calls)
+            ),
+            reasoning=_without(parsed.reasoning, control),
+        )
+        return Written(message, parsed.error)
+
+    def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
+        """See Renderer."""
+        if self._parser is None:
+            return PlainStream(self.decode)
+
+        def decode(token_ids: Iterable[int]) -> str:
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+        parse = self._parser.stream(prompt_token_ids, tools)
+        return ParsedStream(decode, parse, self._special_ids, self._eos)
 
     def _end_of_turn(self, closing: str) -> str:
         """The part of an assistant message's closing that comes after its tool calls."""
@@ -209,6 +337,36 @@ class TokenizerRenderer:
                     split_special_tokens=is_literal,
                 )
         return np.asarray(ids, np.int32)
+
+
+def _after_probe(text: str) -> str:
+    """What a template wrote after the last message of the policy's. Raises FIELD_INVALID."""
+    before, probe, after = text.rpartition(PROBE)
+    if not probe and not before:
+        raise FieldInvalid(
+            "observation.conversation", "the chat template leaves out what the policy wrote"
+        )
+    return after
+
+
+def load_tokenizer(model: str) -> object:
+    """A model's Hugging Face tokenizer, from its directory or hub name."""
+    from transformers import AutoTokenizer
+
+    loader = cast("Any", AutoTokenizer)
+    return loader.from_pretrained(model)
+
+
+def _without(text: str, parts: Iterable[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return text
+
+
+def _call_id(turn: str, index: int) -> str:
+    """Nine letters and digits, which is what the strictest of the templates takes."""
+    digest = hashlib.blake2b(f"{turn}/{index}".encode(), digest_size=8).digest()
+    return base64.b32encode(digest).decode().lower()[:9]
 
 
 class _Guard:

@@ -22,9 +22,10 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC
 from pathlib import Path
 from typing import Literal, cast
@@ -150,6 +151,14 @@ class Credentials:
             self._tls.read(), fetch, self._asks_for_certificates
         )
 
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """What a port that is not gRPC's is opened with; None for plaintext. Raises ConfigError."""
+        if self._tls is None:
+            return None
+        files = replace(self._tls)
+        files.read()
+        return files.context()
+
     def refresh(self) -> bool:
         """Looks at the file of tokens; whether another set is in force now."""
         return self.tokens is not None and self.tokens.refresh()
@@ -257,6 +266,32 @@ class _TlsFiles:
         except (OSError, ConfigError) as error:
             logger.error("%s; the certificate before stays in use", _why(error))
             return None
+
+    def context(self) -> ssl.SSLContext:
+        """The same as a context, which stands aside for a new one when the files have changed."""
+        context = self._load()
+        current = context
+
+        def renew(connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
+            nonlocal current
+            if self.changed() is not None:
+                try:
+                    current = self._load()
+                except (OSError, ssl.SSLError) as error:
+                    logger.error("%s; the certificate before stays in use", _why(error))
+            connection.context = current
+
+        context.sni_callback = renew
+        return context
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     def _look(self) -> tuple[Signature, ...]:
         paths = (self.certificate, self.key, self.client_ca)

@@ -98,6 +98,7 @@ def _trajectory(record: TrajectoryRecord) -> list[Part]:
         ),
         turn_count=record.turn_count,
         parent_trajectory_id=record.parent_trajectory_id,
+        parent_token_count=record.parent_token_count,
         traceparent=record.traceparent,
     )
     parts: list[Part] = [head.SerializeToString()]

@@ -94,6 +94,7 @@ def _trajectory(trajectory: trajectory_pb2.Trajectory) -> Row:
     return {
         "trajectory_id": trajectory.trajectory_id,
         "parent_trajectory_id": trajectory.parent_trajectory_id or None,
+        "parent_token_count": trajectory.parent_token_count,
         "sample_index": trajectory.sample_index,
         "reward": outcome.reward if outcome.HasField("reward") else None,
         "failure_reason": outcome.failure.reason if failed else None,
@@ -228,6 +229,7 @@ def parquet_schema(arrow: Any) -> Schema:
         "admitted_weight_version": long,
         "trajectory_id": text,
         "parent_trajectory_id": text,
+        "parent_token_count": whole,
         "sample_index": whole,
         "reward": arrow.float64(),
         "failure_reason": text,

@@ -2,6 +2,8 @@
 
 - Every call on a trajectory renews its lease; while one is open the lease does not run.
 - When the agent's LeaseTasks stream is lost its leases run out after a short grace, unless renewed.
+- Where the server itself stood still every lease has the grace left: what renews it may be in a socket,
+  unread.
 - A caller's own group has no leases but one deadline: its siblings live as long as any of them is called.
 - The ids of leases that ran out are remembered, those of their branches too, so that whoever comes late
   is told so.
@@ -86,6 +88,13 @@ class LeaseClock:
             (attempt.deadline for group in groups for attempt in _running(group)), default=None
         )
         return self._armed
+
+    def forgive(self, groups: Iterable[Group]) -> None:
+        """The server stood still: no lease runs out before the grace is over."""
+        least = self._clock() + self.rules.grace_seconds
+        for group in groups:
+            for attempt in _running(group):
+                attempt.deadline = max(attempt.deadline, least)
 
     def due(self, groups: Iterable[Group]) -> list[Attempt]:
         """Attempts whose lease has run out."""

@@ -7,12 +7,8 @@ tried again.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-import numpy as np
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
@@ -23,10 +19,10 @@ from penstock.server.engine import Engine
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, group_changed
 from penstock.server.memory_budget import MemoryBudget
+from penstock.server.prompts import Prompts, Said
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import (
     BYTES_PER_TOKEN,
-    PromptKind,
     TrajectoryRecord,
     TrajectoryStore,
 )
@@ -35,12 +31,6 @@ from penstock.server.weight_switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
 from penstock.wire import telemetry
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-# Longer texts are tokenized off the event loop.
-LONG_TEXT = 16_384
 
 # Of a turn beside its tokens, in the journal.
 TURN_RECORD_BYTES = 8192
@@ -72,12 +62,6 @@ class StreamWish:
     interval: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    kind: PromptKind
-    token_ids: NDArray[np.int32] = field(repr=False)
-
-
 class Opening:
     """Opens trajectories and begins their turns."""
 
@@ -94,7 +78,7 @@ class Opening:
         memory: MemoryBudget,
     ) -> None:
         self._engine = engine
-        self._renderer = renderer
+        self._prompts = Prompts(renderer, engine.description.vocab_size)
         self._store = store
         self._queue = queue
         self._turns = turns
@@ -113,16 +97,19 @@ class Opening:
             raise self._draining
 
     async def open(
-        self, request: rollout_service_pb2.GenerateRequest, context: Context
+        self,
+        request: rollout_service_pb2.GenerateRequest,
+        context: Context,
+        said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
-        """Opens a trajectory and starts its first turn."""
+        """Opens a trajectory and starts its first turn; `said` stands in the place of its prompt."""
         self._check_open()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         if request.required_weight_version < 0:
             raise FieldInvalid(
                 "required_weight_version", "must not be negative", request.required_weight_version
             )
-        how = self._how(request.stream_options)
+        how = self.how(request.stream_options)
         attempt = self._queue.attempt_of(trajectory_id)
         self._store.check_new(trajectory_id)
         parent = self._parent(request)
@@ -133,7 +120,10 @@ class Opening:
         if leased and attempt and attempt.group.task and not request.HasField("sampling_params"):
             params = attempt.group.task.sampling_params
         sampling = requests.sampling("sampling_params", params, self._engine.description.vocab_size)
-        prompt = await self._prompt(request, attempt)
+        source = request
+        if request.WhichOneof("prompt") is None and leased and attempt and attempt.group.task:
+            source = attempt.group.task
+        prompt = await self._prompts.first(source, parent, said)
         self._check_length(len(prompt.token_ids))
         # Nothing below awaits until the turn has started: the checks above still hold, but for these.
         self._check_open()
@@ -159,10 +149,12 @@ class Opening:
             priority=request.priority,
             required_weight_version=request.required_weight_version,
             traceparent=telemetry.traceparent(context),
+            history=prompt.history,
         )
         self._check_room(len(prompt.token_ids), sampling)
         self._place(record, request, attempt, parent)
-        record.append_context(prompt.token_ids, 0)
+        own = prompt.token_ids if parent is None else record.share_prefix(prompt.token_ids)
+        record.append_context(own, 0)
         return self._begin_turn(record, 0, sampling, how, context), how
 
     def _parent(self, request: rollout_service_pb2.GenerateRequest) -> TrajectoryRecord | None:
@@ -187,7 +179,7 @@ class Opening:
         """Finds the record its place: its lease, its parent's attempt, its caller's group, or none."""
         if parent is not None:
             record.group_id, record.sample_index = parent.group_id, parent.sample_index
-            record.parent_trajectory_id = parent.trajectory_id
+            record.parent_trajectory_id, record.parent = parent.trajectory_id, parent
             parent.children.append(record)
             root = self._store.root_of(parent)
             branched = None if root is None else self._queue.attempt_of(root.trajectory_id)
@@ -214,29 +206,6 @@ class Opening:
             self._journal.begin_append([group_changed(joined.group)])
         self._store.add(record)
 
-    async def _prompt(
-        self, request: rollout_service_pb2.GenerateRequest, attempt: Attempt | None
-    ) -> _Prompt:
-        source = request
-        if request.WhichOneof("prompt") is None and attempt is not None and attempt.group.task:
-            source = attempt.group.task
-        kind = source.WhichOneof("prompt")
-        if kind == "tokens":
-            found = requests.tokens("tokens", source, self._engine.description.vocab_size)
-            return _Prompt(PromptKind.TOKENS, found)
-        if kind == "text":
-            text = source.text
-            encoded = await _off_loop(
-                len(text), lambda: self._renderer.encode_text(text, first=True)
-            )
-            return _Prompt(PromptKind.TEXT, encoded)
-        if kind == "conversation":
-            messages, tools = requests.messages("conversation", source.conversation, first=True)
-            length = sum(len(message.content) for message in messages)
-            rendered = await _off_loop(length, lambda: self._renderer.render(messages, tools))
-            return _Prompt(PromptKind.CONVERSATION, rendered)
-        raise FieldInvalid("prompt", "must be set, here or in the leased task")
-
     def _check_length(self, count: int) -> None:
         limit = self._engine.description.max_context_length
         if count == 0:
@@ -249,12 +218,16 @@ class Opening:
             )
 
     async def extend(
-        self, request: rollout_service_pb2.ContinueRequest, context: Context
+        self,
+        request: rollout_service_pb2.ContinueRequest,
+        context: Context,
+        said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
-        """Starts the next turn of a trajectory, or resumes its last one."""
+        """Starts the next turn of a trajectory, or resumes its last one; `said` stands in the place of an
+        observation."""
         self._check_open()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
-        how = self._how(request.stream_options)
+        how = self.how(request.stream_options)
         self._queue.attempt_of(trajectory_id)
         record = self._store.get(trajectory_id)
         _check_extensible(record)
@@ -263,9 +236,9 @@ class Opening:
             sampling = requests.sampling(
                 "sampling_params", request.sampling_params, self._engine.description.vocab_size
             )
-        if request.WhichOneof("observation") is None:
+        if said is None and request.WhichOneof("observation") is None:
             return self._resume(record, request, sampling, how, context), how
-        observation = await self._observation(request, record)
+        observation, messages = await self._prompts.next(request, record, said)
         self._check_open()
         self._queue.attempt_of(trajectory_id)
         _check_extensible(record)
@@ -279,6 +252,8 @@ class Opening:
             return self._full_turn(record, index, sampling, context), how
         self._check_room(len(observation), sampling)
         record.append_context(observation, index)
+        if record.history is not None:
+            record.history.add_observation(messages, record.token_count)
         return self._begin_turn(record, index, sampling, how, context), how
 
     def _resume(
@@ -299,29 +274,12 @@ class Opening:
         if request.HasField("sampling_params"):
             record.sampling = turn.sampling = sampling
             turn.budget = self._budget(turn.context_token_count, sampling)
+        if record.history is not None:
+            record.history.drop_written()
         turn.stream_interval = how.interval
         turn.span, turn.trace_headers = _start_span(record, turn.index, context)
         self._turns.start(turn)
         return turn
-
-    async def _observation(
-        self, request: rollout_service_pb2.ContinueRequest, record: TrajectoryRecord
-    ) -> NDArray[np.int32]:
-        kind = request.WhichOneof("observation")
-        if kind == "tokens":
-            return requests.tokens("tokens", request, self._engine.description.vocab_size)
-        if kind == "text":
-            text = request.text
-            return await _off_loop(len(text), lambda: self._renderer.encode_text(text, first=False))
-        if record.kind is not PromptKind.CONVERSATION:
-            raise FieldInvalid(
-                "conversation", "may only extend a trajectory opened with a conversation"
-            )
-        messages, _ = requests.messages("conversation", request.conversation, first=False)
-        tokens = record.token_array()
-        last = int(tokens[-1]) if len(tokens) else None
-        length = sum(len(message.content) for message in messages)
-        return await _off_loop(length, lambda: self._renderer.render_next(messages, last))
 
     def _begin_turn(
         self,
@@ -375,7 +333,8 @@ class Opening:
         room = self._engine.description.max_context_length - context_token_count
         return min(room, sampling.max_tokens or room)
 
-    def _how(self, options: rollout_service_pb2.StreamOptions) -> StreamWish:
+    def how(self, options: rollout_service_pb2.StreamOptions) -> StreamWish:
+        """How a call wants its turn streamed. Raises FIELD_INVALID."""
         rules = self._streaming
         if options.final_only:
             return StreamWish(0.0, True, options.detach, rules.final_interval)
@@ -424,9 +383,3 @@ def _start_span(
     if not record.traceparent:
         record.traceparent = headers.get("traceparent", "")
     return span, headers
-
-
-async def _off_loop(length: int, encode: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-    if length < LONG_TEXT:
-        return encode()
-    return await asyncio.to_thread(encode)

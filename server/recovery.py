@@ -103,7 +103,10 @@ class Recovered:
         elif kind == "trajectory_opened":
             opened = record.trajectory_opened
             if opened.trajectory_id not in self.trajectories:
-                self.trajectories[opened.trajectory_id] = open_record(opened)
+                parent = self.trajectories.get(opened.parent_trajectory_id)
+                # Without what it shares with its parent it would be of no use: both are gone.
+                if parent is not None or not opened.parent_token_count:
+                    self.trajectories[opened.trajectory_id] = open_record(opened, parent)
         elif kind == "turn_changed":
             if (found := self.trajectories.get(record.turn_changed.trajectory_id)) is not None:
                 apply_turn(found, record.turn_changed)

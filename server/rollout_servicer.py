@@ -14,11 +14,13 @@ from opentelemetry.context import Context
 
 from penstock.server import requests
 from penstock.server.attempts import Attempt
-from penstock.server.conversation import Renderer
+from penstock.server.conversation import Message, Renderer
 from penstock.server.engine import Finish
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
+from penstock.server.own_tasks import OwnTasks
+from penstock.server.policy_messages import PolicyMessages
 from penstock.server.subscription import Subscription
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
@@ -34,6 +36,7 @@ AbortResponse = twin(rollout_service_pb2.AbortResponse)
 AbortedTurn = twin(rollout_service_pb2.AbortedTurn)
 GetTrajectoryResponse = twin(rollout_service_pb2.GetTrajectoryResponse)
 ChatMessage = twin(conversation_pb2.ChatMessage)
+ToolCall = twin(conversation_pb2.ToolCall)
 
 
 class _EventFields(TypedDict, total=False):
@@ -54,6 +57,7 @@ class RolloutServicer:
         self,
         opening: Opening,
         renderer: Renderer,
+        messages: PolicyMessages,
         store: TrajectoryStore,
         queue: TaskQueue,
         turns: TurnRunner,
@@ -63,11 +67,13 @@ class RolloutServicer:
         """`find_finished` finds a closed trajectory that went on with its group, by its id."""
         self._opening = opening
         self._renderer = renderer
+        self._messages = messages
         self._store = store
         self._queue = queue
         self._turns = turns
         self._find_finished = find_finished
         self._journal = journal
+        self._forgetting = OwnTasks()
 
     # Generate and Continue
 
@@ -76,7 +82,7 @@ class RolloutServicer:
     ) -> AsyncIterator[rollout_service_pb2.GenerateResponse]:
         """Opens a trajectory and streams its first turn."""
         turn, how = await self._opening.open(request, context)
-        async with contextlib.aclosing(self._events(turn, how, context)) as events:
+        async with contextlib.aclosing(self.events(turn, how, context)) as events:
             async for event in events:
                 yield GenerateResponse(**event)
 
@@ -85,11 +91,11 @@ class RolloutServicer:
     ) -> AsyncIterator[rollout_service_pb2.ContinueResponse]:
         """Extends a trajectory and streams the turn."""
         turn, how = await self._opening.extend(request, context)
-        async with contextlib.aclosing(self._events(turn, how, context)) as events:
+        async with contextlib.aclosing(self.events(turn, how, context)) as events:
             async for event in events:
                 yield ContinueResponse(**event)
 
-    async def _events(
+    async def events(
         self, turn: Turn, how: StreamWish, context: Context
     ) -> AsyncGenerator[_EventFields]:
         """Subscribes to a turn: started, segments, finished."""
@@ -121,13 +127,26 @@ class RolloutServicer:
             finally:
                 if not ended and not how.detach and not subscription.overtaken:
                     self._turns.abort_soon(turn)
-            yield {"finished": self._finished(turn, subscription.attempt)}
+            yield {"finished": await self._finished(turn, subscription.attempt)}
+
+    def forget_soon(self, turn: Turn) -> None:
+        """Lets a trajectory of its own go, which nobody will come back to, once its turn has ended."""
+
+        async def forget() -> None:
+            await self._turns.abort([turn])
+            trajectory_id = turn.record.trajectory_id
+            self._store.forget(trajectory_id)
+            await self._journal.append([trajectories_forgotten([trajectory_id])])
+
+        self._forgetting.start(forget(), f"forgetting {turn.record.trajectory_id}")
 
     def _withdraw(self, turn: Turn) -> None:
         """A first turn that failed before its first token is as if it had never been asked for."""
         record = turn.record
         grouped = bool(record.group_id) and self._attempt_of_root(record) is None
-        if turn.index == 0 and not turn.policy_token_count and not grouped:
+        # What branched from it meanwhile shares its tokens.
+        unused = turn.index == 0 and not turn.policy_token_count and not record.children
+        if unused and not grouped:
             parent = self._store.find(record.parent_trajectory_id)
             if parent is not None:
                 parent.children.remove(record)
@@ -154,22 +173,22 @@ class RolloutServicer:
         root = self._store.root_of(record)
         return None if root is None else self._queue.attempt_of(root.trajectory_id)
 
-    def _finished(self, turn: Turn, attempt: TurnAttempt) -> rollout_service_pb2.TurnFinished:
+    async def _finished(self, turn: Turn, attempt: TurnAttempt) -> rollout_service_pb2.TurnFinished:
         finished = TurnFinished(
             finish_reason=attempt.finish_reason,
             policy_token_count=attempt.policy_token_count,
             cached_token_count=attempt.cached_token_count,
         )
         kind = turn.record.kind
-        if kind is PromptKind.TOKENS:
-            return finished
-        text = self._renderer.decode(turn.policy_tokens(attempt.policy_token_count))
         if kind is PromptKind.TEXT:
-            finished.text = text
-        else:
-            finished.message.CopyFrom(
-                ChatMessage(role=conversation_pb2.ROLE_ASSISTANT, content=text)
-            )
+            finished.text = self._renderer.decode(turn.policy_tokens(attempt.policy_token_count))
+        elif kind is PromptKind.CONVERSATION:
+            written = attempt.written
+            if written is None:
+                # Of a server before this one.
+                written = await self._messages.read(turn, attempt.policy_token_count)
+            finished.message.CopyFrom(_chat_message(written.message))
+            finished.tool_call_error = written.tool_call_error
         return finished
 
     # Abort, GetTrajectory
@@ -221,5 +240,19 @@ class RolloutServicer:
             self._queue.renew(attempt.trajectory_id)
         response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
         if record.turn is not None and not record.turn.in_flight:
-            response.last_turn.CopyFrom(self._finished(record.turn, record.turn.attempt))
+            response.last_turn.CopyFrom(await self._finished(record.turn, record.turn.attempt))
         return response
+
+
+def _chat_message(message: Message) -> conversation_pb2.ChatMessage:
+    return ChatMessage(
+        role=conversation_pb2.ROLE_ASSISTANT,
+        content=message.content,
+        tool_calls=[
+            ToolCall(
+                tool_call_id=call.tool_call_id, name=call.name, arguments_json=call.arguments_json
+            )
+            for call in message.tool_calls
+        ],
+        reasoning=message.reasoning,
+    )

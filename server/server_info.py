@@ -38,6 +38,8 @@ class ServerInfo:
         self._store = store
         self._buffer = buffer
         self.draining = False
+        self.http_port = 0
+        """Where the compatible endpoints are served; 0 where they are not."""
 
     async def get_server_info(
         self, request: rollout_service_pb2.GetServerInfoRequest
@@ -69,6 +71,7 @@ class ServerInfo:
             weight_dtype=description.weight_dtype,
             delta_base_weight_version=self._weights.delta_base_version,
             lora=self._lora(),
+            http_port=self.http_port,
             adapter_weight_versions=self._adapters.weight_versions,
         )
 

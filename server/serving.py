@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -43,6 +43,7 @@ from penstock.server.journal import Journal, MemoryJournal, server_started, weig
 from penstock.server.load_gauges import observe_load
 from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
+from penstock.server.policy_messages import PolicyMessages
 from penstock.server.recovery import recover
 from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
@@ -65,6 +66,11 @@ from penstock.server.weight_versions import WeightVersions
 from penstock.wire import staleness
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from penstock.server.http_server import HttpServer
 
 
 class AddressInUse(Exception):
@@ -98,6 +104,9 @@ def bind(
     return server, port
 
 
+FOR_EVER_SECONDS = 1e9
+
+
 class Serving:
     """One rollout server: an engine, and the three services around it."""
 
@@ -109,12 +118,15 @@ class Serving:
         config: ServeConfig,
         journal: Journal | None = None,
         gate: Gate | None = None,
+        http: HttpServer | None = None,
     ) -> None:
-        """`gate` is the one that the server was bound with."""
+        """`gate` is the one that the server was bound with; `http` is served by it too."""
         clock = time.monotonic
         self._server = server
+        self._http, self._gate = http, gate
         self.callers = Callers(config.limits.caller) if gate is None else gate.callers
         self._engine = engine
+        self._renderer = renderer
         self._drain_seconds = config.drain_seconds
         self._journal = journal or MemoryJournal()
         self._await_trainer = config.weights.await_trainer
@@ -132,6 +144,7 @@ class Serving:
         self.turns = TurnRunner(
             engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
         )
+        self.messages = PolicyMessages(renderer)
         self.metrics = ServerMetrics()
         self.adapters, self.weights, self.uploads = self._make_weights(config)
         self.closing = Closing(
@@ -168,6 +181,7 @@ class Serving:
         self.info = ServerInfo(
             engine, self.switch, self.weights, self.adapters, self.store, self.buffer
         )
+        self.info.http_port = 0 if http is None else http.port
         self.parts = Parts(
             self.queue, self.store, self.buffer, self.admission, self.closing, self.trainer
         )
@@ -219,6 +233,7 @@ class Serving:
         rollouts = RolloutServicer(
             opening,
             renderer,
+            self.messages,
             self.store,
             self.queue,
             self.turns,
@@ -254,6 +269,7 @@ class Serving:
     def _wire_callbacks(self) -> None:
         self.switch.on_health = self._publish_health
         self.turns.on_tokens = self.metrics.tokens_sampled
+        self.turns.on_ended = self.messages.hold
         self.turns.on_left = self.adapters.free_idle
         self.turns.on_started = self.callers.turn_started
         self.callers.turns_in_flight = lambda: self.turns.in_flight
@@ -276,8 +292,11 @@ class Serving:
 
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched)
-        self._journal.begin_append([weights_activated(switched.weight_version)])
+        recorded = self._journal.begin_append([weights_activated(switched.weight_version)])
         await self._release_turns()
+        # Before the switch is answered: a server that is started again without the record would sample
+        # with the weights it loads, and call them the beginning of the run.
+        await recorded
 
     async def _release_turns(self) -> None:
         """Holds turns back no longer, where the trainer's version is the active one."""
@@ -288,6 +307,7 @@ class Serving:
         """Takes up what the last server left in the journal. Raises JournalUnreadable."""
         found = recover(self._journal.replay())
         self.parts.restore(found, self._journal)
+        await self.messages.restore(self.store.records())
         self._starts = found.starts + 1
         await self.switch.await_trainer(self._await_trainer or found.weight_version > 0)
         await self._journal.start(
@@ -329,9 +349,44 @@ class Serving:
         add_reflection(self._server)
         await self._publish_health()
         await self._server.start()
+        if self._http is not None:
+            await self._http.start(cast("Any", self._endpoints()))
         self._background.append(
             asyncio.create_task(self.closing.give_back_expired(), name="lease clock")
         )
+
+    def _endpoints(self) -> Starlette:
+        """The endpoints that are served beside gRPC's."""
+        # Import vllm, which takes seconds: only where they are served.
+        from penstock.server.http_app import Endpoints
+        from penstock.server.http_chat import ChatCompletions
+        from penstock.server.http_messages import Messages
+        from penstock.server.http_responses import Responses
+        from penstock.server.http_turns import AgentTurns
+
+        assert self._gate is not None, "HTTP is served behind a gate only"
+        turns = AgentTurns(
+            self.opening,
+            self.rollouts,
+            self.store,
+            self.queue,
+            self.callers,
+            self.turns,
+            self.metrics,
+        )
+        surfaces = {
+            "chat/completions": ChatCompletions(),
+            "responses": Responses(),
+            "messages": Messages(),
+        }
+        return Endpoints(
+            surfaces,
+            turns,
+            self._renderer,
+            str(self._engine.description.model),
+            self._gate,
+            self._stalled_seconds,
+        ).application()
 
     def _is_open(self, trajectory_id: str) -> bool:
         record = self.store.find(trajectory_id)
@@ -340,10 +395,17 @@ class Serving:
     async def failed(self) -> str:
         """Returns, with the reason, only when the server can no longer serve."""
         lost = asyncio.create_task(self._engine.lost())
+        ended = asyncio.create_task(self._ended())
         unwritable = self._journal.failed
-        await asyncio.wait(
-            [lost, unwritable, *self._background], return_when=asyncio.FIRST_COMPLETED
-        )
+        try:
+            await asyncio.wait(
+                [lost, ended, unwritable, *self._background], return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            ended.cancel()
+        if ended.done():
+            lost.cancel()
+            return ended.result()
         if unwritable.done():
             lost.cancel()
             await self.switch.refuse(DomainError(Reason.JOURNAL_FAILED, unwritable.result()))
@@ -355,6 +417,15 @@ class Serving:
         reason = await lost
         await self.switch.refuse(DomainError(Reason.ENGINE_LOST, f"the engine is lost: {reason}"))
         return f"the engine is lost: {reason}"
+
+    async def _ended(self) -> str:
+        """Returns, with the reason, when grpc has ended the server by itself, as no call should make it."""
+        try:
+            # Without a bound, whoever no longer waits would cancel the end itself.
+            await self._server.wait_for_termination(FOR_EVER_SECONDS)
+        except Exception as error:
+            return f"the gRPC server ended: {error!r}"
+        return "the gRPC server ended"
 
     async def stop(self, drain_seconds: float | None = None) -> None:
         """Drains and ends; see the module's docstring for the order."""
@@ -372,6 +443,8 @@ class Serving:
         except TimeoutError:
             await self.turns.abort(self.turns.in_flight)
         self.trainer.end(refusal)
+        if self._http is not None:
+            await self._http.stop()
         await self._server.stop(grace=2.0)
         await self.closing.settled()
         for task in self._background:

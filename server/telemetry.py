@@ -47,6 +47,19 @@ class ServerMetrics:
             description="Uploads after which every tensor is what it was",
         )
 
+        self._conversations = self._meter.create_counter(
+            "penstock.conversations",
+            unit="{request}",
+            description="Requests that sent a whole conversation, by what it did to what was held",
+        )
+        self.conversations: dict[str, int] = {}
+        """The same since the start."""
+
+    def conversation(self, kind: str) -> None:
+        """A request was new, continued, realigned or branched what an attempt holds."""
+        self.conversations[kind] = self.conversations.get(kind, 0) + 1
+        self._conversations.add(1, {"kind": kind})
+
     def tokens_sampled(self, count: int, weight_version: int) -> None:
         """Tokens came from the engine."""
         self._tokens.add(count)

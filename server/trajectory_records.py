@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+from google.protobuf import json_format
 from opentelemetry import trace
 
 from penstock.server import group_bytes
+from penstock.server.conversation import Tool
 from penstock.server.engine import Delta, Finish
+from penstock.server.history import HeldMessage, History
 from penstock.server.journal import Deferred, EncodedRecord, Journal, JournalRecord, Record
 from penstock.server.requests import MIN_TEMPERATURE
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
-from penstock.v1 import journal_pb2, rollout_service_pb2, trajectory_pb2
+from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
 _TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
 _TurnChanged = codec.twin(journal_pb2.TurnChanged)
+_HeldMessage = codec.twin(journal_pb2.HeldMessage)
+_Tool = codec.twin(conversation_pb2.Tool)
 _SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 FORMS = {
@@ -44,7 +49,7 @@ class TurnRecorder:
         self._store.charge(record)
         if not self._journal.on_disk:
             return self._journal.begin_append(())
-        opened = [] if record.recorded_token_count else [trajectory_opened(record)]
+        opened = [] if record.recorded else [trajectory_opened(record)]
         return self._journal.begin_append([*opened, turn_changed(record)])
 
     def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
@@ -67,6 +72,8 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
             priority=record.priority,
             required_weight_version=record.required_weight_version,
             traceparent=record.traceparent,
+            tools=[] if record.history is None else map(_write_tool, record.history.tools),
+            parent_token_count=record.parent_token_count,
         )
     )
 
@@ -74,9 +81,15 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
 def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
     """The last turn as it is now, and the tokens since it was last recorded."""
     turn, new = _turn(record), record.pieces_between(record.recorded_end, record.end)
-    turn.token_count = record.recorded_token_count
+    turn.token_count = max(record.recorded_token_count, record.parent_token_count)
+    history = record.history
+    if history is not None:
+        turn.message_count = history.recorded
+        turn.messages.extend(map(_write_held, history.messages[history.recorded :]))
+        history.recorded = len(history.messages)
     encoded = group_bytes.turn_changed(turn, new)
     record.recorded_end, record.recorded_token_count = record.end, record.token_count
+    record.recorded = True
     return encoded
 
 
@@ -86,6 +99,9 @@ def whole_turn(record: TrajectoryRecord) -> Deferred:
     A trajectory is only appended to, so its tokens may be copied later: a server holds many.
     """
     turn, end = _turn(record), record.end
+    turn.token_count = record.parent_token_count
+    if record.history is not None:
+        turn.messages.extend(map(_write_held, record.history.messages))
     return Deferred(lambda: [group_bytes.turn_changed(turn, record.pieces_between((0, 0), end))])
 
 
@@ -106,9 +122,11 @@ def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
     )
 
 
-def open_record(opened: journal_pb2.TrajectoryOpened) -> TrajectoryRecord:
+def open_record(
+    opened: journal_pb2.TrajectoryOpened, parent: TrajectoryRecord | None
+) -> TrajectoryRecord:
     """The record of a trajectory that has no turn yet."""
-    return TrajectoryRecord(
+    record = TrajectoryRecord(
         opened.trajectory_id,
         KINDS[int(opened.form)],
         TurnSampling(),
@@ -118,7 +136,13 @@ def open_record(opened: journal_pb2.TrajectoryOpened) -> TrajectoryRecord:
         priority=opened.priority,
         required_weight_version=opened.required_weight_version,
         traceparent=opened.traceparent,
+        parent=parent,
+        parent_token_count=opened.parent_token_count,
+        token_count=opened.parent_token_count,
     )
+    if record.kind is PromptKind.CONVERSATION:
+        record.history = History(tuple(map(_read_tool, opened.tools)))
+    return record
 
 
 def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged) -> None:
@@ -140,6 +164,8 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged) -> No
             logprobs = codec.logprobs(segment)
             delta = Delta(tokens[known:], logprobs[known:], segment.weight_version, None, 0)
             record.append_policy(delta, segment.turn_index, segment.temperature)
+    if record.history is not None:
+        _apply_messages(record, record.history, changed)
     sampling = _sampling(changed.sampling_params)
     record.sampling = sampling
     record.turn_count = changed.turn_count
@@ -163,6 +189,47 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged) -> No
         attempt=attempt,
     )
     record.recorded_end, record.recorded_token_count = record.end, record.token_count
+    record.recorded = True
+
+
+def _apply_messages(
+    record: TrajectoryRecord, history: History, changed: journal_pb2.TurnChanged
+) -> None:
+    if changed.message_count > len(history.messages):
+        raise ValueError(
+            f"{record.trajectory_id} has {len(history.messages)} messages, a record goes on at "
+            f"{changed.message_count}"
+        )
+    history.messages[changed.message_count :] = [
+        HeldMessage(held.exact, held.meaning, held.reasoning, held.token_end, held.written)
+        for held in changed.messages
+    ]
+    history.recorded = len(history.messages)
+
+
+def _write_held(held: HeldMessage) -> journal_pb2.HeldMessage:
+    return _HeldMessage(
+        exact=held.exact,
+        meaning=held.meaning,
+        reasoning=held.reasoning,
+        token_end=held.token_end,
+        written=held.written,
+    )
+
+
+def _write_tool(tool: Tool) -> conversation_pb2.Tool:
+    return json_format.ParseDict(
+        {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": dict(tool.parameters),
+        },
+        _Tool(),
+    )
+
+
+def _read_tool(tool: conversation_pb2.Tool) -> Tool:
+    return Tool(tool.name, tool.description, json_format.MessageToDict(tool.parameters))
 
 
 def _params(sampling: TurnSampling) -> rollout_service_pb2.SamplingParams:

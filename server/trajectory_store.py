@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.server.engine import Delta
+    from penstock.server.history import History
     from penstock.server.turns import Turn, TurnSampling
+    from penstock.v1 import rollout_service_pb2
 
 Segment = twin(trajectory_pb2.Segment)
 Trajectory = twin(trajectory_pb2.Trajectory)
@@ -81,6 +83,26 @@ class SegmentRecord:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Answered:
+    """The last request of an agent that sends whole conversations, so that a retry of it is recognised."""
+
+    turn: Turn
+    """What it was given."""
+    digest: bytes
+    """Of the request."""
+    followers: int = 0
+    """Requests that are being given the turn."""
+    delivered: bool = False
+    """Whether one of them was sent all of it."""
+    finished: rollout_service_pb2.TurnFinished | None = None
+    """The turn's end, once it is whole."""
+
+    def is_retried_by(self, digest: bytes, *, says_so: bool) -> bool:
+        """Whether a request repeats this one, rather than wanting another sample."""
+        return digest == self.digest and (says_so or not (self.delivered or self.followers))
+
+
 @dataclass(slots=True)
 class TrajectoryRecord:
     """One trajectory as the server holds it."""
@@ -108,8 +130,18 @@ class TrajectoryRecord:
     recorded_end: tuple[int, int] = (0, 0)
     """Its `end` when it was last written to the journal."""
     recorded_token_count: int = 0
+    recorded: bool = False
+    """Whether the journal knows it."""
+    parent: TrajectoryRecord | None = None
+    """What it branches from."""
+    parent_token_count: int = 0
+    """So many tokens at its beginning are the parent's, and in no segment here."""
     children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
     """Trajectories that branch from it."""
+    answered: Answered | None = None
+    """The last request that came by an endpoint which is sent whole conversations."""
+    history: History | None = None
+    """Its messages; None unless it was opened with a conversation."""
 
     @property
     def closed(self) -> bool:
@@ -142,8 +174,27 @@ class TrajectoryRecord:
             start = 0
 
     def token_array(self) -> NDArray[np.int32]:
-        """Every token so far, shape [token_count]."""
-        return np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
+        """Every token so far, those of the parent among them, shape [token_count]."""
+        own = np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
+        if self.parent is None or not self.parent_token_count:
+            return own
+        return np.concatenate([self.parent.token_array()[: self.parent_token_count], own])
+
+    def settled_tokens(self) -> NDArray[np.int32]:
+        """Those that a branch may share: what the policy is writing now is not recorded yet."""
+        tokens = self.token_array()
+        if self.turn is not None and self.turn.in_flight:
+            return tokens[: self.turn.context_token_count]
+        return tokens
+
+    def share_prefix(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Takes the beginning of its prompt from its parent, as far as they agree; returns the rest."""
+        assert self.parent is not None and not self.token_count
+        theirs = self.parent.settled_tokens()
+        count = min(len(theirs), len(token_ids))
+        differing = np.flatnonzero(theirs[:count] != token_ids[:count])
+        self.parent_token_count = self.token_count = int(differing[0]) if len(differing) else count
+        return token_ids[self.parent_token_count :]
 
     def append_context(self, token_ids: NDArray[np.int32], turn_index: int) -> None:
         """Appends tokens the policy did not write."""
@@ -205,6 +256,7 @@ class TrajectoryRecord:
             ),
             turn_count=self.turn_count,
             parent_trajectory_id=self.parent_trajectory_id,
+            parent_token_count=self.parent_token_count,
             traceparent=self.traceparent,
         )
 
@@ -288,7 +340,11 @@ class TrajectoryStore:
         sampled = turn is not None and turn.in_flight and not turn.over
         coming = turn.budget - turn.policy_token_count if turn is not None and sampled else 0
         outcome = record.outcome.ByteSize() if record.outcome is not None else 0
-        taken = (record.token_count + coming) * BYTES_PER_TOKEN + RECORD_BYTES + outcome
+        own = record.token_count - record.parent_token_count
+        held = record.history.byte_count if record.history is not None else 0
+        if turn is not None and turn.attempt.written is not None:
+            held += turn.attempt.written.byte_count
+        taken = (own + coming) * BYTES_PER_TOKEN + RECORD_BYTES + outcome + held
         self.byte_count += taken - record.charged_bytes
         record.charged_bytes = taken
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from opentelemetry.trace import Span
 
+    from penstock.server.conversation import Written
     from penstock.server.trajectory_store import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ class TurnAttempt:
     record_end: tuple[int, int] = (0, 0)
     """Segments of the record when it ended, and tokens in the last of them."""
     cached_token_count: int = 0
+    written: Written | None = None
+    """What the policy wrote in the turn up to its end, where it is a conversation's."""
     recorded: Awaitable[object] | None = None
     """To be awaited before anybody is told that it began."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -226,6 +229,8 @@ class TurnRunner:
         """Called with the count and the weight version of tokens sampled, for metrics."""
         self.on_started: Callable[[Turn], None] | None = None
         """Called when an attempt at a turn has begun, within the call that asked for it."""
+        self.on_ended: Callable[[Turn, TurnAttempt], Awaitable[None]] | None = None
+        """Called when the engine no longer works on an attempt, before that is recorded."""
         self.on_left: Callable[[], None] | None = None
         """Called when an engine's request has ended, and no longer needs its adapter."""
 
@@ -257,6 +262,8 @@ class TurnRunner:
             await self._engage(turn, attempt)
             attempt.policy_token_count = turn.policy_token_count
             attempt.record_end = turn.record.end
+            if self.on_ended is not None:
+                await self.on_ended(turn, attempt)
             await self._recorder.turn_ended(turn.record)
         except DomainError as error:
             attempt.error = error

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from penstock.client.external.sandbox import SandboxMissing, find_sandbox
+from penstock.client.external.settings import SandboxUse
 from tests.faults.report import (  # noqa: F401
     pytest_addoption,
     pytest_terminal_summary,
@@ -32,3 +34,29 @@ async def slow(tmp_path: Path) -> AsyncGenerator[Harness]:
     """A server whose engine takes five milliseconds a token."""
     async with serve(tmp_path, step_seconds=0.005) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def sandbox_here(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Why there is none here; empty where there is."""
+    try:
+        find_sandbox(tmp_path_factory.mktemp("probe"), share_network=False, read=(), hidden=())
+    except SandboxMissing as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(params=[SandboxUse.OFF, SandboxUse.REQUIRE], ids=["open", "sandbox"])
+def lock(request: pytest.FixtureRequest, sandbox_here: str) -> SandboxUse:
+    """Both ways, where this machine has both."""
+    if request.param is SandboxUse.REQUIRE and sandbox_here:
+        pytest.skip(sandbox_here)
+    return request.param
+
+
+@pytest.fixture
+def locked(sandbox_here: str) -> SandboxUse:
+    """The sandbox, or no test."""
+    if sandbox_here:
+        pytest.skip(sandbox_here)
+    return SandboxUse.REQUIRE

@@ -37,6 +37,7 @@ from penstock.server import config as configuration
 from penstock.server.authorization import open_gate
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.engine import AdapterLimits, TensorMeta
+from penstock.server.http_server import HttpAddressInUse, open_http
 from penstock.server.journal import JournalUnreadable
 from penstock.server.log_journal import JournalInUse, open_journal
 from penstock.server.serving import AddressInUse, Serving, bind
@@ -60,6 +61,9 @@ class EngineOptions:
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--listen")
+@click.option(
+    "--http-listen", default="", help="As of `penstock serve`, but off where it is not given."
+)
 @click.option("--config", "path", type=click.Path(path_type=Path))
 @click.option("--set", "settings", multiple=True)
 @click.option("--dry-run", is_flag=True)
@@ -75,6 +79,7 @@ class EngineOptions:
 @click.argument("ignored", nargs=-1)
 def main(
     listen: str | None,
+    http_listen: str,
     path: Path | None,
     settings: tuple[str, ...],
     dry_run: bool,
@@ -82,7 +87,7 @@ def main(
     **engine_options: Any,
 ) -> None:
     """Serves until told to stop."""
-    given = [*settings, *([f"listen={listen}"] if listen else [])]
+    given = [f"http.listen={http_listen}", *settings, *([f"listen={listen}"] if listen else [])]
     try:
         config = configuration.load(path, given)
     except ConfigError as error:
@@ -96,7 +101,7 @@ def main(
     options = engine_options_of(config, engine_options)
     try:
         sys.exit(asyncio.run(serve(config, options)))
-    except (AddressInUse, JournalInUse, JournalUnreadable) as error:
+    except (AddressInUse, HttpAddressInUse, JournalInUse, JournalUnreadable) as error:
         click.echo(f"penstock serve: {error}", err=True)
         sys.exit(1)
 
@@ -114,6 +119,7 @@ async def serve(config: ServeConfig, options: EngineOptions) -> int:
     """From the first bind to the last answer, in the order of `penstock serve`."""
     gate = open_gate(config)
     server, port = bind(config.listen, config.limits.concurrent_calls, gate)
+    http = open_http(config, port, gate.credentials)
     journal = open_journal(config.journal)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -125,11 +131,13 @@ async def serve(config: ServeConfig, options: EngineOptions) -> int:
         return 0
     engine = make_engine(options)
     life = await live_in_a_process(engine) if options.engine_process else None
-    serving = Serving(server, engine, ByteRenderer(), config, journal, gate)
+    serving = Serving(server, engine, ByteRenderer(), config, journal, gate, http)
     await serving.start()
     host = config.listen.rpartition(":")[0]
     version = serving.switch.active_version
     click.echo(f"penstock serving fake on {host}:{port} (weight version {version})")
+    if http is not None:
+        click.echo(f"penstock endpoints on {http.url}")
     failing = asyncio.ensure_future(serving.failed())
     await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():

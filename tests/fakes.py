@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from penstock.server.conversation import Message, Tool
+from penstock.server.conversation import Message, Tool, Written
 from penstock.server.engine import (
     Adapter,
     AdapterLimits,
@@ -32,6 +32,7 @@ from penstock.server.engine import (
     StagedWeights,
     TensorMeta,
 )
+from penstock.server.text_streams import PlainStream, TurnStream
 from penstock.wire.failpoints import hit
 from tests.fake_collective import FakeCollective
 
@@ -112,6 +113,8 @@ class FakeEngine(FakeCollective):
         """`keeps_history` is whether it remembers each load and each request, for a test to read."""
         super().__init__()
         self.step_seconds = step_seconds
+        self.choose: Callable[[bytes, int], tuple[int, float]] = sampled
+        """What follows a prefix under a version, and its log-probability."""
         self._keeps_history = keeps_history
         self.version = 0
         self.loaded: list[StagedWeights] = []
@@ -216,7 +219,7 @@ class FakeEngine(FakeCollective):
         assert adapter is None or adapter in self.adapters, "sampled by an adapter that was removed"
         version = self._computes if adapter is None else adapter
         assert version is not None, "sampled with a mixture of weights"
-        token, logprob = sampled(running.prefix, version)
+        token, logprob = self.choose(running.prefix, version)
         sampling = running.request.sampling
         running.prefix += np.int32(token).tobytes()
         running.tokens.append(token)
@@ -386,6 +389,18 @@ class ByteRenderer:
         if last_token == END_OF_TURN:
             return rendered
         return np.concatenate([np.asarray([END_OF_TURN], np.int32), rendered])
+
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        name: str,
+    ) -> Written:
+        return Written(Message("assistant", self.decode(token_ids)))
+
+    def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
+        return PlainStream(self.decode)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         return decode_bytes(int(token) for token in token_ids)

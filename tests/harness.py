@@ -19,7 +19,9 @@ from google.protobuf.message_factory import GetMessageClass
 
 from penstock.server import config
 from penstock.server.authorization import open_gate
+from penstock.server.conversation import Renderer
 from penstock.server.engine import AdapterLimits
+from penstock.server.http_server import open_http
 from penstock.server.log_journal import open_journal
 from penstock.server.service import SERVICES
 from penstock.server.serving import Serving, bind
@@ -174,6 +176,11 @@ class Harness:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def http(self) -> str:
+        """The base URL of the HTTP endpoints, up to the version."""
+        return f"http://127.0.0.1:{self.serving.info.http_port}/v1"
 
     async def generate(
         self, trajectory_id: str, prompt: Sequence[int] = (1, 2, 3), **fields: Any
@@ -427,19 +434,24 @@ async def serve(
     checkpoint: Path | None = None,
     adapters: AdapterLimits | None = None,
     security: Security | None = None,
+    renderer: Renderer | None = None,
+    make_engine: Callable[..., FakeEngine] = FakeEngine,
 ) -> AsyncGenerator[Harness]:
     """A server around a fake engine, on a free port; its version 0 is in `checkpoint`. The harness calls
     it with `security`."""
-    engine = FakeEngine(step_seconds, max_context, checkpoint, adapters)
+    engine = make_engine(step_seconds, max_context, checkpoint, adapters)
     stage = folder / "stage"
     stage.mkdir(exist_ok=True)
-    given = ["listen=127.0.0.1:0", f"weights.stage_folder={stage}", *settings]
+    # Without HTTP, whose endpoints import vllm, unless a test asks for it.
+    given = ["listen=127.0.0.1:0", "http.listen=", f"weights.stage_folder={stage}", *settings]
     if os.environ.get(ON_DISK):
         given += [f"journal.folder={folder / 'journal'}", "journal.segment_bytes=1048576"]
     loaded = config.load(None, given)
     gate = open_gate(loaded)
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
-    serving = Serving(server, engine, ByteRenderer(), loaded, open_journal(loaded.journal), gate)
+    http = open_http(loaded, port, gate.credentials)
+    journal = open_journal(loaded.journal)
+    serving = Serving(server, engine, renderer or ByteRenderer(), loaded, journal, gate, http)
     await serving.start()
     channel = open_channel(f"127.0.0.1:{port}", security)
     try:

@@ -391,3 +391,38 @@ def test_a_model_whose_attention_ignores_masks_is_found_out(model: Path) -> None
 
     policy._tokens.model = Deaf()  # type: ignore[assignment]
     assert not policy.supports_trees()
+
+
+def branch(segments: Sequence[Any], parent: str, count: int, name: str, reward: float = 1.0) -> Any:
+    found = trajectory(segments, reward, name)
+    found.parent_trajectory_id, found.parent_token_count = parent, count
+    return found
+
+
+def test_what_a_branch_shares_with_its_parent_is_context_there():
+    root = trajectory([context([1, 2]), written([3, 4, 5])], 0.0, "root")
+    child = branch([context([6]), written([7], logprobs=[-2.0])], "root", 4, "child")
+    leaf = branch([written([8])], "child", 6, "leaf")
+    whole = read(group(root, child, leaf)).samples
+    assert [sample.token_ids.tolist() for sample in whole] == [
+        [1, 2, 3, 4, 5],
+        [1, 2, 3, 4, 6, 7],
+        [1, 2, 3, 4, 6, 7, 8],
+    ]
+    trained = [np.flatnonzero(sample.trained).tolist() for sample in whole]
+    assert trained == [[2, 3, 4], [5], [6]]
+    assert whole[1].behaviour_logprobs.tolist() == [0, 0, 0, 0, 0, -2.0]
+    assert whole[1].temperatures.tolist() == [1.0] * 6
+    # Of a parent that failed its branch still has the tokens.
+    failed = trajectory([context([1, 2]), written([3, 4, 5])], None, "root")
+    [alone] = read(group(failed, child)).samples
+    assert alone.token_ids.tolist() == whole[1].token_ids.tolist()
+    assert read(group(root, child, leaf)).policy_tokens == 5
+
+
+def test_marks_of_a_branch_count_its_parents_tokens():
+    root = trajectory([context([1, 2]), written([3])], 0.0, "root")
+    child = branch([written([4, 5])], "root", 3, "child")
+    child.outcome.metadata.update({"penstock.untrained": [[3, 4]]})
+    sample = read(group(root, child)).samples[1]
+    assert np.flatnonzero(sample.trained).tolist() == [4]

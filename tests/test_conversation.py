@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from penstock.server.conversation import PROBE, Message, TokenizerRenderer, Tool, ToolCall
+from penstock.server.conversation import (
+    PROBE,
+    Message,
+    Parsed,
+    ParsedCall,
+    TokenizerRenderer,
+    Tool,
+    ToolCall,
+    Written,
+)
 from penstock.server.errors import FieldInvalid
+from tests.chat_templates import FAMILIES, make_tokenizer
+from tests.fakes import EOS
 from tests.tiny_model import make_byte_tokenizer
 
 USER = Message("user", "What is 2 + 2?")
@@ -198,3 +210,81 @@ def test_what_the_template_refuses_is_an_invalid_field(tokenizer: object) -> Non
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(FieldInvalid, match="roles must alternate"):
         TokenizerRenderer(strict).render([USER], [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("answers", [1, 2], ids=["one", "several"])
+def test_the_answers_of_tools_follow_the_call_in_every_template(family: str, answers: int) -> None:
+    tokenizer = make_tokenizer(family)
+    renderer = TokenizerRenderer(tokenizer, [EOS])
+    tool = Tool("add", "adds", {"type": "object"})
+    call = ToolCall("c", "add", '{"a": 1}')
+    asked = [Message("system", "Be brief."), USER, Message("assistant", "", (call,))]
+    results = [Message("tool", f"4{index}", tool_call_id="c") for index in range(answers)]
+    suffix = renderer.render_next(results, EOS).tolist()
+    # The same as the template's own rendering has after the call.
+    whole = renderer.render([*asked, *results], [tool]).tolist()
+    assert EOS not in suffix[:1]
+    assert whole[-len(suffix) - 1 :] == [EOS, *suffix]
+    # A policy whose turn was cut off is ended for it.
+    assert renderer.render_next(results, 65).tolist() == [EOS, *suffix]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_question_follows_the_answer_in_every_template(family: str) -> None:
+    renderer = TokenizerRenderer(make_tokenizer(family), [EOS])
+    suffix = renderer.render_next([Message("user", "And 3?")], EOS).tolist()
+    answer = Message("assistant", "4", reasoning="They want a sum.")
+    whole = renderer.render([USER, answer, Message("user", "And 3?")], []).tolist()
+    assert whole[-len(suffix) - 1 :] == [EOS, *suffix]
+
+
+def test_a_template_that_leaves_out_the_policys_message_is_refused() -> None:
+    tokenizer = make_byte_tokenizer(chat_template="{{ messages[0].content }}")
+    with pytest.raises(FieldInvalid, match="leaves out"):
+        TokenizerRenderer(tokenizer).render_next([USER], None)
+
+
+class Halves:
+    """A parser that finds a call after the first mark; keeps what it was given."""
+
+    def parse(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+    ) -> Parsed:
+        self.seen = (text, list(token_ids), list(prompt_token_ids), list(tools))
+        before, _, after = text.partition("<tool_call>")
+        return Parsed(
+            before, "r<|im_start|>", (ParsedCall(after, "{}"), ParsedCall("n", "{}", "own"))
+        )
+
+
+def test_the_parser_sees_special_tokens_and_the_message_has_none(
+    tokenizer: object, eos: int
+) -> None:
+    parser = Halves()
+    renderer = TokenizerRenderer(tokenizer, [eos], parser)
+    tool = Tool("add", "adds", {})
+    spelled = "so <|endoftext|>"
+    start, call = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<tool_call>"])  # type: ignore[attr-defined]
+    ids = [start, *spelled.encode(), call, *b"add", eos]
+    written = renderer.read_message(ids, [1, 2], [tool], "t/0")
+    assert parser.seen == (f"<|im_start|>{spelled}<tool_call>add", ids[:-1], [1, 2], [tool])
+    message = written.message
+    # What only looks like a special token is the policy's text.
+    assert (message.content, message.reasoning) == (spelled, "r")
+    assert [(c.name, c.arguments_json) for c in message.tool_calls] == [("add", "{}"), ("n", "{}")]
+    assert message.tool_calls[1].tool_call_id == "own"
+    # Read again it is the same; the ids of another turn are others.
+    assert renderer.read_message(ids, [1, 2], [tool], "t/0") == written
+    other = renderer.read_message(ids, [1, 2], [tool], "t/1").message.tool_calls[0]
+    own = message.tool_calls[0].tool_call_id
+    assert own.isalnum() and len(own) == 9 and other.tool_call_id != own
+
+
+def test_without_a_parser_a_turn_is_all_content(renderer: TokenizerRenderer, eos: int) -> None:
+    written = renderer.read_message([*b"<tool_call>", eos], [], [Tool("n", "", {})], "t/0")
+    assert written == Written(Message("assistant", "<tool_call>"))

@@ -5,13 +5,24 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import google.rpc.error_details_pb2  # noqa: F401
 import pytest
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.text_format import Parse
 
+import penstock.v1.task_service_pb2  # noqa: F401
 from penstock.server.errors import STATUS_CODES
 from penstock.trainer.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "proto" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+CLIENTS = tuple(ROOT / "clients" / name / "README.md" for name in ("go", "typescript"))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "proto" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *CLIENTS,
+)
 
 
 def test_the_error_table_of_the_contract_is_the_servers() -> None:
@@ -59,3 +70,12 @@ def test_every_make_target_of_the_readme_is_there() -> None:
     used = set(re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     defined = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert used <= defined
+
+
+def test_every_message_of_the_clients_page_is_one() -> None:
+    text = (ROOT / "docs" / "clients.md").read_text()
+    blocks = re.findall(r"```textproto\n# ([\w.]+)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```textproto") >= 8
+    for name, body in blocks:
+        message = GetMessageClass(Default().FindMessageTypeByName(name))()
+        assert Parse(body, message).ByteSize() > 0

@@ -196,15 +196,19 @@ def test_a_turn_that_the_budget_ended_carries_no_gradient() -> None:
             ),
             trajectory("b", segment(2), segment(3, 0)),
             trajectory("c", segment(2), length=True),
+            trajectory("d", segment(3, 0), length=True),
         ]
     )  # fmt: skip
+    sent.trajectories[-1].parent_trajectory_id, sent.trajectories[-1].parent_token_count = "a", 4
     group = read_group(sent, trainer_version=0, max_lag=0)
     masked, count = mask_truncated(group, sent)
-    assert count == 4
+    assert count == 7
     trained = [sample.trained.tolist() for sample in masked.samples]
     assert trained[0] == [False] * 2 + [True] * 3 + [False] * 5
     assert trained[1] == group.samples[1].trained.tolist()
-    assert len(masked.samples) == 3 and masked.rewards == group.rewards
+    # Of a branch its own tokens, after those it shares.
+    assert trained[3] == [False] * 7
+    assert len(masked.samples) == 4 and masked.rewards == group.rewards
 
 
 # The walk

@@ -30,6 +30,7 @@ from penstock.wire.agent_marks import (
     read_unwanted,
     write_untrained,
 )
+from penstock.wire.branches import shared_prefixes
 from tests.fakes import expected_tokens
 from tests.harness import Exchange, Harness, Outcome, hello, serve
 from tests.tiny_model import make_byte_tokenizer
@@ -137,9 +138,14 @@ def tokens_of(trajectory: Any) -> list[int]:
     return [int(t) for segment in trajectory.segments for t in codec.token_ids(segment)]
 
 
-def check_sampled(trajectory: Any) -> None:
-    """That every token of the policy is what its version samples there, with its log-probability."""
+def check_sampled(trajectory: Any, group: Any = None) -> None:
+    """That every token of the policy is what its version samples there, with its log-probability.
+
+    A branch may begin with tokens of its parent, which is in `group`.
+    """
     context: list[int] = []
+    if group is not None:
+        context = shared_prefixes(group)[trajectory.trajectory_id].tolist()
     for segment in trajectory.segments:
         ids = [int(t) for t in codec.token_ids(segment)]
         if segment.author == trajectory_pb2.AUTHOR_POLICY:
@@ -208,7 +214,7 @@ async def test_samples_of_one_attempt_are_branches_each_with_its_reward(rig: Rig
     root = trajectories[0].trajectory_id
     assert [t.parent_trajectory_id for t in trajectories] == ["", root, root]
     for trajectory in trajectories:
-        check_sampled(trajectory)
+        check_sampled(trajectory, group)
     assert [len(ids) for ids in trained(group)] == [8, 8, 8]
 
 
@@ -350,7 +356,7 @@ async def test_agents_that_do_as_they_please_train_every_token_once(rig: Rig) ->
     for _ in range(16):
         group = await rig.group()
         for trajectory in group.trajectories:
-            check_sampled(trajectory)
+            check_sampled(trajectory, group)
             versions |= {segment.weight_version for segment in policy(trajectory)}
         root = group.trajectories[0].trajectory_id
         read = read_group(group, trainer_version=1, max_lag=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,7 @@ from penstock.server.errors import STATUS_CODES, DomainError, FieldInvalid, to_s
 from penstock.server.service import SERVICES
 from penstock.v1 import conversation_pb2
 from penstock.wire import codec
+from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 from tests.fakes import expected_tokens
@@ -35,6 +38,7 @@ from tests.harness import (
     Conversation,
     ExchangeRequest,
     GenerateRequest,
+    GetServerInfoRequest,
     GetTrajectoryRequest,
     Harness,
     Hello,
@@ -45,6 +49,7 @@ from tests.harness import (
     SubmitTasksRequest,
     Task,
     UpdateWeightsRequest,
+    Wire,
     header,
     sampling,
     sequence,
@@ -389,3 +394,60 @@ async def test_concurrent_garbage_does_not_disturb_turns(slow: Harness) -> None:
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
     for turn in turns:
         assert (await turn).tokens == expected_tokens([1, 2, 3], [0] * 16)[0]
+
+
+# What is no request at all
+
+
+def http2_request(path: bytes) -> bytes:
+    """A connection's first bytes, with one whole request of this path and an empty message."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        head = struct.pack(">I", len(payload))[1:] + bytes((kind, flags))
+        return head + struct.pack(">I", stream) + payload
+
+    def field(name: bytes, value: bytes) -> bytes:
+        return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": path,
+        b":authority": b"localhost",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
+    headers = b"".join(field(name, value) for name, value in fields.items())
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + frame(4, 0, 0, b"")
+        + frame(1, 4, 1, headers)
+        + frame(0, 1, 1, bytes(5))
+    )
+
+
+@pytest.mark.parametrize("path", [b"/penstock.v1.RolloutService/Generat\xe8", b"\xff", b"/\xc3"])
+async def test_a_path_that_is_no_text_stops_nobody(harness: Harness, path: bytes) -> None:
+    # First one that is text: that these bytes are a request.
+    for sent, known in ((b"/nobody/Knows", True), (path, False)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
+        writer.write(http2_request(sent))
+        found = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20.0 if known else 0.5):
+                while b"grpc-status" not in found and (more := await reader.read(4096)):
+                    found += more
+        assert not known or b"grpc-status" in found
+        writer.close()
+    assert (await harness.generate("after")).tokens
+    options = client_options(own_connection=True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.port}", options=options) as channel:
+        await Wire(channel).GetServerInfo(GetServerInfoRequest(), timeout=20)
+
+
+async def test_a_grpc_server_that_ends_by_itself_ends_everything(harness: Harness) -> None:
+    failed = asyncio.ensure_future(harness.serving.failed())
+    await harness.generate("before")
+    assert not failed.done()
+    await harness.serving._server.stop(0)
+    assert "gRPC server ended" in await asyncio.wait_for(failed, 20)

@@ -171,11 +171,10 @@ async def test_a_lease_that_runs_out_while_the_prompt_is_encoded_is_refused(
             asyncio.run_coroutine_threadsafe(encoded.wait(), loop).result(20)
             return super().encode_text("x", first=first)
 
-    async with serve(tmp_path) as harness:
+    async with serve(tmp_path, renderer=Slow()) as harness:
         await submit(harness, "one")
         async with leasing(harness) as call:
             lease = await take(call)
-            harness.serving.opening._renderer = Slow()
             opening = asyncio.ensure_future(
                 harness.generate(lease.trajectory_id, text="y" * 20_000)
             )

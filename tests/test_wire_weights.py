@@ -32,10 +32,13 @@ from tests.harness import (
     payload,
     sampling,
     send,
+    until,
     upload,
 )
 
 UpdateWeightsResponse = weights_pb2.UpdateWeightsResponse
+TURN_TOKENS = 300
+"""So many that an upload comes in their middle, however busy the machine."""
 STATES = {
     weights_pb2.WEIGHT_STATE_READY: "ready",
     weights_pb2.WEIGHT_STATE_STAGED: "staged",
@@ -97,6 +100,29 @@ async def test_a_staged_version_waits_for_its_switch(harness: Harness) -> None:
     assert (await harness.generate("t")).versions == [0] * 16
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     assert list(info.staged_weight_versions) == [1]
+
+
+async def test_a_switch_is_answered_once_it_is_written_down(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = await hello(harness.wire)
+    await harness.upload(1, staged=True)
+    written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+    journal = harness.serving._journal
+    begin_append = journal.begin_append
+
+    def held(records: Any, **options: Any) -> Any:
+        activated = any(getattr(record, "weights_activated", None) for record in records)
+        return written if activated else begin_append(records, **options)
+
+    monkeypatch.setattr(journal, "begin_append", held)
+    exchange.send(switch_weights={"weight_version": 1})
+    await until(lambda: harness.engine.loaded != [])
+    await exchange.nothing()
+    # It samples already.
+    assert (await harness.generate("t")).versions[-1] == 1
+    written.set_result([])
+    assert (await exchange.receive("weight_receipt")).active_weight_version == 1
 
 
 async def test_the_same_upload_again_is_no_work(harness: Harness) -> None:
@@ -235,7 +261,9 @@ def check_versions(turn: Any, prompt: list[int]) -> None:
 async def test_turns_in_flight_by_policy(slow: Harness, policy: str) -> None:
     in_flight = getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy.upper()}")
     calls = [
-        asyncio.ensure_future(slow.generate(f"t{i}", [i + 1], sampling_params=sampling(60)))
+        asyncio.ensure_future(
+            slow.generate(f"t{i}", [i + 1], sampling_params=sampling(TURN_TOKENS))
+        )
         for i in range(4)
     ]
     for i in range(4):
@@ -247,16 +275,16 @@ async def test_turns_in_flight_by_policy(slow: Harness, policy: str) -> None:
         turn = await call
         check_versions(turn, [index + 1])
         if policy == "drain":
-            assert turn.versions == [0] * 60
+            assert turn.versions == [0] * TURN_TOKENS
         elif policy == "abort":
             assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
-            assert 0 < len(turn.tokens) < 60
+            assert 0 < len(turn.tokens) < TURN_TOKENS
             rest = await slow.resume(f"t{index}")
-            assert rest.versions == [1] * (60 - len(turn.tokens))
+            assert rest.versions == [1] * (TURN_TOKENS - len(turn.tokens))
         else:
             assert sorted(set(turn.versions)) == [0, 1]
             assert turn.versions == sorted(turn.versions)
-            assert len(turn.tokens) == 60
+            assert len(turn.tokens) == TURN_TOKENS
             # A switch in mid-turn starts a new segment.
             assert {s.weight_version for s in turn.segments} == {0, 1}
 

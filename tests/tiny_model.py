@@ -6,6 +6,7 @@ Above come the special tokens of `SPECIAL_TOKENS`, in that order; with them the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -86,19 +87,23 @@ def make_tiny_model(
     return path
 
 
-def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, plus `SPECIAL_TOKENS`; ChatML as its chat template."""
+def make_byte_tokenizer(
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    chat_template: str = CHAT_TEMPLATE,
+    eos_token: str = EOS,
+) -> PreTrainedTokenizerFast:
+    """One token per byte, plus special tokens; ChatML as its chat template."""
     tokenizer = Tokenizer(
         models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
+        eos_token=eos_token,
+        pad_token=special_tokens[-1],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.trainer.algorithms.batches import Sequences
 from penstock.trainer.balancing import attention_cost, level, spread_evenly
 from penstock.v1 import trajectory_pb2
-from penstock.wire import codec, staleness
+from penstock.wire import branches, codec, staleness
 from penstock.wire.agent_marks import MarkInvalid, read_untrained, read_unwanted
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,11 @@ def read_group(
     samples: list[Sample] = []
     policy_tokens = masked_tokens = 0
     scored = [t for t in group.trajectories if t.outcome.WhichOneof("result") == "reward"]
+    shared = branches.shared_prefixes(group)
     for trajectory in scored:
-        sample, token_lags = _read_trajectory(trajectory, trainer_version, max_lag)
+        sample, token_lags = _read_trajectory(
+            trajectory, shared[trajectory.trajectory_id], trainer_version, max_lag
+        )
         young = token_lags[token_lags <= max_lag]
         policy_tokens += len(token_lags)
         masked_tokens += len(token_lags) - len(young)
@@ -138,13 +141,17 @@ def read_group(
 
 
 def _read_trajectory(
-    trajectory: trajectory_pb2.Trajectory, trainer_version: int, max_lag: int
+    trajectory: trajectory_pb2.Trajectory,
+    shared: NDArray[np.int32],
+    trainer_version: int,
+    max_lag: int,
 ) -> tuple[Sample, NDArray[np.int64]]:
-    """One trajectory and the lag of each of its policy tokens."""
-    tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
-    trained: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
-    behaviour: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
-    temperatures: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    """One trajectory and the lag of each of its policy tokens. What it shares with its parent is context:
+    it is trained there."""
+    tokens: list[NDArray[np.int32]] = [shared]
+    trained: list[NDArray[np.bool_]] = [np.zeros(len(shared), np.bool_)]
+    behaviour: list[NDArray[np.float32]] = [np.zeros(len(shared), np.float32)]
+    temperatures: list[NDArray[np.float32]] = [np.ones(len(shared), np.float32)]
     lags: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
     for segment in trajectory.segments:
         ids = codec.token_ids(segment)

@@ -93,7 +93,34 @@ class PythonConfig(RowsConfig):
     """Keyword arguments of the call."""
 
 
-SOURCES = ("reasoning_gym", "jsonl", "parquet", "huggingface", "python")
+class LevelConfig(Section):
+    """One difficulty of an environment."""
+
+    name: str = ""
+    """What its episodes are counted under, after the environment's name; empty for its place among the
+    levels."""
+    options: dict[str, Scalar | list[Scalar]] = Field(
+        default_factory=dict[str, Scalar | list[Scalar]]
+    )
+    """What the environment is begun with, such as max_number of GuessTheNumber."""
+
+
+class EnvironmentConfig(Section):
+    """Episodes of an environment that workers have (`penstock rollout --environment`), by seed."""
+
+    name: str = Field(min_length=1)
+    """As workers name it, such as "textarena:GuessTheNumber-v0"."""
+    seed: int = Field(default=0, ge=0)
+    """The first episode's."""
+    size: int = Field(default=1_000_000, ge=1)
+    """Seeds of each level before they repeat."""
+    levels: tuple[LevelConfig, ...] = ()
+    """Difficulties, which take turns; none is the environment as it is."""
+    prompts_per_level: int = Field(default=0, ge=0)
+    """Prompts after which the next level joins those before it; zero: all from the beginning."""
+
+
+SOURCES = ("reasoning_gym", "jsonl", "parquet", "huggingface", "python", "environment")
 
 
 class SourceConfig(Section):
@@ -109,6 +136,8 @@ class SourceConfig(Section):
     """A data set of the hub, or one that `datasets` reads."""
     python: PythonConfig | None = None
     """A function of your own."""
+    environment: EnvironmentConfig | None = None
+    """Episodes of an environment."""
 
     def given(self) -> list[str]:
         """Names of those that are set."""

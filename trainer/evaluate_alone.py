@@ -238,7 +238,7 @@ def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Tas
         messages.insert(0, Message("system", extent.system_prompt))
     return Task(
         task_id,
-        prompt=tuple(messages),
+        prompt=tuple(messages) or None,
         metadata={"data_source": problem.data_source, **problem.metadata},
         group_size=extent.samples_per_prompt,
         purpose=Purpose.EVAL,

@@ -150,7 +150,8 @@ def _outside_last_turn(trajectory: trajectory_pb2.Trajectory) -> NDArray[np.bool
         np.full(_count(segment), turn != last or turn < 0, np.bool_)
         for segment, turn in zip(trajectory.segments, turns, strict=True)
     ]
-    return np.concatenate([np.zeros(0, np.bool_), *pieces])
+    # What it shares with its parent is not its own turn.
+    return np.concatenate([np.ones(trajectory.parent_token_count, np.bool_), *pieces])
 
 
 def _count(segment: trajectory_pb2.Segment) -> int:

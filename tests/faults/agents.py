@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+from functools import cache
+from pathlib import Path
 
 from penstock.client import Task, Trajectory
+
+TOOL_ANSWERS = "PENSTOCK_TEST_TOOL_ANSWERS"
+"""Names a file: the tool of `waits` answers once it is there."""
 
 
 async def generate(task: Task, trajectory: Trajectory) -> float:
@@ -16,3 +22,28 @@ async def generate(task: Task, trajectory: Trajectory) -> float:
         await asyncio.sleep(rng.uniform(0.0, 0.05))
         await trajectory.turn("and then?", max_tokens=rng.randint(1, 30), ignore_eos=True)
     return rng.random()
+
+
+async def waits(task: Task, trajectory: Trajectory) -> float:
+    """A turn, a tool that answers late, another turn."""
+    await trajectory.turn(max_tokens=4, ignore_eos=True)
+    await _tool().wait()
+    await trajectory.turn("it says", max_tokens=4, ignore_eos=True)
+    return 1.0
+
+
+@cache
+def _tool() -> asyncio.Event:
+    """One for all attempts of a process."""
+    answered = asyncio.Event()
+    _watching.add(asyncio.ensure_future(_watch(answered)))
+    return answered
+
+
+_watching: set[asyncio.Future[None]] = set()
+
+
+async def _watch(answered: asyncio.Event) -> None:
+    while not Path(os.environ[TOOL_ANSWERS]).exists():
+        await asyncio.sleep(0.05)
+    answered.set()

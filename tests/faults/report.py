@@ -41,6 +41,7 @@ TABLE = {
     "F12": 10_000,
     "F14": 500,
     "F19": 200,
+    "F20": 5_000,
 }
 """How often each fault happens in a whole run."""
 TABLE_COUNT = 20

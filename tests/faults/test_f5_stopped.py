@@ -17,10 +17,21 @@ from typing import Any
 import pytest
 
 from penstock.client import connect
+from penstock.wire.security import open_channel
 from tests.faults.report import COUNT, Report
 from tests.faults.test_f3_killed_engine import TRAJECTORIES, Script
 from tests.faults.workers import crew
-from tests.harness import GetServerInfoRequest, Harness, hello, serve
+from tests.harness import (
+    CompleteTrajectoryRequest,
+    GetServerInfoRequest,
+    Harness,
+    LeaseTasksRequest,
+    RenewLeaseRequest,
+    SubmitTasksRequest,
+    Wire,
+    hello,
+    serve,
+)
 from tests.processes import Server, server_process, stopped
 
 FILE = "tests/faults/test_f5_stopped.py::"
@@ -101,6 +112,32 @@ async def test_a_stopped_server_loses_nothing(tmp_path: Path, report: Report, pa
 
         await stops.make(stop)
     stops.survived()
+
+
+async def test_what_was_renewed_while_the_server_stood_still_is_kept(tmp_path: Path) -> None:
+    settings = ("--set", "leases.seconds=3", "--set", "leases.grace_seconds=3")
+    async with (
+        server_process(tmp_path, *settings) as server,
+        open_channel(server.address, None) as channel,
+    ):
+        wire = Wire(channel)
+        task = {"task_id": "task", "group_size": 1, "text": "?"}
+        await wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+        leases = wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1))
+        held = (await leases.read()).trajectory_id
+        with stopped(server.process.pid):
+            renewing = asyncio.ensure_future(
+                wire.RenewLease(RenewLeaseRequest(trajectory_ids=[held]))
+            )
+            await asyncio.sleep(5.0)
+        assert list((await renewing).expired_trajectory_ids) == []
+        outcome = {"failure": {"reason": "GIVEN_UP"}}
+        closed = await wire.CompleteTrajectory(
+            CompleteTrajectoryRequest(trajectory_id=held, outcome=outcome)
+        )
+        # Made again as any failed attempt is, and not by a lease that had run out.
+        assert closed.retried
+        leases.cancel()
 
 
 async def test_what_a_stopped_agent_held_is_leased_again_and_counts_once(

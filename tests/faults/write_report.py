@@ -56,6 +56,7 @@ FAULTS = {
     "F17": ("a soak, with kills of the server", ("R1", "R5")),
     "F18": ("no, expired and wrong credentials", ("R8",)),
     "F19": ("the staleness gate under random lengths and failures", ("R4",)),
+    "F20": ("kill -9 of a worker while thousands of its attempts wait", ("R1",)),
 }
 
 LIMITS = """\

@@ -10,6 +10,8 @@ for the same number, whenever it is asked, in whatever order, in whatever proces
         gone through from the beginning; what lies before is found by beginning again
     reasoning-gym
         number -> problem, computed
+    episodes of an environment
+        number -> (difficulty, seed), computed
     a mixture
         number -> (source, number in that source), without drawing: each is itself gone through in order
 

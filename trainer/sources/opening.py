@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.trainer.data_config import MixableConfig, SourceConfig
 from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.sources.episodes import EpisodeSource
 from penstock.trainer.sources.jsonl import open_jsonl
 from penstock.trainer.sources.mixture import MixtureSource
 from penstock.trainer.sources.own import open_own
@@ -34,4 +35,6 @@ def _open_one(config: SourceConfig, seed: int, section: str) -> Source:
         return open_huggingface(config.huggingface, seed, f"{section}.huggingface")
     if config.python is not None:
         return open_own(config.python, seed, f"{section}.python")
+    if config.environment is not None:
+        return EpisodeSource(config.environment, f"{section}.environment")
     raise ConfigInvalid(f"{section}: no source")

@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from penstock.client.environments.settings import environment_options
+from penstock.client.external.options import command_options
 from penstock.client.security_options import security_options
 
 if TYPE_CHECKING:
+    from penstock.client.environments.settings import EnvironmentSettings
+    from penstock.client.external.settings import CommandSettings
     from penstock.wire.security import Security
 
 # Passed through whole, --help included, to the command's own parser.
@@ -95,7 +99,8 @@ def train(
 @click.option(
     "--reward",
     metavar="PKG.MODULE:FUNCTION",
-    help="reward(task, trajectory): returns a number. Default: what generate returns.",
+    help="reward(task, trajectory): returns a number. Default: what generate returns. Also "
+    "FILE.py:FUNCTION.",
 )
 @click.option(
     "--group-reward",
@@ -161,9 +166,13 @@ def train(
     metavar="PKG.MODULE:FUNCTION",
     help="With --style slime: f(args, rollout_id, data_source, evaluation) makes whole rollouts.",
 )
+@environment_options
+@command_options
 @security_options
 def rollout(
     security: Security,
+    external: CommandSettings | None,
+    environments: EnvironmentSettings | None,
     server: str,
     style: str,
     arguments: Path | None,
@@ -181,9 +190,10 @@ def rollout(
 ) -> None:
     """Lease attempts at tasks, take their turns and score them.
 
-    Goes on until stopped, over restarts of the server. Give --reward, or a --generate that returns
-    the reward; modules of the working directory are found. Functions may be async or plain; a plain
-    one runs in a thread. One that raises fails its attempt, which the server has made again.
+    Goes on until stopped, over restarts of the server. Give --reward, a --generate that returns
+    the reward, an --environment or a --command; modules of the working directory are found.
+    Functions may be async or plain; a plain one runs in a thread. One that raises fails its attempt,
+    which the server has made again.
 
     \b
     # score.py
@@ -215,6 +225,8 @@ def rollout(
         style=style,
         arguments=arguments,
         rollout_function=rollout_function,
+        external=external,
+        environments=environments,
     )
     sys.exit(run(options))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 if TYPE_CHECKING:
     from penstock.client.conversation import Observation, Tool
+    from penstock.client.external.result import ProcessRecord
     from penstock.client.sampling import SamplingOptions
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory
@@ -56,6 +57,11 @@ class BlockingTrajectory:
     def text(self) -> str:
         """What the policy wrote in its last turn."""
         return self._trajectory.text
+
+    @property
+    def process(self) -> ProcessRecord | None:
+        """The external process that answered, once it has ended."""
+        return self._trajectory.process
 
     def turn(
         self,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.errors import PenstockError
@@ -19,6 +19,10 @@ from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.wire import telemetry
 from penstock.wire.security import CredentialsUnusable, Security
+
+if TYPE_CHECKING:
+    from penstock.client.environments.settings import EnvironmentSettings
+    from penstock.client.external.settings import CommandSettings
 
 logger = logging.getLogger("penstock.rollout")
 
@@ -42,6 +46,10 @@ class RolloutOptions:
     """TOML file of what functions of another style are given beside."""
     rollout_function: str | None = None
     """`pkg.module:function` that makes whole rollouts in the worker's place."""
+    external: CommandSettings | None = None
+    """A process per attempt, in the place of `generate`."""
+    environments: EnvironmentSettings | None = None
+    """Episodes of an environment, in the place of `generate`."""
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -88,6 +96,10 @@ class AnyWorker(Protocol):
 
 def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
     """The worker that the options describe, for a server. Raises BadFunction."""
+    if (options.external or options.environments) and options.style != "penstock":
+        raise BadFunction(
+            "--style says how functions are called: it does not go with --command or --environment"
+        )
     if options.style != "penstock":
         # Not loaded by who has no use for it.
         from penstock.client.plugins.worker import load_worker
@@ -100,8 +112,12 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
             options.arguments,
             options.settings,
         )
+    if options.external is not None:
+        return _load_command(options, options.external)
     if options.arguments is not None or options.rollout_function is not None:
         raise BadFunction("--args and --rollout-function go with a --style")
+    if options.environments is not None:
+        return _load_environments(options, options.environments)
     if options.generate is None and options.reward is None:
         raise BadFunction("give --reward, or a --generate that returns the reward")
     if options.reward is None and options.settings.group_reward:
@@ -109,6 +125,36 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
     generate = load_function(options.generate, "--generate") if options.generate else single_turn
     reward = load_function(options.reward, "--reward") if options.reward else None
     return lambda calls: Worker(calls, generate, reward, options.settings)
+
+
+def _load_command(
+    options: RolloutOptions, external: CommandSettings
+) -> Callable[[Calls], AnyWorker]:
+    """Raises BadFunction."""
+    if options.generate is not None or options.environments is not None:
+        raise BadFunction("--command, --environment and --generate each take the turns: give one")
+    try:
+        from penstock.client.external.worker import load_worker as load_command
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        # No part of the base install.
+        raise BadFunction("--command needs the extra: pip install 'penstock[command]'") from error
+
+    return load_command(external, options.security or Security(), options.settings)
+
+
+def _load_environments(
+    options: RolloutOptions, environments: EnvironmentSettings
+) -> Callable[[Calls], AnyWorker]:
+    """Raises BadFunction."""
+    if options.generate is not None:
+        raise BadFunction("--environment and --generate each take the turns: give one")
+    from penstock.client.environments.naming import load_agent
+
+    play = load_agent(environments)
+    reward = load_function(options.reward, "--reward") if options.reward else None
+    return lambda calls: Worker(calls, play, reward, options.settings)
 
 
 async def _work(options: RolloutOptions, make_worker: Callable[[Calls], AnyWorker]) -> int:

@@ -33,6 +33,10 @@ _MESSAGE_LENGTH = 1000
 _WORD_BOUNDARY = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 
 
+class AttemptFailed(Exception):
+    """An attempt failed, and no function is to be blamed: the message alone says why."""
+
+
 class RewardInvalid(Exception):
     """A function returned what is no finite number, or not one per trajectory."""
 

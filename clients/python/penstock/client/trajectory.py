@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.client.calls import Calls, TurnRequest
 from penstock.client.conversation import Observation, PromptKind, Tool, write_prompt
-from penstock.client.errors import NotFound, PenstockError
+from penstock.client.errors import NotAllowedNow, NotFound, PenstockError
 from penstock.client.outcome import Closed, Failed, Outcome, read_closed, write_outcome
 from penstock.client.sampling import SamplingOptions, SamplingParams
-from penstock.client.turn_stream import TurnStream, abort_turn, get_trajectory
+from penstock.client.turn_stream import TurnStream, abort_turn, get_trajectory, get_turns
 from penstock.client.turns import SegmentView, TrajectoryRecord, Turn, TurnProgress
 from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire import codec
+from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
+    from penstock.client.external.result import ProcessRecord
     from penstock.client.tasks import Task
 
 GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
@@ -61,6 +63,11 @@ class Trajectory:
         """Set when its close was confirmed."""
         self.on_opened: Callable[[], None] | None = None
         """Called when the server is known to have opened it; before that it refuses branches."""
+        self.driven_elsewhere = False
+        """Whether its turns are taken by another process, as an external one: then `turns` is what `load`
+        read, and a close ends whatever turn of it is in flight."""
+        self.process: ProcessRecord | None = None
+        """The external process that answered, once it has ended."""
         self._calls = calls
         self._group_size = group_size
         self._priority = priority
@@ -175,7 +182,7 @@ class Trajectory:
         request = codec.twin(task_service_pb2.CompleteTrajectoryRequest)(
             trajectory_id=self.trajectory_id, outcome=message
         )
-        response = await self._calls.complete_trajectory(request)
+        response = await self._complete(request)
         self.closed = True
         if self._on_closed is not None:
             self._on_closed(self.trajectory_id)
@@ -185,8 +192,18 @@ class Trajectory:
         """The trajectory as the server holds it, context included."""
         return await get_trajectory(self._calls, self.trajectory_id, patient=True)
 
+    async def load(self) -> None:
+        """Reads the turns that another process took. The text is known of the last one alone."""
+        self.turns = await get_turns(self._calls, self.trajectory_id)
+
     def branch(self, trajectory_id: str) -> Trajectory:
-        """A trajectory of the same attempt, such as a sub-agent's; it is closed with this one."""
+        """A trajectory of the same attempt, such as a sub-agent's, or a conversation rewritten; it is
+        closed with this one.
+
+        Its first turn is shown all of its context. What that has in common with this trajectory from the
+        beginning on, the policy's own turns of the same messages among it, is not encoded again, and is
+        kept, delivered and trained with this one alone.
+        """
         branch = Trajectory(
             self._calls,
             trajectory_id,
@@ -198,11 +215,24 @@ class Trajectory:
         self._branches.append(branch)
         return branch
 
+    async def _complete(
+        self, request: task_service_pb2.CompleteTrajectoryRequest
+    ) -> task_service_pb2.CompleteTrajectoryResponse:
+        """Of branches that another process made only the server knows, and says which still has a turn."""
+        while True:
+            try:
+                return await self._calls.complete_trajectory(request)
+            except NotAllowedNow as error:
+                busy = error.metadata.get("trajectory_id", "")
+                if not (self.driven_elsewhere and error.reason == Reason.TURN_IN_FLIGHT and busy):
+                    raise
+                await abort_turn(self._calls, busy, "closing", patient=True)
+
     async def _abort_unfinished(self) -> None:
         """The server closes nothing of which a turn is in flight."""
         for branch in self._branches:
             await branch._abort_unfinished()
-        if self._progress is not None:
+        if self._progress is not None or self.driven_elsewhere:
             with contextlib.suppress(NotFound):
                 await abort_turn(self._calls, self.trajectory_id, "closing", patient=True)
 

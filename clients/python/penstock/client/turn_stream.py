@@ -29,13 +29,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from opentelemetry import trace
 
 from penstock.client.calls import Backoff, Calls, TurnEvent, TurnRequest, outlasts
-from penstock.client.conversation import PromptKind
+from penstock.client.conversation import PromptKind, read_message
 from penstock.client.errors import (
     DeadlineExceeded,
     NotAllowedNow,
@@ -48,6 +48,7 @@ from penstock.client.turns import (
     FinishReason,
     SegmentView,
     TrajectoryRecord,
+    Turn,
     TurnProgress,
     read_finish_reason,
     read_segment,
@@ -299,6 +300,32 @@ async def get_trajectory(
     """A trajectory as the server holds it; `patient` waits for a lost server."""
     response = await _ask_trajectory(calls, trajectory_id, patient=patient)
     return read_trajectory(response.trajectory, is_open=response.open)
+
+
+async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
+    """The turns of an open trajectory that were taken elsewhere; none where it was never opened.
+
+    The server holds the text of the last one alone, and how it ended.
+    """
+    try:
+        held = await _ask_trajectory(calls, trajectory_id, patient=True)
+    except NotFound:
+        return []
+    record = read_trajectory(held.trajectory, is_open=held.open)
+    turns = [
+        Turn(index, tuple(record.policy_segments(index)), FinishReason.STOP)
+        for index in range(record.turn_count)
+    ]
+    if turns and held.HasField("last_turn"):
+        last = held.last_turn
+        message = read_message(last.message) if last.HasField("message") else None
+        turns[-1] = replace(
+            turns[-1],
+            finish_reason=read_finish_reason(last.finish_reason) or FinishReason.STOP,
+            text=message.content if message else last.text,
+            message=message,
+        )
+    return turns
 
 
 async def _ask_trajectory(

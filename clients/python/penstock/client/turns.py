@@ -91,6 +91,9 @@ class Turn:
     """Tokens the policy saw before it wrote."""
     cached_token_count: int = 0
     """Those of them that the engine took from its cache."""
+    tool_call_error: str = ""
+    """Why what begins as a tool call is none, for the policy to be told: its text is in the message's
+    content. Empty where there is no such thing."""
 
     @property
     def aborted(self) -> bool:
@@ -119,13 +122,16 @@ class TrajectoryRecord:
 
     trajectory_id: str
     segments: tuple[SegmentView, ...]
-    """Context and policy; their tokens, concatenated, are the sequence the model saw."""
+    """Context and policy; their tokens, concatenated, are the sequence the model saw, but for what a
+    branch shares with its parent."""
     finish_reason: FinishReason | None
     """Why the last policy segment stopped; None while a turn runs."""
     turn_count: int
     outcome: Outcome | Failed | None
     open: bool
     """Whether it can still be extended."""
+    parent_token_count: int = 0
+    """So many tokens before the segments are the first ones of the trajectory it branches from."""
 
     def policy_segments(self, turn_index: int) -> list[SegmentView]:
         """What the policy wrote in one turn."""
@@ -193,7 +199,7 @@ class TurnProgress:
         written = record.policy_segments(self.index)
         if not self.context_token_count:
             held, own = (sum(len(s.token_ids) for s in part) for part in (record.segments, written))
-            self.context_token_count = held - own
+            self.context_token_count = record.parent_token_count + held - own
         known = _common_count(self.segments, written)
         self.segments, self.token_count = [], 0
         missing: list[SegmentView] = []
@@ -219,6 +225,7 @@ class TurnProgress:
             message,
             self.context_token_count,
             event.cached_token_count,
+            event.tool_call_error,
         )
         return self.finished
 
@@ -261,6 +268,7 @@ def read_trajectory(trajectory: trajectory_pb2.Trajectory, *, is_open: bool) -> 
         trajectory.turn_count,
         read_outcome(trajectory.outcome),
         is_open,
+        trajectory.parent_token_count,
     )
 
 

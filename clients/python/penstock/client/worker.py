@@ -23,6 +23,7 @@ from penstock.client.leases import Attempt, Leases, default_agent_id
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.scoring import (
     Agent,
+    AttemptFailed,
     as_failed,
     as_outcome,
     as_outcomes,
@@ -343,7 +344,7 @@ class Worker:
                 "an attempt failed with %s: %s (further ones are only counted)",
                 failed.reason,
                 failed.message,
-                exc_info=None if isinstance(error, PenstockError) else error,
+                exc_info=None if isinstance(error, PenstockError | AttemptFailed) else error,
             )
         return failed
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.client.environments.reasoning import data_set, extract_answer, last_integer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.client import BlockingTrajectory, Task
-
-_INTEGER = re.compile(r"-?\d+")
-
-
-class Scores(Protocol):
-    """What this module uses of a reasoning-gym data set."""
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
 
 
 def last_integer_is_answer(task: Task, trajectory: BlockingTrajectory) -> float:
@@ -39,32 +29,3 @@ def printable_share(task: Task, trajectory: BlockingTrajectory) -> float:
     tokens = len(trajectory.last_turn.token_ids)
     printable = sum(" " <= character <= "~" for character in trajectory.text)
     return min(1.0, printable / tokens) if tokens else 0.0
-
-
-def last_integer(text: str) -> int | None:
-    """The last integer in a text, if there is one."""
-    found = _INTEGER.findall(text)
-    return int(found[-1]) if found else None
-
-
-def extract_answer(text: str, expected: str) -> str:
-    """The part of a reply that a data set should score.
-
-    What stands in `<answer>` tags; else, where an integer is wanted, the last integer; else all of it.
-    """
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    if tagged:
-        return str(tagged[-1]).strip()
-    if _INTEGER.fullmatch(expected):
-        number = last_integer(text)
-        return text.strip() if number is None else str(number)
-    return text.strip()
-
-
-@cache
-def data_set(name: str) -> Scores:
-    """A data set, for its `score_answer`."""
-    import reasoning_gym
-
-    create = cast("Callable[..., Scores]", reasoning_gym.create_dataset)  # pyright: ignore[reportUnknownMemberType]
-    return create(name, size=1, seed=0)

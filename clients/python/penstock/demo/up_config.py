@@ -132,11 +132,14 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
 
 
 def command_line(options: Mapping[str, object]) -> list[str]:
-    """Options by name as a command takes them."""
+    """Options by name as a command takes them; a list is an option that is repeated."""
     arguments: list[str] = []
     for name, value in options.items():
         if value is True:
             arguments.append(f"--{name}")
+        elif isinstance(value, list):
+            for one in cast("list[object]", value):
+                arguments += [f"--{name}", str(one)]
         elif value is not False:
             arguments += [f"--{name}", str(value)]
     return arguments

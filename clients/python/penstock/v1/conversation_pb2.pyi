@@ -102,10 +102,12 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """The call this message answers; only with ROLE_TOOL."""
     reasoning: _builtins.str
-    """Text of the assistant's reasoning, where the model separates it."""
+    """Text of the assistant's reasoning, where the model separates it and the server has a parser for it."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Calls the assistant made; only with ROLE_ASSISTANT."""
+        """Calls the assistant made; only with ROLE_ASSISTANT. Of a turn they are what the server's tool parser
+        finds in it, and none without one.
+        """
 
     def __init__(
         self,

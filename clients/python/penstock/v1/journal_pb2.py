@@ -22,56 +22,59 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from penstock.v1 import conversation_pb2 as penstock_dot_v1_dot_conversation__pb2
 from penstock.v1 import rollout_service_pb2 as penstock_dot_v1_dot_rollout__service__pb2
 from penstock.v1 import task_service_pb2 as penstock_dot_v1_dot_task__service__pb2
 from penstock.v1 import trajectory_pb2 as penstock_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/journal.proto\x12\x0bpenstock.v1\x1a!penstock/v1/rollout_service.proto\x1a\x1epenstock/v1/task_service.proto\x1a\x1cpenstock/v1/trajectory.proto\"\xb3\x07\n\rJournalRecord\x12\x34\n\x0eserver_started\x18\x01 \x01(\x0b\x32\x1a.penstock.v1.ServerStartedH\x00\x12\x32\n\rsession_began\x18\x02 \x01(\x0b\x32\x19.penstock.v1.SessionBeganH\x00\x12:\n\x11weights_activated\x18\x03 \x01(\x0b\x32\x1d.penstock.v1.WeightsActivatedH\x00\x12\x32\n\rtask_accepted\x18\x04 \x01(\x0b\x32\x19.penstock.v1.TaskAcceptedH\x00\x12\x32\n\rgroup_changed\x18\x05 \x01(\x0b\x32\x19.penstock.v1.GroupChangedH\x00\x12:\n\x11trajectory_opened\x18\x06 \x01(\x0b\x32\x1d.penstock.v1.TrajectoryOpenedH\x00\x12\x30\n\x0cturn_changed\x18\x07 \x01(\x0b\x32\x18.penstock.v1.TurnChangedH\x00\x12:\n\x11trajectory_closed\x18\x08 \x01(\x0b\x32\x1d.penstock.v1.TrajectoryClosedH\x00\x12\x44\n\x16trajectories_forgotten\x18\t \x01(\x0b\x32\".penstock.v1.TrajectoriesForgottenH\x00\x12\x34\n\x0eleases_expired\x18\x10 \x01(\x0b\x32\x1a.penstock.v1.LeasesExpiredH\x00\x12\x34\n\x0egroup_finished\x18\n \x01(\x0b\x32\x1a.penstock.v1.GroupFinishedH\x00\x12\x32\n\rgroup_dropped\x18\x0b \x01(\x0b\x32\x19.penstock.v1.GroupDroppedH\x00\x12\x38\n\x10groups_receipted\x18\x0c \x01(\x0b\x32\x1c.penstock.v1.GroupsReceiptedH\x00\x12,\n\nstep_final\x18\r \x01(\x0b\x32\x16.penstock.v1.StepFinalH\x00\x12.\n\x0btasks_known\x18\x0e \x01(\x0b\x32\x17.penstock.v1.TasksKnownH\x00\x12\x30\n\x0cgroups_ended\x18\x11 \x01(\x0b\x32\x18.penstock.v1.GroupsEndedH\x00\x12\x30\n\x0crun_replaced\x18\x0f \x01(\x0b\x32\x18.penstock.v1.RunReplacedH\x00\x42\x08\n\x06record\"\x1e\n\rServerStarted\x12\r\n\x05start\x18\x01 \x01(\x03\"J\n\x0cSessionBegan\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x02 \x01(\x03\x12\x13\n\x0bresume_step\x18\x03 \x01(\x03\"\x1d\n\x0bRunReplaced\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"*\n\x10WeightsActivated\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\">\n\x0cTaskAccepted\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Task\x12\r\n\x05\x66irst\x18\x02 \x01(\x08\"\x1e\n\nTasksKnown\x12\x10\n\x08task_ids\x18\x01 \x03(\t\" \n\x0bGroupsEnded\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\xcb\x01\n\x0cGroupChanged\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x1f\n\x17\x61\x64mitted_weight_version\x18\x05 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12-\n\x08\x61ttempts\x18\x07 \x03(\x0b\x32\x1b.penstock.v1.JournalAttempt\"k\n\x0eJournalAttempt\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x13\n\x0bretry_count\x18\x02 \x01(\x05\x12\x0e\n\x06leased\x18\x03 \x01(\x08\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x08\"\xde\x01\n\x10TrajectoryOpened\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12%\n\x04\x66orm\x18\x02 \x01(\x0e\x32\x17.penstock.v1.PromptForm\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12\x1c\n\x14parent_trajectory_id\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x1f\n\x17required_weight_version\x18\x07 \x01(\x03\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\xd1\x02\n\x0bTurnChanged\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x12\n\nturn_index\x18\x02 \x01(\x05\x12\x34\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x0e\n\x06\x62udget\x18\x04 \x01(\x05\x12\x1b\n\x13\x63ontext_token_count\x18\x05 \x01(\x05\x12\x1a\n\x12policy_token_count\x18\x06 \x01(\x05\x12\x15\n\rrequest_count\x18\x07 \x01(\x05\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x12\n\nturn_count\x18\t \x01(\x05\x12\x13\n\x0btoken_count\x18\n \x01(\x05\x12&\n\x08segments\x18\x0b \x03(\x0b\x32\x14.penstock.v1.Segment\"\xa4\x01\n\x10TrajectoryClosed\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12%\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.penstock.v1.Outcome\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x17\n\x0fgroup_completed\x18\x04 \x01(\x08\x12\x0f\n\x07retried\x18\x05 \x01(\x08\x12\x16\n\x0eoutcome_sha256\x18\x06 \x01(\x0c\"/\n\x15TrajectoriesForgotten\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"8\n\rLeasesExpired\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\x12\x0f\n\x07retried\x18\x02 \x01(\x08\"\x99\x01\n\rGroupFinished\x12+\n\x05group\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.TrajectoryGroup\x12\x1f\n\x17\x61\x64mitted_weight_version\x18\x02 \x01(\x03\x12\x19\n\x11has_policy_tokens\x18\x03 \x01(\x08\x12\x1f\n\x04task\x18\x04 \x01(\x0b\x32\x11.penstock.v1.Task\"0\n\x0cGroupDropped\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"2\n\x0fGroupsReceipted\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x19\n\tStepFinal\x12\x0c\n\x04step\x18\x01 \x01(\x03*u\n\nPromptForm\x12\x1b\n\x17PROMPT_FORM_UNSPECIFIED\x10\x00\x12\x16\n\x12PROMPT_FORM_TOKENS\x10\x01\x12\x14\n\x10PROMPT_FORM_TEXT\x10\x02\x12\x1c\n\x18PROMPT_FORM_CONVERSATION\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/journal.proto\x12\x0bpenstock.v1\x1a\x1epenstock/v1/conversation.proto\x1a!penstock/v1/rollout_service.proto\x1a\x1epenstock/v1/task_service.proto\x1a\x1cpenstock/v1/trajectory.proto\"\xb3\x07\n\rJournalRecord\x12\x34\n\x0eserver_started\x18\x01 \x01(\x0b\x32\x1a.penstock.v1.ServerStartedH\x00\x12\x32\n\rsession_began\x18\x02 \x01(\x0b\x32\x19.penstock.v1.SessionBeganH\x00\x12:\n\x11weights_activated\x18\x03 \x01(\x0b\x32\x1d.penstock.v1.WeightsActivatedH\x00\x12\x32\n\rtask_accepted\x18\x04 \x01(\x0b\x32\x19.penstock.v1.TaskAcceptedH\x00\x12\x32\n\rgroup_changed\x18\x05 \x01(\x0b\x32\x19.penstock.v1.GroupChangedH\x00\x12:\n\x11trajectory_opened\x18\x06 \x01(\x0b\x32\x1d.penstock.v1.TrajectoryOpenedH\x00\x12\x30\n\x0cturn_changed\x18\x07 \x01(\x0b\x32\x18.penstock.v1.TurnChangedH\x00\x12:\n\x11trajectory_closed\x18\x08 \x01(\x0b\x32\x1d.penstock.v1.TrajectoryClosedH\x00\x12\x44\n\x16trajectories_forgotten\x18\t \x01(\x0b\x32\".penstock.v1.TrajectoriesForgottenH\x00\x12\x34\n\x0eleases_expired\x18\x10 \x01(\x0b\x32\x1a.penstock.v1.LeasesExpiredH\x00\x12\x34\n\x0egroup_finished\x18\n \x01(\x0b\x32\x1a.penstock.v1.GroupFinishedH\x00\x12\x32\n\rgroup_dropped\x18\x0b \x01(\x0b\x32\x19.penstock.v1.GroupDroppedH\x00\x12\x38\n\x10groups_receipted\x18\x0c \x01(\x0b\x32\x1c.penstock.v1.GroupsReceiptedH\x00\x12,\n\nstep_final\x18\r \x01(\x0b\x32\x16.penstock.v1.StepFinalH\x00\x12.\n\x0btasks_known\x18\x0e \x01(\x0b\x32\x17.penstock.v1.TasksKnownH\x00\x12\x30\n\x0cgroups_ended\x18\x11 \x01(\x0b\x32\x18.penstock.v1.GroupsEndedH\x00\x12\x30\n\x0crun_replaced\x18\x0f \x01(\x0b\x32\x18.penstock.v1.RunReplacedH\x00\x42\x08\n\x06record\"\x1e\n\rServerStarted\x12\r\n\x05start\x18\x01 \x01(\x03\"J\n\x0cSessionBegan\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x02 \x01(\x03\x12\x13\n\x0bresume_step\x18\x03 \x01(\x03\"\x1d\n\x0bRunReplaced\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"*\n\x10WeightsActivated\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\">\n\x0cTaskAccepted\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Task\x12\r\n\x05\x66irst\x18\x02 \x01(\x08\"\x1e\n\nTasksKnown\x12\x10\n\x08task_ids\x18\x01 \x03(\t\" \n\x0bGroupsEnded\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\xcb\x01\n\x0cGroupChanged\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x1f\n\x17\x61\x64mitted_weight_version\x18\x05 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12-\n\x08\x61ttempts\x18\x07 \x03(\x0b\x32\x1b.penstock.v1.JournalAttempt\"k\n\x0eJournalAttempt\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x13\n\x0bretry_count\x18\x02 \x01(\x05\x12\x0e\n\x06leased\x18\x03 \x01(\x08\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x08\"\x9c\x02\n\x10TrajectoryOpened\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12%\n\x04\x66orm\x18\x02 \x01(\x0e\x32\x17.penstock.v1.PromptForm\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12\x1c\n\x14parent_trajectory_id\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x1f\n\x17required_weight_version\x18\x07 \x01(\x03\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12 \n\x05tools\x18\t \x03(\x0b\x32\x11.penstock.v1.Tool\x12\x1a\n\x12parent_token_count\x18\n \x01(\x05\"\x94\x03\n\x0bTurnChanged\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x12\n\nturn_index\x18\x02 \x01(\x05\x12\x34\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x0e\n\x06\x62udget\x18\x04 \x01(\x05\x12\x1b\n\x13\x63ontext_token_count\x18\x05 \x01(\x05\x12\x1a\n\x12policy_token_count\x18\x06 \x01(\x05\x12\x15\n\rrequest_count\x18\x07 \x01(\x05\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x12\n\nturn_count\x18\t \x01(\x05\x12\x13\n\x0btoken_count\x18\n \x01(\x05\x12&\n\x08segments\x18\x0b \x03(\x0b\x32\x14.penstock.v1.Segment\x12\x15\n\rmessage_count\x18\x0c \x01(\x05\x12*\n\x08messages\x18\r \x03(\x0b\x32\x18.penstock.v1.HeldMessage\"d\n\x0bHeldMessage\x12\r\n\x05\x65xact\x18\x01 \x01(\x0c\x12\x0f\n\x07meaning\x18\x02 \x01(\x0c\x12\x11\n\treasoning\x18\x03 \x01(\x0c\x12\x11\n\ttoken_end\x18\x04 \x01(\x05\x12\x0f\n\x07written\x18\x05 \x01(\x08\"\xa4\x01\n\x10TrajectoryClosed\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12%\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.penstock.v1.Outcome\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x17\n\x0fgroup_completed\x18\x04 \x01(\x08\x12\x0f\n\x07retried\x18\x05 \x01(\x08\x12\x16\n\x0eoutcome_sha256\x18\x06 \x01(\x0c\"/\n\x15TrajectoriesForgotten\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"8\n\rLeasesExpired\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\x12\x0f\n\x07retried\x18\x02 \x01(\x08\"\x99\x01\n\rGroupFinished\x12+\n\x05group\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.TrajectoryGroup\x12\x1f\n\x17\x61\x64mitted_weight_version\x18\x02 \x01(\x03\x12\x19\n\x11has_policy_tokens\x18\x03 \x01(\x08\x12\x1f\n\x04task\x18\x04 \x01(\x0b\x32\x11.penstock.v1.Task\"0\n\x0cGroupDropped\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"2\n\x0fGroupsReceipted\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x19\n\tStepFinal\x12\x0c\n\x04step\x18\x01 \x01(\x03*u\n\nPromptForm\x12\x1b\n\x17PROMPT_FORM_UNSPECIFIED\x10\x00\x12\x16\n\x12PROMPT_FORM_TOKENS\x10\x01\x12\x14\n\x10PROMPT_FORM_TEXT\x10\x02\x12\x1c\n\x18PROMPT_FORM_CONVERSATION\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROMPTFORM']._serialized_start=2841
-  _globals['_PROMPTFORM']._serialized_end=2958
-  _globals['_JOURNALRECORD']._serialized_start=140
-  _globals['_JOURNALRECORD']._serialized_end=1087
-  _globals['_SERVERSTARTED']._serialized_start=1089
-  _globals['_SERVERSTARTED']._serialized_end=1119
-  _globals['_SESSIONBEGAN']._serialized_start=1121
-  _globals['_SESSIONBEGAN']._serialized_end=1195
-  _globals['_RUNREPLACED']._serialized_start=1197
-  _globals['_RUNREPLACED']._serialized_end=1226
-  _globals['_WEIGHTSACTIVATED']._serialized_start=1228
-  _globals['_WEIGHTSACTIVATED']._serialized_end=1270
-  _globals['_TASKACCEPTED']._serialized_start=1272
-  _globals['_TASKACCEPTED']._serialized_end=1334
-  _globals['_TASKSKNOWN']._serialized_start=1336
-  _globals['_TASKSKNOWN']._serialized_end=1366
-  _globals['_GROUPSENDED']._serialized_start=1368
-  _globals['_GROUPSENDED']._serialized_end=1400
-  _globals['_GROUPCHANGED']._serialized_start=1403
-  _globals['_GROUPCHANGED']._serialized_end=1606
-  _globals['_JOURNALATTEMPT']._serialized_start=1608
-  _globals['_JOURNALATTEMPT']._serialized_end=1715
-  _globals['_TRAJECTORYOPENED']._serialized_start=1718
-  _globals['_TRAJECTORYOPENED']._serialized_end=1940
-  _globals['_TURNCHANGED']._serialized_start=1943
-  _globals['_TURNCHANGED']._serialized_end=2280
-  _globals['_TRAJECTORYCLOSED']._serialized_start=2283
-  _globals['_TRAJECTORYCLOSED']._serialized_end=2447
-  _globals['_TRAJECTORIESFORGOTTEN']._serialized_start=2449
-  _globals['_TRAJECTORIESFORGOTTEN']._serialized_end=2496
-  _globals['_LEASESEXPIRED']._serialized_start=2498
-  _globals['_LEASESEXPIRED']._serialized_end=2554
-  _globals['_GROUPFINISHED']._serialized_start=2557
-  _globals['_GROUPFINISHED']._serialized_end=2710
-  _globals['_GROUPDROPPED']._serialized_start=2712
-  _globals['_GROUPDROPPED']._serialized_end=2760
-  _globals['_GROUPSRECEIPTED']._serialized_start=2762
-  _globals['_GROUPSRECEIPTED']._serialized_end=2812
-  _globals['_STEPFINAL']._serialized_start=2814
-  _globals['_STEPFINAL']._serialized_end=2839
+  _globals['_PROMPTFORM']._serialized_start=3104
+  _globals['_PROMPTFORM']._serialized_end=3221
+  _globals['_JOURNALRECORD']._serialized_start=172
+  _globals['_JOURNALRECORD']._serialized_end=1119
+  _globals['_SERVERSTARTED']._serialized_start=1121
+  _globals['_SERVERSTARTED']._serialized_end=1151
+  _globals['_SESSIONBEGAN']._serialized_start=1153
+  _globals['_SESSIONBEGAN']._serialized_end=1227
+  _globals['_RUNREPLACED']._serialized_start=1229
+  _globals['_RUNREPLACED']._serialized_end=1258
+  _globals['_WEIGHTSACTIVATED']._serialized_start=1260
+  _globals['_WEIGHTSACTIVATED']._serialized_end=1302
+  _globals['_TASKACCEPTED']._serialized_start=1304
+  _globals['_TASKACCEPTED']._serialized_end=1366
+  _globals['_TASKSKNOWN']._serialized_start=1368
+  _globals['_TASKSKNOWN']._serialized_end=1398
+  _globals['_GROUPSENDED']._serialized_start=1400
+  _globals['_GROUPSENDED']._serialized_end=1432
+  _globals['_GROUPCHANGED']._serialized_start=1435
+  _globals['_GROUPCHANGED']._serialized_end=1638
+  _globals['_JOURNALATTEMPT']._serialized_start=1640
+  _globals['_JOURNALATTEMPT']._serialized_end=1747
+  _globals['_TRAJECTORYOPENED']._serialized_start=1750
+  _globals['_TRAJECTORYOPENED']._serialized_end=2034
+  _globals['_TURNCHANGED']._serialized_start=2037
+  _globals['_TURNCHANGED']._serialized_end=2441
+  _globals['_HELDMESSAGE']._serialized_start=2443
+  _globals['_HELDMESSAGE']._serialized_end=2543
+  _globals['_TRAJECTORYCLOSED']._serialized_start=2546
+  _globals['_TRAJECTORYCLOSED']._serialized_end=2710
+  _globals['_TRAJECTORIESFORGOTTEN']._serialized_start=2712
+  _globals['_TRAJECTORIESFORGOTTEN']._serialized_end=2759
+  _globals['_LEASESEXPIRED']._serialized_start=2761
+  _globals['_LEASESEXPIRED']._serialized_end=2817
+  _globals['_GROUPFINISHED']._serialized_start=2820
+  _globals['_GROUPFINISHED']._serialized_end=2973
+  _globals['_GROUPDROPPED']._serialized_start=2975
+  _globals['_GROUPDROPPED']._serialized_end=3023
+  _globals['_GROUPSRECEIPTED']._serialized_start=3025
+  _globals['_GROUPSRECEIPTED']._serialized_end=3075
+  _globals['_STEPFINAL']._serialized_start=3077
+  _globals['_STEPFINAL']._serialized_end=3102
 # @@protoc_insertion_point(module_scope)

@@ -13,6 +13,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.v1 import conversation_pb2 as _conversation_pb2
 from penstock.v1 import rollout_service_pb2 as _rollout_service_pb2
 from penstock.v1 import task_service_pb2 as _task_service_pb2
 from penstock.v1 import trajectory_pb2 as _trajectory_pb2
@@ -449,6 +450,8 @@ class TrajectoryOpened(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUIRED_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    PARENT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     form: Global___PromptForm.ValueType
@@ -465,6 +468,12 @@ class TrajectoryOpened(_message.Message):
     """Version it is bound to; zero for any."""
     traceparent: _builtins.str
     """W3C trace context of the call that opened it."""
+    parent_token_count: _builtins.int
+    """So many tokens at its beginning are its parent's first ones, and in no record of its own."""
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_conversation_pb2.Tool]:
+        """Tools of its conversation."""
+
     def __init__(
         self,
         *,
@@ -476,10 +485,12 @@ class TrajectoryOpened(_message.Message):
         priority: _builtins.int = ...,
         required_weight_version: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        tools: _abc.Iterable[_conversation_pb2.Tool] | None = ...,
+        parent_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "group_id", b"group_id", "parent_trajectory_id", b"parent_trajectory_id", "priority", b"priority", "required_weight_version", b"required_weight_version", "sample_index", b"sample_index", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "group_id", b"group_id", "parent_token_count", b"parent_token_count", "parent_trajectory_id", b"parent_trajectory_id", "priority", b"priority", "required_weight_version", b"required_weight_version", "sample_index", b"sample_index", "tools", b"tools", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,6 +513,8 @@ class TurnChanged(_message.Message):
     TURN_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     turn_index: _builtins.int
@@ -520,6 +533,8 @@ class TurnChanged(_message.Message):
     """Turns taken so far."""
     token_count: _builtins.int
     """Tokens of the trajectory before `segments`."""
+    message_count: _builtins.int
+    """Messages of the conversation before `messages`; those after them are replaced."""
     @_builtins.property
     def sampling_params(self) -> _rollout_service_pb2.SamplingParams:
         """How it samples; for the turns after it, too, unless they say otherwise."""
@@ -527,6 +542,10 @@ class TurnChanged(_message.Message):
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Segment]:
         """What was appended since the record before."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldMessage]:
+        """Messages since the record before."""
 
     def __init__(
         self,
@@ -542,14 +561,54 @@ class TurnChanged(_message.Message):
         turn_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
         segments: _abc.Iterable[_trajectory_pb2.Segment] | None = ...,
+        message_count: _builtins.int = ...,
+        messages: _abc.Iterable[Global___HeldMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context_token_count", b"context_token_count", "finish_reason", b"finish_reason", "policy_token_count", b"policy_token_count", "request_count", b"request_count", "sampling_params", b"sampling_params", "segments", b"segments", "token_count", b"token_count", "trajectory_id", b"trajectory_id", "turn_count", b"turn_count", "turn_index", b"turn_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context_token_count", b"context_token_count", "finish_reason", b"finish_reason", "message_count", b"message_count", "messages", b"messages", "policy_token_count", b"policy_token_count", "request_count", b"request_count", "sampling_params", b"sampling_params", "segments", b"segments", "token_count", b"token_count", "trajectory_id", b"trajectory_id", "turn_count", b"turn_count", "turn_index", b"turn_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TurnChanged: _TypeAlias = TurnChanged  # noqa: Y015
+
+@_typing.final
+class HeldMessage(_message.Message):
+    """One message of a conversation, of which the text is not kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXACT_FIELD_NUMBER: _builtins.int
+    MEANING_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOKEN_END_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    exact: _builtins.bytes
+    """Digest of all its fields; empty for tokens that are no message."""
+    meaning: _builtins.bytes
+    """Digest of what does not depend on form, its reasoning left out."""
+    reasoning: _builtins.bytes
+    """Digest of its reasoning; empty where it has none."""
+    token_end: _builtins.int
+    """Tokens of the trajectory up to its end, or to the end of the context that it came with."""
+    written: _builtins.bool
+    """Whether the policy wrote it."""
+    def __init__(
+        self,
+        *,
+        exact: _builtins.bytes = ...,
+        meaning: _builtins.bytes = ...,
+        reasoning: _builtins.bytes = ...,
+        token_end: _builtins.int = ...,
+        written: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "meaning", b"meaning", "reasoning", b"reasoning", "token_end", b"token_end", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldMessage: _TypeAlias = HeldMessage  # noqa: Y015
 
 @_typing.final
 class TrajectoryClosed(_message.Message):

@@ -28,15 +28,15 @@ from penstock.v1 import trajectory_pb2 as penstock_dot_v1_dot_trajectory__pb2
 from penstock.v1 import weights_pb2 as penstock_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/v1/rollout_service.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1epenstock/v1/conversation.proto\x1a\x1cpenstock/v1/trajectory.proto\x1a\x19penstock/v1/weights.proto\"\x9a\x03\n\x0fGenerateRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12,\n\x06tokens\x18\x05 \x01(\x0b\x32\x1a.penstock.v1.TokenSequenceH\x00\x12\x0e\n\x04text\x18\x06 \x01(\tH\x00\x12\x31\n\x0c\x63onversation\x18\x07 \x01(\x0b\x32\x19.penstock.v1.ConversationH\x00\x12\x34\n\x0fsampling_params\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x32\n\x0estream_options\x18\t \x01(\x0b\x32\x1a.penstock.v1.StreamOptions\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x1f\n\x17required_weight_version\x18\x0b \x01(\x03\x12\x1c\n\x14parent_trajectory_id\x18\x0c \x01(\tB\x08\n\x06prompt\"\x92\x02\n\x0f\x43ontinueRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.TokenSequenceH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x31\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32\x19.penstock.v1.ConversationH\x00\x12\x34\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x32\n\x0estream_options\x18\x06 \x01(\x0b\x32\x1a.penstock.v1.StreamOptionsB\r\n\x0bobservation\"\xa0\x01\n\x10GenerateResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.penstock.v1.TurnStartedH\x00\x12\'\n\x07segment\x18\x02 \x01(\x0b\x32\x14.penstock.v1.SegmentH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.penstock.v1.TurnFinishedH\x00\x42\x07\n\x05\x65vent\"\xa0\x01\n\x10\x43ontinueResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.penstock.v1.TurnStartedH\x00\x12\'\n\x07segment\x18\x02 \x01(\x0b\x32\x14.penstock.v1.SegmentH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.penstock.v1.TurnFinishedH\x00\x42\x07\n\x05\x65vent\"V\n\x0bTurnStarted\x12\x12\n\nturn_index\x18\x01 \x01(\x05\x12\x1b\n\x13\x63ontext_token_count\x18\x02 \x01(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"\xb1\x01\n\x0cTurnFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x1a\n\x12policy_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12)\n\x07message\x18\x04 \x01(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x0c\n\x04text\x18\x05 \x01(\t\"\xd1\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"f\n\rStreamOptions\x12\x31\n\x0e\x66lush_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nfinal_only\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tach\x18\x03 \x01(\x08\"\xba\x01\n\x0c\x41\x62ortRequest\x12\x37\n\x0ctrajectories\x18\x01 \x01(\x0b\x32\x1f.penstock.v1.TrajectorySelectorH\x00\x12,\n\x06groups\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.GroupSelectorH\x00\x12\'\n\x03\x61ll\x18\x03 \x01(\x0b\x32\x18.penstock.v1.AllSelectorH\x00\x12\x0e\n\x06reason\x18\x04 \x01(\tB\n\n\x08selector\",\n\x12TrajectorySelector\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"\"\n\rGroupSelector\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\r\n\x0b\x41llSelector\"@\n\rAbortResponse\x12/\n\raborted_turns\x18\x01 \x03(\x0b\x32\x18.penstock.v1.AbortedTurn\"@\n\x0b\x41\x62ortedTurn\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x1a\n\x12policy_token_count\x18\x02 \x01(\x05\"\x16\n\x14GetServerInfoRequest\"\xb9\x03\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x03 \x01(\x03\x12\x1e\n\x16staged_weight_versions\x18\x04 \x03(\x03\x12\x1a\n\x12max_context_length\x18\x05 \x01(\x05\x12\x12\n\nvocab_size\x18\x06 \x01(\x05\x12\x35\n\x0eweight_sources\x18\x07 \x03(\x0e\x32\x1d.penstock.v1.WeightSourceKind\x12%\n\x04load\x18\x08 \x01(\x0b\x32\x17.penstock.v1.ServerLoad\x12*\n\x08replicas\x18\t \x03(\x0b\x32\x18.penstock.v1.ReplicaInfo\x12\x14\n\x0cweight_dtype\x18\n \x01(\t\x12!\n\x19\x64\x65lta_base_weight_version\x18\x0b \x01(\x03\x12&\n\x04lora\x18\x0c \x01(\x0b\x32\x18.penstock.v1.LoraSupport\x12\x1f\n\x17\x61\x64\x61pter_weight_versions\x18\r \x03(\x03\"5\n\x0bLoraSupport\x12\x10\n\x08max_rank\x18\x01 \x01(\x05\x12\x14\n\x0cmax_adapters\x18\x02 \x01(\x05\"\x99\x01\n\nServerLoad\x12\x1a\n\x12running_turn_count\x18\x01 \x01(\x05\x12\x1a\n\x12waiting_turn_count\x18\x02 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x02\x12\x1d\n\x15open_trajectory_count\x18\x04 \x01(\x05\x12\x1c\n\x14\x62uffered_group_count\x18\x05 \x01(\x05\"\x8e\x01\n\x0bReplicaInfo\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.penstock.v1.ReplicaState\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x03 \x01(\x03\x12%\n\x04load\x18\x04 \x01(\x0b\x32\x17.penstock.v1.ServerLoad\"-\n\x14GetTrajectoryRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\"\x80\x01\n\x15GetTrajectoryResponse\x12+\n\ntrajectory\x18\x01 \x01(\x0b\x32\x17.penstock.v1.Trajectory\x12\x0c\n\x04open\x18\x02 \x01(\x08\x12,\n\tlast_turn\x18\x03 \x01(\x0b\x32\x19.penstock.v1.TurnFinished*\x9d\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x01\x12\x18\n\x14REPLICA_STATE_PAUSED\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x1d\n\x19REPLICA_STATE_UNAVAILABLE\x10\x04\x32\xf2\x03\n\x0eRolloutService\x12I\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x12I\n\x08\x43ontinue\x12\x1c.penstock.v1.ContinueRequest\x1a\x1d.penstock.v1.ContinueResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\x12Z\n\rUpdateWeights\x12!.penstock.v1.UpdateWeightsRequest\x1a\".penstock.v1.UpdateWeightsResponse(\x01\x30\x01\x12V\n\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\x12V\n\rGetTrajectory\x12!.penstock.v1.GetTrajectoryRequest\x1a\".penstock.v1.GetTrajectoryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/v1/rollout_service.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1epenstock/v1/conversation.proto\x1a\x1cpenstock/v1/trajectory.proto\x1a\x19penstock/v1/weights.proto\"\x9a\x03\n\x0fGenerateRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12,\n\x06tokens\x18\x05 \x01(\x0b\x32\x1a.penstock.v1.TokenSequenceH\x00\x12\x0e\n\x04text\x18\x06 \x01(\tH\x00\x12\x31\n\x0c\x63onversation\x18\x07 \x01(\x0b\x32\x19.penstock.v1.ConversationH\x00\x12\x34\n\x0fsampling_params\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x32\n\x0estream_options\x18\t \x01(\x0b\x32\x1a.penstock.v1.StreamOptions\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x1f\n\x17required_weight_version\x18\x0b \x01(\x03\x12\x1c\n\x14parent_trajectory_id\x18\x0c \x01(\tB\x08\n\x06prompt\"\x92\x02\n\x0f\x43ontinueRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.TokenSequenceH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x31\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32\x19.penstock.v1.ConversationH\x00\x12\x34\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x32\n\x0estream_options\x18\x06 \x01(\x0b\x32\x1a.penstock.v1.StreamOptionsB\r\n\x0bobservation\"\xa0\x01\n\x10GenerateResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.penstock.v1.TurnStartedH\x00\x12\'\n\x07segment\x18\x02 \x01(\x0b\x32\x14.penstock.v1.SegmentH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.penstock.v1.TurnFinishedH\x00\x42\x07\n\x05\x65vent\"\xa0\x01\n\x10\x43ontinueResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.penstock.v1.TurnStartedH\x00\x12\'\n\x07segment\x18\x02 \x01(\x0b\x32\x14.penstock.v1.SegmentH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.penstock.v1.TurnFinishedH\x00\x42\x07\n\x05\x65vent\"V\n\x0bTurnStarted\x12\x12\n\nturn_index\x18\x01 \x01(\x05\x12\x1b\n\x13\x63ontext_token_count\x18\x02 \x01(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"\xca\x01\n\x0cTurnFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x1a\n\x12policy_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\x05\x12)\n\x07message\x18\x04 \x01(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x17\n\x0ftool_call_error\x18\x06 \x01(\t\"\xd1\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"f\n\rStreamOptions\x12\x31\n\x0e\x66lush_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nfinal_only\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tach\x18\x03 \x01(\x08\"\xba\x01\n\x0c\x41\x62ortRequest\x12\x37\n\x0ctrajectories\x18\x01 \x01(\x0b\x32\x1f.penstock.v1.TrajectorySelectorH\x00\x12,\n\x06groups\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.GroupSelectorH\x00\x12\'\n\x03\x61ll\x18\x03 \x01(\x0b\x32\x18.penstock.v1.AllSelectorH\x00\x12\x0e\n\x06reason\x18\x04 \x01(\tB\n\n\x08selector\",\n\x12TrajectorySelector\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"\"\n\rGroupSelector\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\r\n\x0b\x41llSelector\"@\n\rAbortResponse\x12/\n\raborted_turns\x18\x01 \x03(\x0b\x32\x18.penstock.v1.AbortedTurn\"@\n\x0b\x41\x62ortedTurn\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x1a\n\x12policy_token_count\x18\x02 \x01(\x05\"\x16\n\x14GetServerInfoRequest\"\xcc\x03\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x03 \x01(\x03\x12\x1e\n\x16staged_weight_versions\x18\x04 \x03(\x03\x12\x1a\n\x12max_context_length\x18\x05 \x01(\x05\x12\x12\n\nvocab_size\x18\x06 \x01(\x05\x12\x35\n\x0eweight_sources\x18\x07 \x03(\x0e\x32\x1d.penstock.v1.WeightSourceKind\x12%\n\x04load\x18\x08 \x01(\x0b\x32\x17.penstock.v1.ServerLoad\x12*\n\x08replicas\x18\t \x03(\x0b\x32\x18.penstock.v1.ReplicaInfo\x12\x14\n\x0cweight_dtype\x18\n \x01(\t\x12!\n\x19\x64\x65lta_base_weight_version\x18\x0b \x01(\x03\x12&\n\x04lora\x18\x0c \x01(\x0b\x32\x18.penstock.v1.LoraSupport\x12\x1f\n\x17\x61\x64\x61pter_weight_versions\x18\r \x03(\x03\x12\x11\n\thttp_port\x18\x0e \x01(\x05\"5\n\x0bLoraSupport\x12\x10\n\x08max_rank\x18\x01 \x01(\x05\x12\x14\n\x0cmax_adapters\x18\x02 \x01(\x05\"\x99\x01\n\nServerLoad\x12\x1a\n\x12running_turn_count\x18\x01 \x01(\x05\x12\x1a\n\x12waiting_turn_count\x18\x02 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x02\x12\x1d\n\x15open_trajectory_count\x18\x04 \x01(\x05\x12\x1c\n\x14\x62uffered_group_count\x18\x05 \x01(\x05\"\x8e\x01\n\x0bReplicaInfo\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.penstock.v1.ReplicaState\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x03 \x01(\x03\x12%\n\x04load\x18\x04 \x01(\x0b\x32\x17.penstock.v1.ServerLoad\"-\n\x14GetTrajectoryRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\"\x80\x01\n\x15GetTrajectoryResponse\x12+\n\ntrajectory\x18\x01 \x01(\x0b\x32\x17.penstock.v1.Trajectory\x12\x0c\n\x04open\x18\x02 \x01(\x08\x12,\n\tlast_turn\x18\x03 \x01(\x0b\x32\x19.penstock.v1.TurnFinished*\x9d\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x01\x12\x18\n\x14REPLICA_STATE_PAUSED\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x1d\n\x19REPLICA_STATE_UNAVAILABLE\x10\x04\x32\xf2\x03\n\x0eRolloutService\x12I\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x12I\n\x08\x43ontinue\x12\x1c.penstock.v1.ContinueRequest\x1a\x1d.penstock.v1.ContinueResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\x12Z\n\rUpdateWeights\x12!.penstock.v1.UpdateWeightsRequest\x1a\".penstock.v1.UpdateWeightsResponse(\x01\x30\x01\x12V\n\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\x12V\n\rGetTrajectory\x12!.penstock.v1.GetTrajectoryRequest\x1a\".penstock.v1.GetTrajectoryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.rollout_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=3192
-  _globals['_REPLICASTATE']._serialized_end=3349
+  _globals['_REPLICASTATE']._serialized_start=3236
+  _globals['_REPLICASTATE']._serialized_end=3393
   _globals['_GENERATEREQUEST']._serialized_start=172
   _globals['_GENERATEREQUEST']._serialized_end=582
   _globals['_CONTINUEREQUEST']._serialized_start=585
@@ -48,37 +48,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TURNSTARTED']._serialized_start=1187
   _globals['_TURNSTARTED']._serialized_end=1273
   _globals['_TURNFINISHED']._serialized_start=1276
-  _globals['_TURNFINISHED']._serialized_end=1453
-  _globals['_SAMPLINGPARAMS']._serialized_start=1456
-  _globals['_SAMPLINGPARAMS']._serialized_end=1665
-  _globals['_STREAMOPTIONS']._serialized_start=1667
-  _globals['_STREAMOPTIONS']._serialized_end=1769
-  _globals['_ABORTREQUEST']._serialized_start=1772
-  _globals['_ABORTREQUEST']._serialized_end=1958
-  _globals['_TRAJECTORYSELECTOR']._serialized_start=1960
-  _globals['_TRAJECTORYSELECTOR']._serialized_end=2004
-  _globals['_GROUPSELECTOR']._serialized_start=2006
-  _globals['_GROUPSELECTOR']._serialized_end=2040
-  _globals['_ALLSELECTOR']._serialized_start=2042
-  _globals['_ALLSELECTOR']._serialized_end=2055
-  _globals['_ABORTRESPONSE']._serialized_start=2057
-  _globals['_ABORTRESPONSE']._serialized_end=2121
-  _globals['_ABORTEDTURN']._serialized_start=2123
-  _globals['_ABORTEDTURN']._serialized_end=2187
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2189
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2211
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2214
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2655
-  _globals['_LORASUPPORT']._serialized_start=2657
-  _globals['_LORASUPPORT']._serialized_end=2710
-  _globals['_SERVERLOAD']._serialized_start=2713
-  _globals['_SERVERLOAD']._serialized_end=2866
-  _globals['_REPLICAINFO']._serialized_start=2869
-  _globals['_REPLICAINFO']._serialized_end=3011
-  _globals['_GETTRAJECTORYREQUEST']._serialized_start=3013
-  _globals['_GETTRAJECTORYREQUEST']._serialized_end=3058
-  _globals['_GETTRAJECTORYRESPONSE']._serialized_start=3061
-  _globals['_GETTRAJECTORYRESPONSE']._serialized_end=3189
-  _globals['_ROLLOUTSERVICE']._serialized_start=3352
-  _globals['_ROLLOUTSERVICE']._serialized_end=3850
+  _globals['_TURNFINISHED']._serialized_end=1478
+  _globals['_SAMPLINGPARAMS']._serialized_start=1481
+  _globals['_SAMPLINGPARAMS']._serialized_end=1690
+  _globals['_STREAMOPTIONS']._serialized_start=1692
+  _globals['_STREAMOPTIONS']._serialized_end=1794
+  _globals['_ABORTREQUEST']._serialized_start=1797
+  _globals['_ABORTREQUEST']._serialized_end=1983
+  _globals['_TRAJECTORYSELECTOR']._serialized_start=1985
+  _globals['_TRAJECTORYSELECTOR']._serialized_end=2029
+  _globals['_GROUPSELECTOR']._serialized_start=2031
+  _globals['_GROUPSELECTOR']._serialized_end=2065
+  _globals['_ALLSELECTOR']._serialized_start=2067
+  _globals['_ALLSELECTOR']._serialized_end=2080
+  _globals['_ABORTRESPONSE']._serialized_start=2082
+  _globals['_ABORTRESPONSE']._serialized_end=2146
+  _globals['_ABORTEDTURN']._serialized_start=2148
+  _globals['_ABORTEDTURN']._serialized_end=2212
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2214
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2236
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2239
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2699
+  _globals['_LORASUPPORT']._serialized_start=2701
+  _globals['_LORASUPPORT']._serialized_end=2754
+  _globals['_SERVERLOAD']._serialized_start=2757
+  _globals['_SERVERLOAD']._serialized_end=2910
+  _globals['_REPLICAINFO']._serialized_start=2913
+  _globals['_REPLICAINFO']._serialized_end=3055
+  _globals['_GETTRAJECTORYREQUEST']._serialized_start=3057
+  _globals['_GETTRAJECTORYREQUEST']._serialized_end=3102
+  _globals['_GETTRAJECTORYRESPONSE']._serialized_start=3105
+  _globals['_GETTRAJECTORYRESPONSE']._serialized_end=3233
+  _globals['_ROLLOUTSERVICE']._serialized_start=3396
+  _globals['_ROLLOUTSERVICE']._serialized_end=3894
 # @@protoc_insertion_point(module_scope)

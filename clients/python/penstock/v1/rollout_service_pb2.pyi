@@ -89,7 +89,9 @@ class GenerateRequest(_message.Message):
     """Sample under this version only, else FAILED_PRECONDITION; zero accepts any."""
     parent_trajectory_id: _builtins.str
     """Trajectory this one branches from, such as a sub-agent's or a compacted context's; it belongs
-    to the same attempt, is closed with it and shares its outcome unless it is given its own.
+    to the same attempt, is closed with it and shares its outcome unless it is given its own. The
+    tokens that both begin with are the parent's: of a conversation what the policy wrote there stands,
+    where the messages are still the same, and is not encoded again.
     """
     @_builtins.property
     def tokens(self) -> _trajectory_pb2.TokenSequence:
@@ -302,6 +304,7 @@ class TurnFinished(_message.Message):
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ERROR_FIELD_NUMBER: _builtins.int
     finish_reason: _trajectory_pb2.FinishReason.ValueType
     """Why."""
     policy_token_count: _builtins.int
@@ -310,6 +313,10 @@ class TurnFinished(_message.Message):
     """Context tokens the engine took from its cache."""
     text: _builtins.str
     """The turn as text, when the trajectory was opened with text."""
+    tool_call_error: _builtins.str
+    """Why what begins as a tool call is none, for the policy to be told; its text is then the message's
+    content. Empty where there is no such thing.
+    """
     @_builtins.property
     def message(self) -> _conversation_pb2.ChatMessage:
         """The turn as a message, when the trajectory was opened with a conversation."""
@@ -322,10 +329,11 @@ class TurnFinished(_message.Message):
         cached_token_count: _builtins.int = ...,
         message: _conversation_pb2.ChatMessage | None = ...,
         text: _builtins.str = ...,
+        tool_call_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "finish_reason", b"finish_reason", "message", b"message", "policy_token_count", b"policy_token_count", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "finish_reason", b"finish_reason", "message", b"message", "policy_token_count", b"policy_token_count", "text", b"text", "tool_call_error", b"tool_call_error"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,6 +629,7 @@ class GetServerInfoResponse(_message.Message):
     DELTA_BASE_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     ADAPTER_WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
+    HTTP_PORT_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     model: _builtins.str
@@ -635,6 +644,8 @@ class GetServerInfoResponse(_message.Message):
     """Torch dtype name every uploaded tensor must have, such as "bfloat16"."""
     delta_base_weight_version: _builtins.int
     """Version whose bytes the server still holds, so that a delta can apply to it; zero for none."""
+    http_port: _builtins.int
+    """Port of the OpenAI and Anthropic endpoints, on the host of this one; 0 for none."""
     @_builtins.property
     def staged_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions uploaded and verified but not yet switched to."""
@@ -675,10 +686,11 @@ class GetServerInfoResponse(_message.Message):
         delta_base_weight_version: _builtins.int = ...,
         lora: Global___LoraSupport | None = ...,
         adapter_weight_versions: _abc.Iterable[_builtins.int] | None = ...,
+        http_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

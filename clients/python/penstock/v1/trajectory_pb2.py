@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/trajectory.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc8\x01\n\x0fTrajectoryGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12-\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x1d\n\x15oldest_weight_version\x18\x05 \x01(\x03\x12\x1d\n\x15newest_weight_version\x18\x06 \x01(\x03\"\x81\x02\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12&\n\x08segments\x18\x03 \x03(\x0b\x32\x14.penstock.v1.Segment\x12%\n\x07outcome\x18\x04 \x01(\x0b\x32\x14.penstock.v1.Outcome\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x12\n\nturn_count\x18\x06 \x01(\x05\x12\x1c\n\x14parent_trajectory_id\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\x94\x01\n\x07Segment\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.penstock.v1.Author\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x12\n\nturn_index\x18\x05 \x01(\x05\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0f\"\xf3\x01\n\x07Outcome\x12\x10\n\x06reward\x18\x01 \x01(\x01H\x00\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x14.penstock.v1.FailureH\x00\x12\x32\n\x07metrics\x18\x03 \x03(\x0b\x32!.penstock.v1.Outcome.MetricsEntry\x12)\n\x08metadata\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0cturn_rewards\x18\x05 \x03(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06result\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t*G\n\x06\x41uthor\x12\x16\n\x12\x41UTHOR_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41UTHOR_CONTEXT\x10\x01\x12\x11\n\rAUTHOR_POLICY\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*G\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x10\n\x0cPURPOSE_EVAL\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/trajectory.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc8\x01\n\x0fTrajectoryGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12-\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x1d\n\x15oldest_weight_version\x18\x05 \x01(\x03\x12\x1d\n\x15newest_weight_version\x18\x06 \x01(\x03\"\x9d\x02\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12&\n\x08segments\x18\x03 \x03(\x0b\x32\x14.penstock.v1.Segment\x12%\n\x07outcome\x18\x04 \x01(\x0b\x32\x14.penstock.v1.Outcome\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x12\n\nturn_count\x18\x06 \x01(\x05\x12\x1c\n\x14parent_trajectory_id\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x1a\n\x12parent_token_count\x18\t \x01(\x05\"\x94\x01\n\x07Segment\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.penstock.v1.Author\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0f\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x12\n\nturn_index\x18\x05 \x01(\x05\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0f\"\xf3\x01\n\x07Outcome\x12\x10\n\x06reward\x18\x01 \x01(\x01H\x00\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x14.penstock.v1.FailureH\x00\x12\x32\n\x07metrics\x18\x03 \x03(\x0b\x32!.penstock.v1.Outcome.MetricsEntry\x12)\n\x08metadata\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0cturn_rewards\x18\x05 \x03(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06result\"*\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t*G\n\x06\x41uthor\x12\x16\n\x12\x41UTHOR_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41UTHOR_CONTEXT\x10\x01\x12\x11\n\rAUTHOR_POLICY\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*G\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x10\n\x0cPURPOSE_EVAL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +34,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OUTCOME_METRICSENTRY']._loaded_options = None
   _globals['_OUTCOME_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_AUTHOR']._serialized_start=1015
-  _globals['_AUTHOR']._serialized_end=1086
-  _globals['_FINISHREASON']._serialized_start=1088
-  _globals['_FINISHREASON']._serialized_end=1210
-  _globals['_PURPOSE']._serialized_start=1212
-  _globals['_PURPOSE']._serialized_end=1283
+  _globals['_AUTHOR']._serialized_start=1043
+  _globals['_AUTHOR']._serialized_end=1114
+  _globals['_FINISHREASON']._serialized_start=1116
+  _globals['_FINISHREASON']._serialized_end=1238
+  _globals['_PURPOSE']._serialized_start=1240
+  _globals['_PURPOSE']._serialized_end=1311
   _globals['_TRAJECTORYGROUP']._serialized_start=76
   _globals['_TRAJECTORYGROUP']._serialized_end=276
   _globals['_TRAJECTORY']._serialized_start=279
-  _globals['_TRAJECTORY']._serialized_end=536
-  _globals['_SEGMENT']._serialized_start=539
-  _globals['_SEGMENT']._serialized_end=687
-  _globals['_TOKENSEQUENCE']._serialized_start=689
-  _globals['_TOKENSEQUENCE']._serialized_end=723
-  _globals['_OUTCOME']._serialized_start=726
-  _globals['_OUTCOME']._serialized_end=969
-  _globals['_OUTCOME_METRICSENTRY']._serialized_start=913
-  _globals['_OUTCOME_METRICSENTRY']._serialized_end=959
-  _globals['_FAILURE']._serialized_start=971
-  _globals['_FAILURE']._serialized_end=1013
+  _globals['_TRAJECTORY']._serialized_end=564
+  _globals['_SEGMENT']._serialized_start=567
+  _globals['_SEGMENT']._serialized_end=715
+  _globals['_TOKENSEQUENCE']._serialized_start=717
+  _globals['_TOKENSEQUENCE']._serialized_end=751
+  _globals['_OUTCOME']._serialized_start=754
+  _globals['_OUTCOME']._serialized_end=997
+  _globals['_OUTCOME_METRICSENTRY']._serialized_start=941
+  _globals['_OUTCOME_METRICSENTRY']._serialized_end=987
+  _globals['_FAILURE']._serialized_start=999
+  _globals['_FAILURE']._serialized_end=1041
 # @@protoc_insertion_point(module_scope)

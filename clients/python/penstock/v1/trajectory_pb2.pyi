@@ -154,6 +154,7 @@ class Trajectory(_message.Message):
     TURN_COUNT_FIELD_NUMBER: _builtins.int
     PARENT_TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PARENT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Identifies the trajectory across the whole run, never reused."""
     sample_index: _builtins.int
@@ -167,6 +168,10 @@ class Trajectory(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the call that opened it, so that the optimizer step that trains it appears
     in the same trace; empty where the caller sent none.
+    """
+    parent_token_count: _builtins.int
+    """So many tokens at the beginning are the parent's own first ones: they are not among the segments
+    here, nor trained again. 0 without a parent.
     """
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
@@ -187,10 +192,11 @@ class Trajectory(_message.Message):
         turn_count: _builtins.int = ...,
         parent_trajectory_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        parent_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "outcome", b"outcome", "parent_trajectory_id", b"parent_trajectory_id", "sample_index", b"sample_index", "segments", b"segments", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "turn_count", b"turn_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "outcome", b"outcome", "parent_token_count", b"parent_token_count", "parent_trajectory_id", b"parent_trajectory_id", "sample_index", b"sample_index", "segments", b"segments", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "turn_count", b"turn_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

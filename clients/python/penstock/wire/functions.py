@@ -1,4 +1,5 @@
-"""Functions that a person names, on a command line or in a configuration file: `pkg.module:function`.
+"""Functions that a person names, on a command line or in a configuration file: `pkg.module:function`, or
+`folder/file.py:function`.
 
 Never what came over the wire: a name that leads to code is for whoever starts the process to give.
 """
@@ -29,6 +30,9 @@ def find_function(
     if not module_name or not path:
         raise FunctionInvalid("write it as pkg.module:function")
     here = str(Path.cwd())
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        here, module_name = str(file.parent.resolve()), file.stem
     if here not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -70,7 +70,7 @@ class Security:
 
     def check(self, address: str) -> None:
         """Raises CredentialsUnusable where a channel to `address` could not be made, or must not."""
-        tokens = _token_source(self, address)
+        tokens = open_token_source(self, address)
         _channel_credentials(self)
         if tokens is not None:
             tokens.metadata()
@@ -112,7 +112,7 @@ def open_channel(
     `own_connection` gives it a connection that no other channel of the process shares.
     """
     security = security or Security()
-    tokens = _token_source(security, address)
+    tokens = open_token_source(security, address)
     credentials = _channel_credentials(security)
     options = _options(security, own_connection)
     if credentials is None:
@@ -127,7 +127,7 @@ def open_blocking_channel(
 ) -> tuple[grpc.Channel, TokenSource | None]:
     """The same for blocking calls, each of which has to be given the source's `metadata()`."""
     security = security or Security()
-    tokens = _token_source(security, address)
+    tokens = open_token_source(security, address)
     credentials = _channel_credentials(security)
     options = _options(security, own_connection)
     if credentials is None:
@@ -135,7 +135,8 @@ def open_blocking_channel(
     return grpc.secure_channel(address, credentials, options=options), tokens
 
 
-def _token_source(security: Security, address: str) -> TokenSource | None:
+def open_token_source(security: Security, address: str) -> TokenSource | None:
+    """The token of calls to `address`; None where none is shown. Raises CredentialsUnusable."""
     if security.token_file is None and not security.token:
         return None
     if not security.encrypted and not is_loopback(address):

@@ -112,10 +112,17 @@ class AttemptRouter:
         found: list[tuple[Trajectory, Written]] = []
         for line in self._lines:
             if line.begun:
-                segments = (await line.trajectory.get()).segments
+                record = await line.trajectory.get()
+                segments = record.segments
                 policy = [np.full(len(s.token_ids), s.from_policy, np.bool_) for s in segments]
-                tokens = np.concatenate([segment.token_ids for segment in segments])
-                found.append((line.trajectory, Written(tokens, np.concatenate(policy))))
+                tokens = [segment.token_ids for segment in segments]
+                if record.parent_token_count:
+                    # All branch from the attempt's own, with which these are trained.
+                    shared = found[0][1].token_ids[: record.parent_token_count]
+                    tokens.insert(0, shared)
+                    policy.insert(0, np.zeros(len(shared), np.bool_))
+                written = Written(np.concatenate(tokens), np.concatenate(policy))
+                found.append((line.trajectory, written))
         return found
 
     def cancel(self) -> None:

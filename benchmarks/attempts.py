@@ -1,0 +1,190 @@
+"""Thousands of attempts in flight in one worker: what one more that waits for its tool costs.
+
+    python benchmarks/attempts.py [--attempts 5000] [--prompt-tokens 200] [--spread-seconds 60]
+
+A server around the fake engine and one worker, each a process of its own. Every attempt takes a turn and
+waits for its tool; when all of them wait, memory is taken of both processes, then what both cost while
+nothing happens but the renewal of leases. Then the tools answer, evenly over --spread-seconds, and each
+attempt takes its second turn (`Continue`), whose time is measured from the call to the turn's end. Sampling
+itself takes no time.
+
+Memory per attempt is what a process has grown by since a hundred attempts had been made in it, divided by
+the number of attempts. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_ATTEMPTS = 100
+TURN_TOKENS = 16
+SETTINGS = (
+    "limits.open_trajectories=100000",
+    "limits.caller.open_trajectories=100000",
+    "limits.groups_without_trainer=1000000",
+    "freshness=false",
+)
+
+
+@dataclass
+class Cost:
+    """Of a process: what it holds, and the processor it has used."""
+
+    resident_bytes: int
+    threads: int
+    cpu_seconds: float
+
+
+def cost_of(pid: int) -> Cost:
+    process = psutil.Process(pid)
+    with process.oneshot():
+        times = process.cpu_times()
+        return Cost(process.memory_info().rss, process.num_threads(), times.user + times.system)
+
+
+@dataclass
+class Tools:
+    """What attempts wait for, and what came of it."""
+
+    count: int
+    spread_seconds: float
+    waiting: int = 0
+    all_wait: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: asyncio.Event = field(default_factory=asyncio.Event)
+    continues: list[float] = field(default_factory=list[float])
+
+    async def agent(self, task: object, trajectory: object) -> float:
+        """Turn, tool, turn."""
+        await trajectory.turn()  # type: ignore[attr-defined]
+        self.waiting += 1
+        if self.waiting == self.count:
+            self.all_wait.set()
+        await self.answer.wait()
+        await asyncio.sleep(random.uniform(0.0, self.spread_seconds))
+        begun = time.perf_counter()
+        await trajectory.turn(" the tool says so", max_tokens=TURN_TOKENS)  # type: ignore[attr-defined]
+        self.continues.append(time.perf_counter() - begun)
+        return 1.0
+
+
+async def work(
+    address: str, server_pid: int, count: int, prompt: int, spread: float
+) -> dict[str, object]:
+    """The worker's process."""
+    from penstock.client import SamplingParams, Task, connect
+
+    sampling = SamplingParams(max_tokens=TURN_TOKENS, ignore_eos=True)
+    async with connect(address) as penstock:
+
+        async def submit(name: str, number: int) -> None:
+            tasks = [
+                Task(f"{name}-{i}", f"{i:0{prompt}d}", sampling=sampling) for i in range(number)
+            ]
+            for at in range(0, number, 1000):
+                await penstock.submit_tasks(tasks[at : at + 1000])
+
+        warm = Tools(WARM_ATTEMPTS, 0.0)
+        warm.answer.set()
+        await submit("warm", WARM_ATTEMPTS)
+        await penstock.work(warm.agent, concurrency=WARM_ATTEMPTS, attempts=WARM_ATTEMPTS)
+        gc.collect()
+        before = (cost_of(psutil.Process().pid), cost_of(server_pid))
+
+        tools = Tools(count, spread)
+        await submit("task", count)
+        begun = time.perf_counter()
+        working = asyncio.create_task(penstock.work(tools.agent, concurrency=count, attempts=count))
+        await tools.all_wait.wait()
+        opened = time.perf_counter() - begun
+        gc.collect()
+        own, server = cost_of(psutil.Process().pid), cost_of(server_pid)
+        # Three renewals of every lease, and nothing else.
+        await asyncio.sleep(9.0)
+        idle = (cost_of(psutil.Process().pid), cost_of(server_pid))
+        tools.answer.set()
+        statistics = await working
+        assert statistics.scored_count == count, statistics
+        done = (cost_of(psutil.Process().pid), cost_of(server_pid))
+        return {
+            "attempts": count,
+            "prompt_tokens": prompt,
+            "turn_tokens": TURN_TOKENS,
+            "opened_per_second": round(count / opened),
+            "worker_kib_per_attempt": per_attempt(before[0], own, count),
+            "server_kib_per_attempt": per_attempt(before[1], server, count),
+            "worker_threads": [before[0].threads, own.threads],
+            "server_threads": [before[1].threads, server.threads],
+            "worker_idle_cpu": round((idle[0].cpu_seconds - own.cpu_seconds) / 9.0, 4),
+            "server_idle_cpu": round((idle[1].cpu_seconds - server.cpu_seconds) / 9.0, 4),
+            "worker_cpu_ms_per_continue": cpu_ms(idle[0], done[0], count),
+            "server_cpu_ms_per_continue": cpu_ms(idle[1], done[1], count),
+            "continues_per_second": round(count / spread),
+            "continue_p50_ms": percentile(tools.continues, 50),
+            "continue_p99_ms": percentile(tools.continues, 99),
+            "continue_max_ms": percentile(tools.continues, 100),
+        }
+
+
+def per_attempt(before: Cost, after: Cost, count: int) -> float:
+    """KiB."""
+    return round((after.resident_bytes - before.resident_bytes) / 1024 / count, 2)
+
+
+def cpu_ms(before: Cost, after: Cost, count: int) -> float:
+    """Milliseconds of processor time for each second turn, the attempt's close included."""
+    return round((after.cpu_seconds - before.cpu_seconds) * 1000 / count, 2)
+
+
+def percentile(seconds: list[float], at: float) -> float:
+    """Milliseconds."""
+    return round(float(np.percentile(seconds, at)) * 1000, 2)
+
+
+@click.command()
+@click.option("--attempts", default=5000, show_default=True)
+@click.option("--prompt-tokens", default=200, show_default=True)
+@click.option("--spread-seconds", default=60.0, show_default=True)
+@click.option("--worker", nargs=2, hidden=True, help="Address and process id of the server.")
+def main(
+    attempts: int, prompt_tokens: int, spread_seconds: float, worker: tuple[str, str] | None
+) -> None:
+    """Measures it, or is the worker that is measured."""
+    if worker is not None:
+        address, pid = worker
+        result = asyncio.run(work(address, int(pid), attempts, prompt_tokens, spread_seconds))
+        print(json.dumps(result))
+        return
+    sys.path.insert(0, str(ROOT))
+    from tests.faults.fake_server import fake_server
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fake_server(Path(folder), *SETTINGS) as server,
+    ):
+        command = [sys.executable, __file__, "--attempts", str(attempts)]
+        command += ["--prompt-tokens", str(prompt_tokens), "--spread-seconds", str(spread_seconds)]
+        command += ["--worker", server.address, str(server.process.pid)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        server.check_alive()
+    result = json.loads(done.stdout.splitlines()[-1])
+    for name, value in result.items():
+        print(f"{name:24} {value}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""One episode: the environment and the policy take turns until it is done, or at a limit.
+
+States, and what leads on:
+
+    begun ──reset──► shown ──turn──► acted ──step──► shown ... ──► ended
+                       │                                             ▲
+                       └── a limit is reached ───────────────────────┘
+
+How it ends is in `Outcome.metadata["ended"]`: DONE, by the environment; TURNS, INVALID_ACTIONS or SECONDS,
+at a limit; CONTEXT, where the policy had no room left to write. Each is an outcome with the rewards so far,
+not a failure: what the policy did counts, and that it did not get further too.
+
+What a failure does: an environment that raises, or a step that takes longer than it may, fails the attempt,
+which the server has made again, up to its bound. A turn that the server aborts, also for a weight switch,
+is resumed and the environment notices nothing. A lost lease cancels the episode; the environment is
+closed then too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.client.blocking import is_async
+from penstock.client.conversation import Message, MessageLike, Observation
+from penstock.client.environments.environment import (
+    Environment,
+    EnvironmentInvalid,
+    Step,
+    TaskUnusable,
+    read_episode,
+)
+from penstock.client.environments.threads import CallThreads, CallTimeout, within
+from penstock.client.outcome import Outcome
+from penstock.client.turns import FinishReason, Turn
+
+if TYPE_CHECKING:
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+
+class StepTimeout(Exception):
+    """A call of the environment took longer than it may."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """When an episode ends though its environment has not; `--set episode.turns=8`."""
+
+    turns: int = 32
+    """Turns of the policy."""
+    invalid_actions: int = 3
+    """Invalid actions, over the whole episode; the one after them ends it. Games have rules of their own
+    for this beside, which may be stricter."""
+    invalid_penalty: float = 0.0
+    """Taken off the reward of a turn whose action was invalid."""
+    seconds: float | None = None
+    """From the reset, looked at between turns: no turn is cut off. None: no limit."""
+    step_seconds: float = 60.0
+    """For one call of the environment; more is a failure."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the value it got."""
+        if self.turns < 1 or self.invalid_actions < 0 or self.step_seconds <= 0:
+            raise ValueError(
+                f"episode: turns {self.turns}, invalid_actions {self.invalid_actions} and step_seconds "
+                f"{self.step_seconds} have to be at least 1, at least 0 and above 0"
+            )
+        if self.seconds is not None and self.seconds <= 0:
+            raise ValueError(f"episode: seconds is {self.seconds}, and has to be above 0")
+        if not (math.isfinite(self.invalid_penalty) and self.invalid_penalty >= 0):
+            raise ValueError(f"episode: invalid_penalty is {self.invalid_penalty}, not a loss")
+
+
+@dataclass
+class _Course:
+    """What has happened so far."""
+
+    rewards: list[float] = field(default_factory=list[float])
+    """Of each turn."""
+    invalid_count: int = 0
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    def add(self, step: Step, penalty: float) -> None:
+        reward = float(step.reward) - (penalty if step.invalid else 0.0)
+        if not math.isfinite(reward):
+            raise EnvironmentInvalid(f"a reward is a finite number, not {reward}")
+        self.rewards.append(reward)
+        self.invalid_count += step.invalid
+        self.metrics.update({name: float(value) for name, value in step.metrics.items()})
+
+    def outcome(self, ended: str, seed: int, name: str) -> Outcome:
+        own = {
+            "turns": float(len(self.rewards)),
+            "invalid_actions": float(self.invalid_count),
+            "at_a_limit": float(ended != "DONE"),
+        }
+        return Outcome(
+            sum(self.rewards),
+            metrics={**self.metrics, **own},
+            metadata={"ended": ended, "environment": name, "seed": seed},
+            turn_rewards=tuple(self.rewards),
+        )
+
+
+class _Calls:
+    """The environment's two methods, whatever they are made of, within the limit of one call."""
+
+    def __init__(self, environment: Environment, threads: CallThreads, seconds: float) -> None:
+        self._environment, self._threads, self._seconds = environment, threads, seconds
+
+    async def call(self, name: str, *arguments: object, **named: object) -> Any:
+        method = cast("Callable[..., Any]", getattr(self._environment, name))
+        try:
+            if is_async(method):
+                return await within(method(*arguments, **named), self._seconds)
+            return await self._threads.run(lambda: method(*arguments, **named), self._seconds)
+        except CallTimeout as error:
+            raise StepTimeout(f"{name} took more than {self._seconds:g} s") from error
+
+    async def step(self, action: str) -> Step:
+        step = await self.call("step", action)
+        if not isinstance(step, Step):
+            raise EnvironmentInvalid(f"step returns a Step, not a {type(step).__name__}")
+        return step
+
+    async def close(self) -> None:
+        if callable(getattr(self._environment, "close", None)):
+            await self.call("close")
+
+
+async def play(
+    environment: Environment,
+    task: Task,
+    trajectory: Trajectory,
+    *,
+    limits: EpisodeLimits | None = None,
+    threads: CallThreads | None = None,
+    name: str = "",
+) -> Outcome:
+    """Plays one episode and returns its outcome, which is not sent: `return await play(Maze(), task,
+    trajectory)` is an agent.
+
+    `threads` are shared between episodes: without them the call has its own. Raises EnvironmentInvalid,
+    TaskUnusable, StepTimeout, PenstockError, and what the environment raises.
+    """
+    limits, threads = limits or EpisodeLimits(), threads or CallThreads(1)
+    if not isinstance(environment, Environment):
+        raise EnvironmentInvalid(f"a {type(environment).__name__} has no reset and step")
+    episode = read_episode(task)
+    calls = _Calls(environment, threads, limits.step_seconds)
+    course = _Course()
+    try:
+        begun = time.monotonic()
+        shown = await calls.call("reset", seed=episode.seed, options=episode.options)
+        ended = await _take_turns(calls, _opening(task, shown), trajectory, limits, course, begun)
+    finally:
+        await calls.close()
+    return course.outcome(ended, episode.seed, name or episode.name or type(environment).__name__)
+
+
+async def _take_turns(
+    calls: _Calls,
+    shown: Observation | None,
+    trajectory: Trajectory,
+    limits: EpisodeLimits,
+    course: _Course,
+    begun: float,
+) -> str:
+    """Turns and steps until the end; returns how it ended."""
+    while True:
+        turn = await _whole_turn(trajectory, shown)
+        if turn.finish_reason is FinishReason.LENGTH and not len(turn.token_ids):
+            return "CONTEXT"
+        step = await calls.step(turn.text)
+        course.add(step, limits.invalid_penalty)
+        if step.done:
+            return "DONE"
+        if course.invalid_count > limits.invalid_actions:
+            return "INVALID_ACTIONS"
+        if len(course.rewards) >= limits.turns:
+            return "TURNS"
+        if limits.seconds is not None and time.monotonic() - begun >= limits.seconds:
+            return "SECONDS"
+        shown = step.observation
+
+
+async def _whole_turn(trajectory: Trajectory, shown: Observation | None) -> Turn:
+    turn = await trajectory.turn(shown)
+    while turn.aborted:
+        turn = await trajectory.resume()
+    return turn
+
+
+def _opening(task: Task, shown: Observation | None) -> Observation | None:
+    """What the first turn begins with: the task's prompt, if there is one, and what reset returned.
+
+    Raises TaskUnusable where there is neither, or where the two do not go together.
+    """
+    if shown is None:
+        if task.prompt is None:
+            raise TaskUnusable("reset returned nothing to show, and the task has no prompt")
+        return None
+    if task.prompt is None:
+        return [Message("user", shown)] if isinstance(shown, str) else shown
+    prompt = None if isinstance(task.prompt, str) else _messages(task.prompt)
+    first = _messages(shown)
+    if prompt is None or first is None:
+        raise TaskUnusable("a prompt of text or tokens has no room for what reset returned")
+    return [*prompt, *first]
+
+
+def _messages(shown: Observation) -> list[MessageLike] | None:
+    """As messages, a text as a user's; None for tokens."""
+    if isinstance(shown, str):
+        return [Message("user", shown)]
+    if isinstance(shown, Message | Mapping):
+        return [shown]
+    if isinstance(shown, Sequence) and shown and not isinstance(shown[0], int):
+        return [cast("MessageLike", message) for message in shown]
+    return None

@@ -1,0 +1,118 @@
+"""Environments by name, as the command line has them: `textarena:GAME`, `reasoning_gym:DATA_SET`,
+`pkg.module:Class`.
+
+Code is named by who starts the worker alone. A task may choose among what was named: one of them by its
+name, or, where only `textarena` or `reasoning_gym` was, any game or data set of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+from penstock.client.environments.environment import (
+    Environment,
+    EnvironmentInvalid,
+    TaskUnusable,
+    read_episode,
+)
+from penstock.client.environments.episode import EpisodeLimits, play
+from penstock.client.environments.threads import CallThreads
+from penstock.client.functions import BadFunction
+from penstock.wire.functions import FunctionInvalid, find_function
+from penstock.wire.settings import SettingInvalid, Table, apply_setting
+
+if TYPE_CHECKING:
+    from penstock.client.environments.settings import EnvironmentSettings
+    from penstock.client.outcome import Outcome
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+Factory = Callable[[], Environment]
+
+TEXTARENA = "textarena"
+REASONING_GYM = "reasoning_gym"
+FAMILIES = (TEXTARENA, REASONING_GYM)
+OWN = "environment"
+EPISODE = "episode"
+_SECTIONS = (EPISODE, OWN, *FAMILIES)
+
+
+def load_agent(
+    environments: EnvironmentSettings,
+) -> Callable[[Task, Trajectory], Awaitable[Outcome]]:
+    """An agent that plays one episode of what each task asks for. Raises BadFunction, with what it got."""
+    names = environments.names
+    sections = _read_settings(environments.settings)
+    try:
+        limits = EpisodeLimits(**cast("Mapping[str, float]", sections[EPISODE]))  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise BadFunction(f"--set {EPISODE}: {error}") from error
+    known = {name: _check(name, sections) for name in names}
+    threads = CallThreads()
+
+    async def agent(task: Task, trajectory: Trajectory) -> Outcome:
+        name = choose(read_episode(task).name, names)
+        make = known.get(name) or _find(name, sections)
+        environment = await threads.run(make)
+        return await play(environment, task, trajectory, limits=limits, threads=threads, name=name)
+
+    return agent
+
+
+def choose(wanted: str, names: Sequence[str]) -> str:
+    """What a task gets that asks for `wanted` of a worker that has `names`. Raises TaskUnusable."""
+    if wanted in names or (wanted and wanted.partition(":")[0] in set(names) & set(FAMILIES)):
+        return wanted
+    if not wanted and len(names) == 1:
+        return names[0]
+    asked = repr(wanted) if wanted else "no environment in particular"
+    raise TaskUnusable(f"the task asks for {asked}, and this worker has {', '.join(names)}")
+
+
+def _read_settings(settings: Sequence[str]) -> dict[str, Table]:
+    sections: Table = {}
+    try:
+        for setting in settings:
+            apply_setting(sections, setting)
+    except SettingInvalid as error:
+        raise BadFunction(f"--set: {error}") from error
+    for name, section in sections.items():
+        if name not in _SECTIONS or not isinstance(section, dict):
+            raise BadFunction(
+                f"--set {name}: a setting begins with {', '.join(_SECTIONS)} and a dot"
+            )
+    return {name: cast("Table", sections.get(name, {})) for name in _SECTIONS}
+
+
+def _check(name: str, sections: Mapping[str, Table]) -> Factory:
+    """The factory, tried once, so that what cannot be made is said before anything is leased."""
+    try:
+        make = _find(name, sections)
+        if name == TEXTARENA:
+            import textarena  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        else:
+            made = make()
+            if not isinstance(made, Environment):
+                raise EnvironmentInvalid(f"a {type(made).__name__} has no reset and step")
+    except ModuleNotFoundError as error:
+        extra = "pip install 'penstock[environments]'"
+        raise BadFunction(f"--environment {name}: {error}: {extra}") from error
+    except (EnvironmentInvalid, FunctionInvalid, TypeError) as error:
+        raise BadFunction(f"--environment {name}: {error}") from error
+    return make
+
+
+def _find(name: str, sections: Mapping[str, Table]) -> Factory:
+    """What makes an environment. Raises FunctionInvalid, ModuleNotFoundError."""
+    family, _, which = name.partition(":")
+    if family == TEXTARENA:
+        from penstock.client.environments.text_arena import TextArena
+
+        return lambda: TextArena(which, **sections[TEXTARENA])  # pyright: ignore[reportArgumentType]
+    if family == REASONING_GYM:
+        from penstock.client.environments.reasoning import ReasoningGym
+
+        return lambda: ReasoningGym(which, **sections[REASONING_GYM])  # pyright: ignore[reportArgumentType]
+    make = find_function(name, (), sections[OWN])
+    return lambda: cast("Environment", make(**sections[OWN]))

@@ -1,0 +1,414 @@
+"""External processes as the worker's functions: `generate` runs one to its end, `reward` scores what it
+left.
+
+Order of an attempt, and nothing of it is left whichever way it ends:
+
+1. a folder of its own: `task.json`, and what `files` names;
+2. its paths at the relay are opened, its cgroup is made;
+3. the keeper starts the command (`running`); within a sandbox it hands out the sockets it listens at;
+4. the command ends, or its time does, or the attempt is cancelled (lease lost, worker stopped): the tree is
+   ended, in the last case too before anything else goes on;
+5. its paths at the relay are closed, which ends its requests in flight; a turn that is still in flight is
+   aborted by the close of the attempt (`Trajectory.driven_elsewhere`);
+6. what it did is read: its turns from the server, its result file;
+7. the reward; then the folder goes, unless it is kept.
+
+While it runs the worker renews the attempt's lease like any other. Of a worker that is killed the keepers
+do 4 and remove the folders, and the server leases the attempts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.client.calls import Calls
+from penstock.client.external.cgroups import Cgroup, Cgroups, find_cgroups
+from penstock.client.external.environment import (
+    RESULT_FILE,
+    TASK_FILE,
+    Access,
+    process_environment,
+    task_json,
+)
+from penstock.client.external.relay import Admitted, Relay
+from penstock.client.external.result import (
+    ProcessMemory,
+    ProcessNotStarted,
+    ProcessRecord,
+    ProcessTimeout,
+    ProcessTookNoTurn,
+    ResultInvalid,
+    check_ended_well,
+    failure_in,
+    outcome_in,
+    read_result,
+    reward_of_status,
+    with_output,
+)
+from penstock.client.external.running import Running
+from penstock.client.external.sandbox import Sandbox, SandboxMissing, find_sandbox
+from penstock.client.external.settings import (
+    EXIT_STATUS,
+    CommandSettings,
+    Keep,
+    Network,
+    SandboxUse,
+)
+from penstock.client.scoring import Agent, call
+from penstock.wire.security import Security
+
+if TYPE_CHECKING:
+    from penstock.client.external.keeper import Order
+    from penstock.client.outcome import Failed, Outcome
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+logger = logging.getLogger("penstock.rollout")
+
+OUTPUT_FILE = "output.log"
+# In an attempt's own network.
+_HTTP_PORT = 8000
+_GRPC_PORT = 50051
+_START_SECONDS = 60.0
+
+
+class CommandUnusable(Exception):
+    """The processes cannot be run as they were asked for; the message says why."""
+
+
+class ExternalProcesses:
+    """Runs processes for one worker. `open` before the first attempt, `close` after the last."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        security: Security,
+        settings: CommandSettings,
+        reward: Agent | None,
+    ) -> None:
+        """`reward` is the function that scores; None where the process itself does."""
+        self._calls = calls
+        self._security = security
+        self._settings = settings
+        self._scores = reward
+        self._relay = Relay(calls, security)
+        self._sandbox: Sandbox | None = None
+        self._cgroups: Cgroups | None = None
+        self._model = ""
+        self._root: Path | None = None
+        self._unlocked = ""
+        """Why there is no sandbox."""
+
+    async def open(self) -> None:
+        """Finds out what server and machine offer, and says in one line what is used.
+
+        Waits for the server as long as it takes. Raises CommandUnusable.
+        """
+        info = await self._calls.get_server_info(wait_for_ready=True)
+        self._model = info.model
+        if self._settings.api.http and not info.http_port:
+            raise CommandUnusable(
+                f"the server at {self._calls.address} serves no HTTP (its http_port is 0): start it with "
+                "--http-listen HOST:PORT, or give --api grpc for a command that speaks gRPC alone"
+            )
+        self._root = await asyncio.to_thread(self._make_root)
+        self._sandbox = await asyncio.to_thread(self._find_sandbox, self._root)
+        if self._settings.memory_limit_bytes:
+            self._cgroups = await asyncio.to_thread(find_cgroups)
+        if self._settings.api.http:
+            await self._relay.open(info.http_port)
+        # Each process takes a few descriptors of the worker's.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        logger.info("%s", self._described())
+
+    async def close(self) -> None:
+        """Ends what is still served, and removes what was made at the start."""
+        await self._relay.close()
+        if self._root is None or self._settings.folder is not None:
+            return
+        if self._settings.keep is Keep.NONE:
+            await asyncio.to_thread(remove_folder, self._root)
+        else:
+            with suppress(OSError):
+                self._root.rmdir()
+
+    async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
+        """Runs the command on an attempt; None where a function scores what it left.
+
+        Raises AttemptFailed.
+        """
+        trajectory.driven_elsewhere = True
+        making = asyncio.ensure_future(asyncio.to_thread(self._make_folder, task))
+        try:
+            folder = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # A thread cannot be stopped: what it makes is removed again.
+            await self._let_go(await making, failed=True)
+            raise
+        try:
+            record = await self._run(trajectory, folder)
+            trajectory.process = record
+            outcome = await self._judge(record, trajectory)
+        except BaseException:
+            await self._let_go(folder, failed=True)
+            raise
+        if outcome is None:
+            # Until it is scored. A sibling that is lost before that is never scored.
+            if self._settings.keep is Keep.NONE:
+                weakref.finalize(trajectory, remove_folder, folder)
+            return None
+        await self._let_go(folder, failed=False)
+        return outcome
+
+    async def reward(self, task: Task, trajectory: Trajectory | Sequence[Trajectory]) -> object:
+        """Has the function score what was left, one attempt or a group of them."""
+        assert self._scores is not None
+        scored = [trajectory] if not isinstance(trajectory, Sequence) else trajectory
+        failed = True
+        try:
+            score = await call(self._scores, task, trajectory)
+            failed = False
+        finally:
+            for one in scored:
+                if one.process is not None:
+                    await self._let_go(one.process.folder, failed=failed)
+        return score
+
+    async def _run(self, trajectory: Trajectory, folder: Path) -> ProcessRecord:
+        """Raises ProcessTimeout, ProcessMemory, ProcessNotStarted, ResultInvalid."""
+        cgroup = self._make_cgroup()
+        admitted = self._relay.admit(trajectory.trajectory_id)
+        try:
+            running = self._start(trajectory, folder, admitted, cgroup)
+            return await self._finish(running, admitted, folder, cgroup)
+        finally:
+            await self._relay.dismiss(admitted)
+            if cgroup is not None:
+                cgroup.remove()
+
+    async def _finish(
+        self, running: Running, admitted: Admitted, folder: Path, cgroup: Cgroup | None
+    ) -> ProcessRecord:
+        settings, timed_out, began = self._settings, False, False
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                began = await self._attach(running, admitted)
+            async with asyncio.timeout(settings.time_limit_seconds):
+                await running.ended()
+        except TimeoutError:
+            timed_out = began
+        finally:
+            report = await asyncio.shield(running.end())
+        output = running.output
+        if settings.keep is not Keep.NONE:
+            await asyncio.to_thread(_write_output, folder / OUTPUT_FILE, output)
+        if not began or report is None:
+            why = "its keeper was killed" if began else "the command was not run"
+            raise ProcessNotStarted(with_output(why, output))
+        if timed_out:
+            seconds = settings.time_limit_seconds
+            raise ProcessTimeout(with_output(f"still running after {seconds:g} s", output))
+        if report.status != 0 and cgroup is not None and cgroup.was_out_of_memory():
+            limit = settings.memory_limit_bytes / (1 << 20)
+            raise ProcessMemory(with_output(f"more than {limit:.0f} MiB of memory", output))
+        return ProcessRecord(
+            folder, report.status, report.signal, report.seconds, report.peak_bytes, output
+        )
+
+    async def _attach(self, running: Running, admitted: Admitted) -> bool:
+        """Serves what the process listens at in its sandbox; whether it began at all."""
+        await asyncio.wait([running.listening])
+        if running.listening.cancelled():
+            return False
+        serves = {_HTTP_PORT: self._relay.serve_http, _GRPC_PORT: self._relay.serve_grpc}
+        for port, listener in zip(self._inner_ports(), running.listening.result(), strict=True):
+            await serves[port](admitted, listener)
+        return True
+
+    def _start(
+        self, trajectory: Trajectory, folder: Path, admitted: Admitted, cgroup: Cgroup | None
+    ) -> Running:
+        settings = self._settings
+        environment = process_environment(settings, self._access(admitted), trajectory, folder)
+        limit = settings.memory_limit_bytes
+        order: Order = {
+            "control": -1,
+            "command": settings.command,
+            "folder": str(folder),
+            "sandbox": self._sandbox.command(folder, [folder]) if self._sandbox else [],
+            "listen": self._inner_ports(),
+            "cgroups": [str(cgroup.folder)] if cgroup else [],
+            "data_bytes": limit if cgroup is None else 0,
+            "remove": str(folder) if settings.keep is Keep.NONE else "",
+            "root": str(self._root) if settings.folder is None else "",
+        }
+        try:
+            return Running.start(order, environment)
+        except OSError as error:
+            raise ProcessNotStarted(f"no process could be started: {error}") from error
+
+    def _inner_ports(self) -> list[int]:
+        """What a process listens at in a network of its own, for the worker to serve."""
+        if self._sandbox is None or self._sandbox.share_network:
+            return []
+        api = self._settings.api
+        return [*([_HTTP_PORT] if api.http else []), *([_GRPC_PORT] if api.grpc else [])]
+
+    def _access(self, admitted: Admitted) -> Access:
+        inner = self._inner_ports()
+        isolated = self._sandbox is not None and not self._sandbox.share_network
+        address = f"127.0.0.1:{_GRPC_PORT}" if inner else self._calls.address
+        return Access(
+            base_url=f"http://127.0.0.1:{_HTTP_PORT if inner else self._relay.port}{admitted.path}"
+            if self._settings.api.http
+            else "",
+            key=admitted.key,
+            address=address if self._settings.api.grpc or not isolated else "",
+            model=self._model,
+        )
+
+    async def _judge(
+        self, record: ProcessRecord, trajectory: Trajectory
+    ) -> Outcome | Failed | None:
+        """What came of a process; None where a function scores it. Raises AttemptFailed."""
+        try:
+            result = await asyncio.to_thread(read_result, record.folder / RESULT_FILE)
+        except ResultInvalid:
+            check_ended_well(record)
+            raise
+        failed = None if result is None else failure_in(result)
+        if failed is not None:
+            return failed
+        if self._settings.reward != EXIT_STATUS or record.status is None:
+            check_ended_well(record)
+        outcome = reward_of_status(record) if self._settings.reward == EXIT_STATUS else None
+        await trajectory.load()
+        if not trajectory.turns:
+            raise ProcessTookNoTurn(
+                with_output(f"{record.described()}, without a turn taken", record.output)
+            )
+        if outcome is None and self._scores is None:
+            outcome = outcome_in(result)
+        trajectory.process = replace(record, result=result)
+        return outcome
+
+    def _make_cgroup(self) -> Cgroup | None:
+        if self._cgroups is None:
+            return None
+        try:
+            return self._cgroups.make(self._settings.memory_limit_bytes)
+        except OSError as error:
+            raise ProcessNotStarted(f"no cgroup could be made: {error}") from error
+
+    def _make_root(self) -> Path:
+        root = self._settings.folder
+        if root is None:
+            return Path(tempfile.mkdtemp(prefix="penstock-rollout-"))
+        root.mkdir(parents=True, exist_ok=True)
+        return root.resolve()
+
+    def _make_folder(self, task: Task) -> Path:
+        """An attempt's own. Raises ProcessNotStarted."""
+        assert self._root is not None
+        folder: Path | None = None
+        try:
+            # Anew where somebody has cleared the temporary files, as happens in the course of days.
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="attempt-", dir=self._root))
+            (folder / TASK_FILE).write_text(task_json(task), encoding="utf-8")
+            for source in self._settings.files:
+                if source.is_dir():
+                    shutil.copytree(source, folder / source.name, symlinks=True)
+                else:
+                    shutil.copy(source, folder / source.name)
+        except (OSError, shutil.Error) as error:
+            if folder is not None:
+                remove_folder(folder)
+            raise ProcessNotStarted(f"its folder could not be made: {error}") from error
+        return folder
+
+    async def _let_go(self, folder: Path, *, failed: bool) -> None:
+        keep = self._settings.keep
+        if keep is Keep.NONE or (keep is Keep.FAILED and not failed):
+            await asyncio.to_thread(remove_folder, folder)
+
+    def _find_sandbox(self, root: Path) -> Sandbox | None:
+        """Raises CommandUnusable where one is required and there is none."""
+        settings, security = self._settings, self._security
+        if settings.sandbox is SandboxUse.OFF:
+            self._unlocked = "by --sandbox off"
+            return None
+        secrets = (security.token_file, security.key, settings.token_file)
+        try:
+            return find_sandbox(
+                root,
+                share_network=settings.network is Network.HOST,
+                read=(*_own_folder(), *settings.read),
+                hidden=[path for path in secrets if path is not None],
+            )
+        except SandboxMissing as error:
+            if settings.sandbox is SandboxUse.REQUIRE:
+                raise CommandUnusable(f"--sandbox require: {error}") from error
+            self._unlocked = str(error)
+            return None
+
+    def _described(self) -> str:
+        """What is used, in one line."""
+        settings = self._settings
+        if self._sandbox is None:
+            lock = f"NO SANDBOX ({self._unlocked}): processes can do what this user can"
+        elif self._sandbox.share_network:
+            lock = "in a sandbox (bubblewrap), with the host's network"
+        else:
+            lock = "in a sandbox (bubblewrap), without a network but the attempt's own endpoints"
+        if not settings.memory_limit_bytes:
+            memory = "no memory limit"
+        else:
+            size = f"{settings.memory_limit_bytes / (1 << 20):.0f} MiB"
+            memory = (
+                f"{size} for all processes of an attempt (cgroup v{self._cgroups.version})"
+                if (self._cgroups)
+                else f"{size} for each process (RLIMIT_DATA: no cgroup can be made here)"
+            )
+        ends = "processes are found by their keeper (subreaper)"
+        return f"{lock}; {settings.time_limit_seconds:g} s; {memory}; {ends}"
+
+
+def _own_folder() -> list[Path]:
+    """The folder that the worker was started in, unless it shows a home folder, and the secrets in it."""
+    here = Path.cwd()
+    return [] if Path.home().resolve().is_relative_to(here) else [here]
+
+
+def _write_output(path: Path, output: str) -> None:
+    """Whatever the process left under this name."""
+    path.unlink(missing_ok=True)
+    path.write_text(output, encoding="utf-8")
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes what an attempt left, also folders that it made unwritable."""
+
+    def unlock(remove: Callable[..., Any], path: str, _: object) -> None:
+        for place in (Path(path).parent, Path(path)):
+            with suppress(OSError):
+                if not place.is_symlink() and place.is_relative_to(folder):
+                    place.chmod(stat.S_IRWXU)
+        with suppress(OSError):
+            remove(path)
+
+    shutil.rmtree(folder, onerror=unlock)
+    if folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""What an external process is told: its environment, and the task as a file.
+
+Of the worker's own environment it is given nothing but what a program needs to run at all, and what `--env`
+names: tokens of the worker, of hubs and of clouds are in environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from penstock.client.conversation import Message, PromptKind, Tool
+from penstock.client.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.client.external.settings import CommandSettings
+    from penstock.client.tasks import Task
+    from penstock.client.trajectory import Trajectory
+
+TASK_FILE = "task.json"
+RESULT_FILE = "result.json"
+PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "LC_ALL", "LC_CTYPE")
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a process reaches the server."""
+
+    base_url: str
+    """Of the compatible endpoints; empty for none."""
+    key: str
+    """For them, worth nothing elsewhere or later."""
+    address: str
+    """Of the gRPC services; empty where they are out of reach."""
+    model: str
+    """Name of the model."""
+
+
+def process_environment(
+    settings: CommandSettings, access: Access, trajectory: Trajectory, folder: Path
+) -> dict[str, str]:
+    """All that a process finds in its environment. Raises OSError where its token cannot be read."""
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment |= {
+        "HOME": str(folder),
+        "PWD": str(folder),
+        "PENSTOCK_TRAJECTORY_ID": trajectory.trajectory_id,
+        "PENSTOCK_GROUP_ID": trajectory.group_id,
+        "PENSTOCK_SAMPLE_INDEX": str(trajectory.sample_index),
+        "PENSTOCK_TASK_FILE": str(folder / TASK_FILE),
+        "PENSTOCK_RESULT_FILE": str(folder / RESULT_FILE),
+        "PENSTOCK_MODEL": access.model,
+        "PENSTOCK_WORKER_FOLDER": str(Path.cwd()),
+    }
+    if access.base_url:
+        for name in ("OPENAI", "ANTHROPIC"):
+            environment[f"{name}_BASE_URL"] = access.base_url
+            environment[f"{name}_API_KEY"] = access.key
+    if access.address:
+        environment["PENSTOCK_ADDRESS"] = access.address
+        if settings.token_file is not None:
+            environment["PENSTOCK_TOKEN"] = settings.token_file.read_text("ascii").strip()
+    for given in settings.environment:
+        name, separator, value = given.partition("=")
+        if separator:
+            environment[name] = value
+        elif name in os.environ:
+            environment[name] = os.environ[name]
+    return environment
+
+
+def task_json(task: Task) -> str:
+    """The task, in the form of OpenAI's chat completions: `messages` and `tools` can be sent as they are.
+
+    {"task_id", "purpose", "data_source", "index", "metadata": {...}, "sampling": {what the task sets},
+    and of its prompt one of "messages" (with "tools"), "text" and "token_ids"}
+    """
+    unset = asdict(SamplingParams())
+    sampling = {k: value for k, value in asdict(task.sampling).items() if value != unset[k]}
+    document: dict[str, Any] = {
+        "task_id": task.task_id,
+        "purpose": task.purpose.value,
+        "data_source": task.data_source,
+        "index": task.index,
+        "metadata": task.metadata,
+        "sampling": sampling,
+    }
+    match task.prompt_kind:
+        case PromptKind.TEXT:
+            document["text"] = task.prompt
+        case PromptKind.TOKENS:
+            document["token_ids"] = np.asarray(task.prompt).tolist()
+        case PromptKind.MESSAGES:
+            messages = cast("Sequence[Message]", task.prompt or ())
+            document["messages"] = [_message(message) for message in messages]
+            if task.tools:
+                document["tools"] = [_tool(tool) for tool in task.tools]
+        case None:
+            pass
+    return json.dumps(document, ensure_ascii=False)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": made.tool_call_id,
+                "type": "function",
+                "function": {"name": made.name, "arguments": made.arguments_json},
+            }
+            for made in message.tool_calls
+        ]
+    if message.tool_call_id:
+        written["tool_call_id"] = message.tool_call_id
+    return written
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}

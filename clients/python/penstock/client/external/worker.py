@@ -1,0 +1,91 @@
+"""The worker of `penstock rollout --command`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.client.calls import Calls
+from penstock.client.external.agent import CommandUnusable, ExternalProcesses
+from penstock.client.external.settings import EXIT_STATUS, RESULT_FILE, CommandSettings
+from penstock.client.functions import BadFunction, load_function
+from penstock.client.scoring import Agent, group_reward, is_group_reward
+from penstock.client.statistics import Statistics
+from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
+from penstock.wire.security import Security
+
+
+def load_worker(
+    external: CommandSettings, security: Security, settings: WorkerSettings
+) -> Callable[[Calls], CommandWorker]:
+    """The worker for a command, given a server. Raises BadFunction."""
+    reward: Agent | None = None
+    if external.reward not in (None, EXIT_STATUS, RESULT_FILE):
+        reward = load_function(external.reward, "--reward")
+    elif settings.group_reward:
+        raise BadFunction("--group-reward says how a --reward function is called: give it too")
+    return lambda calls: CommandWorker(
+        calls, ExternalProcesses(calls, security, external, reward), reward, settings
+    )
+
+
+class CommandWorker:
+    """A worker, and the processes it runs."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        processes: ExternalProcesses,
+        reward: Agent | None,
+        settings: WorkerSettings,
+    ) -> None:
+        score = None if reward is None else _scored_by(processes, is_group_reward(reward))
+        self._processes = processes
+        self._worker = Worker(calls, processes.generate, score, settings)
+        self._stopped = asyncio.Event()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Asks `run` to return: what runs may end within the drain bound, and is then ended."""
+        self._stopped.set()
+        self._worker.stop()
+
+    async def run(self) -> Statistics:
+        """Works as `Worker.run` does. Raises WorkerMisconfigured, too, where no process can be run."""
+        try:
+            if not await self._open():
+                return Statistics()
+            return await self._worker.run()
+        except CommandUnusable as error:
+            raise WorkerMisconfigured(str(error)) from error
+        finally:
+            await self._processes.close()
+
+    async def _open(self) -> bool:
+        """Whether there was time to; a worker may be stopped while it still waits for its server."""
+        opening = asyncio.create_task(self._processes.open())
+        stopping = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                opening.result()
+            return opening.done()
+        finally:
+            for task in (opening, stopping):
+                task.cancel()
+            await asyncio.wait([opening, stopping])
+
+
+def _scored_by(processes: ExternalProcesses, whole_group: bool) -> Agent:
+    if not whole_group:
+        return processes.reward
+
+    @group_reward
+    async def reward(task: object, trajectories: object) -> object:
+        return await processes.reward(task, trajectories)  # type: ignore[arg-type]
+
+    return reward

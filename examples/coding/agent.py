@@ -1,0 +1,83 @@
+"""A coding agent: writes a function, runs the tests, and tries again with what they say.
+
+It knows the `openai` package and nothing of training: OPENAI_BASE_URL says where the model is. `penstock
+rollout --command` runs one of it per attempt, in a folder of its own, in a sandbox where the machine has
+one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from judge import Verdict, judge
+from openai import BadRequestError, OpenAI
+
+TURNS = int(os.environ.get("CODING_TURNS", "3"))
+RETRY = "Write the whole function again, corrected, between ```python and ```."
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def main() -> None:
+    """One attempt: the task from its file, the reward into its file."""
+    task = json.loads(Path(os.environ["PENSTOCK_TASK_FILE"]).read_text())
+    result = solve(OpenAI(), os.environ["PENSTOCK_MODEL"], task, Path.cwd())
+    Path(os.environ["PENSTOCK_RESULT_FILE"]).write_text(json.dumps(result))
+
+
+def solve(client: OpenAI, model: str, task: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Takes turns until the tests pass; returns the reward of the last solution, and what it is made of."""
+    problem, messages = task["metadata"], list(task["messages"])
+    verdict, turns, errors = Verdict(), 0, 0
+    while turns < TURNS:
+        try:
+            answer = client.chat.completions.create(model=model, messages=messages).choices[0]
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            # No room for what the tests say: what there is counts.
+            break
+        content = answer.message.content or ""
+        if not content and answer.finish_reason == "length":
+            # No room to write in.
+            break
+        turns += 1
+        verdict = judge(problem, extract_code(content), folder)
+        errors += bool(verdict.error)
+        if verdict.solved:
+            break
+        feedback = f"{verdict.feedback(problem['entry_point'])}\n{RETRY}"
+        messages += [
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": feedback},
+        ]
+    return {
+        "reward": verdict.reward,
+        "metrics": {
+            "turns": turns,
+            "tool_errors": errors,
+            "parses": float(verdict.parses),
+            "defines": float(verdict.defines),
+            "checks_passed": verdict.share,
+            "solved": float(verdict.solved),
+        },
+        "metadata": {"problem": problem["task_id"]},
+    }
+
+
+def extract_code(text: str) -> str:
+    """The first fenced block, also one that was never closed; else all from the first line of code on."""
+    fenced = _FENCED.search(text)
+    if fenced:
+        return fenced[1]
+    code = re.search(r"^(?:def|from|import|class) ", text, re.MULTILINE)
+    return text[code.start() :] if code else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Judges code by a problem's own tests, without ever running it in this process.
+
+The tests are the data set's: they run here, and the function they call is in another process
+(`candidate.py`), which is told arguments and answers with values. So code can pass a test only by
+returning what the test wants: it sees neither the tests nor the result. Each `assert` is one check, and
+counts by itself.
+
+    no code ──► 0     it parses ──► PARSES     it defines the function ──► + DEFINES
+    checks ──► + CHECKS x share passed     all of them ──► + SOLVED
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PARSES = 0.05
+DEFINES = 0.05
+CHECKS = 0.4
+SOLVED = 0.5
+
+SECONDS = 10.0
+"""For all checks of one solution together."""
+# Longer than any value a test asks for.
+_MOST_BYTES = 1 << 20
+
+
+class CandidateError(Exception):
+    """The function raised, or gave no answer; the message says which."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One assertion."""
+
+    source: str
+    passed: bool
+    why: str = ""
+    """What the function did, where it did not hold."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one solution."""
+
+    parses: bool = False
+    defines: bool = False
+    checks: tuple[Check, ...] = ()
+    error: str = ""
+    """Why nothing could be checked."""
+
+    @property
+    def share(self) -> float:
+        """Of the checks that passed, from 0 to 1."""
+        return sum(check.passed for check in self.checks) / max(len(self.checks), 1)
+
+    @property
+    def solved(self) -> bool:
+        """Whether all did."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def reward(self) -> float:
+        """From 0 to 1."""
+        parts = PARSES * self.parses + DEFINES * self.defines
+        return parts + CHECKS * self.share + SOLVED * self.solved
+
+    def feedback(self, function: str) -> str:
+        """What the policy is told: the first failure among the first half of the checks, and no more of the
+        others than that there are some."""
+        if self.error:
+            return self.error
+        shown = self.checks[: (len(self.checks) + 1) // 2]
+        for check in shown:
+            if not check.passed:
+                return (
+                    f"This test fails: {check.source.replace('candidate', function)}\n{check.why}"
+                )
+        return "The tests you can see pass, and others do not. Look at the description again."
+
+
+@dataclass
+class Candidate:
+    """The function, in its process; calls it like any other."""
+
+    path: Path
+    function: str
+    deadline: float
+    """Of `time.monotonic`, for everything."""
+    last: str = ""
+    """The last call, and what came of it."""
+    _buffer: bytes = field(default=b"", init=False)
+
+    def __post_init__(self) -> None:
+        program = Path(__file__).with_name("candidate.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(program), str(self.path), self.function],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=self.path.parent,
+            env={"PATH": os.defpath},
+            start_new_session=True,
+        )
+
+    def start(self) -> None:
+        """Waits until the code is loaded. Raises CandidateError."""
+        said = self._read()
+        if said != "ready":
+            raise CandidateError(said.removeprefix("raised "))
+
+    def __call__(self, *arguments: object) -> object:
+        """Raises CandidateError."""
+        call = f"{self.function}({', '.join(map(repr, arguments))})"
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{arguments!r}\n".encode())
+            self._process.stdin.flush()
+            said = self._read()
+        except OSError:
+            said = "raised the process has ended"
+        except CandidateError as error:
+            said = f"raised {error}"
+        kind, _, what = said.partition(" ")
+        self.last = f"{call} returned {what}" if kind == "ok" else f"{call} failed: {what}"
+        if kind != "ok":
+            raise CandidateError(self.last)
+        return ast.literal_eval(what)
+
+    def end(self) -> None:
+        """Ends it and whatever it has started."""
+        # It leads a group of its own, which may outlive it. Its number is its own until it is waited for.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                # What it did not read any more is lost.
+                with suppress(BrokenPipeError):
+                    stream.close()
+        self._process.wait()
+
+    def _read(self) -> str:
+        """A line. Raises CandidateError at the deadline, and where the process ends."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = self.deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                self.deadline = 0.0
+                raise CandidateError("it takes too long")
+            data = os.read(descriptor, 65536)
+            if not data or len(self._buffer) > _MOST_BYTES:
+                raise CandidateError("the process has ended")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode(errors="replace")
+
+
+def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = SECONDS) -> Verdict:
+    """Writes `solution.py` into the folder and checks it. Raises nothing for any code."""
+    function = str(problem["entry_point"])
+    if not code.strip():
+        return Verdict(error="There is no code in your answer. Write it between ```python and ```.")
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return Verdict(error=f"Your code does not parse: {error}")
+    path = folder / "solution.py"
+    # A lone surrogate, which a string of Python may hold, is no UTF-8.
+    path.write_text(preamble(problem) + "\n" + code, encoding="utf-8", errors="replace")
+    candidate = Candidate(path, function, time.monotonic() + seconds)
+    try:
+        candidate.start()
+        return Verdict(parses=True, defines=True, checks=tuple(run_checks(problem, candidate)))
+    except CandidateError as error:
+        return Verdict(parses=True, error=f"Your code does not run: {error}")
+    finally:
+        candidate.end()
+
+
+def preamble(problem: Mapping[str, Any]) -> str:
+    """What the prompt has before the function: imports, and what it is built on."""
+    before, _, _ = str(problem["prompt"]).partition(f"def {problem['entry_point']}(")
+    return before
+
+
+def run_checks(problem: Mapping[str, Any], candidate: Candidate) -> list[Check]:
+    """Runs the problem's tests, each assertion on its own."""
+    checks: list[Check] = []
+
+    def note(test: Callable[[], object], source: str) -> None:
+        candidate.last = ""
+        try:
+            checks.append(Check(source, bool(test()), candidate.last))
+        except Exception as error:
+            # Of the function, or of the comparison with what it returned, such as abs(None).
+            why = candidate.last or f"{type(error).__name__}: {error}"
+            checks.append(Check(source, False, why))
+
+    names: dict[str, Any] = {"__note__": note}
+    # The data set's own, not the policy's. Some tests use what the prompt defines beside the function, and
+    # one calls the function by its name.
+    exec(preamble(problem), names)
+    names[str(problem["entry_point"])] = candidate
+    exec(compile(noted(str(problem["test"])), "test", "exec"), names)
+    try:
+        names["check"](candidate)
+    except CandidateError as error:
+        checks.append(Check("check(candidate)", False, str(error)))
+    return checks
+
+
+def noted(test: str) -> ast.Module:
+    """The tests with each assertion counted instead of raised; those of constants are left out."""
+    return ast.fix_missing_locations(_Noting().visit(ast.parse(test)))
+
+
+class _Noting(ast.NodeTransformer):
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        if isinstance(node.test, ast.Constant):
+            return ast.copy_location(ast.Pass(), node)
+        test = ast.Lambda(
+            ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]),
+            node.test,
+        )
+        source = ast.Constant(ast.unparse(node.test))
+        call = ast.Call(ast.Name("__note__", ast.Load()), [test, source], [])
+        return ast.copy_location(ast.Expr(call), node)

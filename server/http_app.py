@@ -1,0 +1,358 @@
+"""The compatible endpoints: paths -> surfaces, behind the gate that gRPC calls pass.
+
+    POST /v1/chat/completions    POST /v1/attempts/ID/chat/completions    OpenAI chat completions
+    POST /v1/responses           POST /v1/attempts/ID/responses           OpenAI responses
+    POST /v1/messages            POST /v1/attempts/ID/v1/messages         Anthropic messages
+    GET  /v1/models              GET  /v1/attempts/ID/models
+    GET  /health                                                          for probes; asks nobody
+
+Order for each request: who calls, and whether it may (`authorization`) -> its body, bounded in bytes and in
+how long it takes -> the surface reads it -> the turn begins (`http_turns`) -> the answer, whole or as
+server-sent events. Up to the first byte of the answer an error is a status; after it, an event in the
+surface's own form. A connection that is lost, or that takes nothing for `limits.stalled_seconds`, ends its
+turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from penstock.server import http_errors
+from penstock.server.authorization import Gate, Presented
+from penstock.server.credentials import AUTHORIZATION
+from penstock.server.errors import DomainError
+from penstock.server.http_reply import Delta, Reply, tell, tell_whole
+from penstock.server.http_server import CLIENT_NAMES
+from penstock.server.http_turns import AgentTurns, Asked
+from penstock.wire import telemetry
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from penstock.server.conversation import Message, Renderer, Tool
+
+logger = logging.getLogger(__name__)
+
+TURNS = "penstock.v1.RolloutService/Generate"
+MODELS = "penstock.v1.RolloutService/GetServerInfo"
+"""The rpcs whose roles the endpoints are for."""
+# Longer bodies are read off the event loop.
+LONG_BODY = 65_536
+RETRY_HEADER = "x-stainless-retry-count"
+
+
+class Parsed(Protocol):
+    """What every surface reads of a request."""
+
+    @property
+    def messages(self) -> list[Message]: ...
+    @property
+    def tools(self) -> list[Tool]: ...
+    @property
+    def sampling(self) -> dict[str, Any]: ...
+    @property
+    def stream(self) -> bool: ...
+
+
+class Surface(Protocol):
+    """One service's form of requests, answers and errors."""
+
+    def read(self, body: bytes) -> Parsed:
+        """Reads a request. Raises DomainError."""
+        ...
+
+    def whole(self, request: Any, reply: Reply) -> str:
+        """The answer as JSON."""
+        ...
+
+    def events(
+        self, request: Any, reply: Reply, deltas: AsyncGenerator[Delta]
+    ) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        ...
+
+    def error(self, error: DomainError) -> Mapping[str, object]:
+        """An error as the body of an answer."""
+        ...
+
+    def error_event(self, error: DomainError) -> str:
+        """An error as the last of the events."""
+        ...
+
+
+Serve = Callable[[Surface, "Scope", "Receive", "_Sending"], Awaitable[None]]
+
+
+class Endpoints:
+    """Serves the surfaces."""
+
+    def __init__(
+        self,
+        surfaces: Mapping[str, Surface],
+        turns: AgentTurns,
+        renderer: Renderer,
+        model: str,
+        gate: Gate,
+        stalled_seconds: float,
+    ) -> None:
+        """`surfaces` maps the ends of paths to what serves them."""
+        self._surfaces = surfaces
+        self._turns = turns
+        self._renderer = renderer
+        self._model = model
+        self._gate = gate
+        self._stalled_seconds = stalled_seconds
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        routes = [Route("/health", _health, methods=["GET"])]
+        for end, surface in self._surfaces.items():
+            routes += _routes(end, "POST", self._guarded(TURNS, surface, self._answer))
+        first = next(iter(self._surfaces.values()))
+        routes += _routes("models", "GET", self._guarded(MODELS, first, self._models))
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_endpoint})
+
+    def _guarded(self, method: str, surface: Surface, serve: Serve) -> ASGIApp:
+        """Behind the gate, and in front of whatever goes wrong before the answer begins."""
+
+        async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+            sending = _Sending(send, self._stalled_seconds)
+            try:
+                with self._gate.visit(method, _presented(scope)) as caller:
+                    async with self._gate.while_in_force(caller):
+                        await serve(surface, scope, receive, sending)
+            except _Gone:
+                return
+            except DomainError as error:
+                self._gate.callers.refused(error)
+                await sending.refuse(surface, error)
+            except Exception:
+                logger.exception("%s failed", scope["path"])
+                await sending.refuse(surface, DomainError(Reason.INTERNAL_ERROR, "internal error"))
+
+        return handle
+
+    async def _models(
+        self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
+    ) -> None:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
+        await sending.json(json.dumps({"object": "list", "data": [model]}))
+
+    async def _answer(
+        self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
+    ) -> None:
+        body = await self._body(scope, receive)
+        request = await _off_loop(len(body), lambda: surface.read(body))
+        headers = Headers(scope=scope)
+        asked = Asked(
+            attempt_id=str(scope["path_params"].get("attempt", "")),
+            messages=request.messages,
+            tools=request.tools,
+            sampling=request.sampling,
+            stream=request.stream,
+            digest=hashlib.blake2b(scope["path"].encode() + b"\0" + body, digest_size=16).digest(),
+            says_retry=headers.get(RETRY_HEADER, "0") not in ("", "0"),
+        )
+        trace = telemetry.incoming(headers.items())
+        await _unless_gone(receive, self._tell(surface, request, asked, trace, sending))
+
+    async def _tell(
+        self, surface: Surface, request: Parsed, asked: Asked, trace: Context, sending: _Sending
+    ) -> None:
+        async with self._turns.ask(asked, trace) as answer:
+            turn = answer.turn
+            reply = Reply(
+                answer.answer_id,
+                self._model,
+                turn.context_token_count,
+                turn.budget,
+                turn.sampling,
+            )
+            if asked.stream:
+                before = turn.record.token_array()[: turn.context_token_count].tolist()
+                stream = self._renderer.open_stream(before, asked.tools)
+                deltas = tell(self._turns, answer, reply, stream)
+                async with contextlib.aclosing(deltas):
+                    async for event in surface.events(request, reply, deltas):
+                        await sending.event(event)
+                await sending.end()
+            else:
+                await tell_whole(self._turns, answer, reply)
+                await sending.json(surface.whole(request, reply))
+            answer.note.delivered = True
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        most = self._gate.callers.message_bytes
+        announced = Headers(scope=scope).get("content-length", "0")
+        body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
+        while more and size <= most:
+            try:
+                async with asyncio.timeout(self._stalled_seconds):
+                    message = await receive()
+            except TimeoutError:
+                raise DomainError(
+                    Reason.MALFORMED_MESSAGE,
+                    f"nothing of the body came for {self._stalled_seconds:g} s",
+                    {"seconds": self._stalled_seconds},
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            body += message.get("body", b"")
+            more, size = message.get("more_body", False), max(size, len(body))
+        if size > most:
+            raise DomainError(
+                Reason.MESSAGE_TOO_LARGE,
+                f"the body has {size} bytes or more, {most} are taken",
+                {"message_bytes": size, "limit": most},
+            )
+        return bytes(body)
+
+
+class _Gone(Exception):
+    """The connection was lost, or nothing is read from it."""
+
+
+class _Sending:
+    """One answer on its way."""
+
+    def __init__(self, send: Send, stalled_seconds: float) -> None:
+        self._put = send
+        self._stalled_seconds = stalled_seconds
+        self._begun = self._ended = False
+
+    async def json(
+        self, text: str, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """An answer in one piece."""
+        body = text.encode()
+        length = {"content-length": str(len(body))}
+        await self._start(status, "application/json", {**length, **(headers or {})})
+        await self._send({"type": "http.response.body", "body": body})
+        self._ended = True
+
+    async def event(self, event: str) -> None:
+        """One piece of an answer in pieces."""
+        if not self._begun:
+            await self._start(
+                200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
+            )
+        piece = {"type": "http.response.body", "body": event.encode(), "more_body": True}
+        await self._send(piece)
+
+    async def end(self) -> None:
+        """The end of an answer in pieces."""
+        await self._send({"type": "http.response.body", "body": b""})
+        self._ended = True
+
+    async def refuse(self, surface: Surface, error: DomainError) -> None:
+        """An error, as far as it can still be told."""
+        with contextlib.suppress(_Gone):
+            if not self._begun:
+                body = json.dumps(surface.error(error))
+                status = http_errors.status_of(error)
+                await self.json(body, status, http_errors.headers_of(error))
+            elif not self._ended:
+                await self.event(surface.error_event(error))
+                await self.end()
+
+    async def _start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+        self._begun = True
+        pairs = [(b"content-type", kind.encode())]
+        pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._stalled_seconds):
+                await self._put(message)
+        except TimeoutError:
+            # The server closes a connection whose answer is left unfinished.
+            self._ended = True
+            logger.warning("an answer was not read for %g s; cut off", self._stalled_seconds)
+            raise _Gone from None
+
+
+class _Endpoint:
+    """An ASGI application as an endpoint: Starlette calls functions otherwise."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application(scope, receive, send)
+
+
+def _routes(end: str, method: str, application: ASGIApp) -> list[Route]:
+    # An id may hold slashes. Anthropic's SDKs put the version into the path themselves.
+    paths = (f"/v1/{end}", *(f"/v1/attempts/{{attempt:path}}/{v}{end}" for v in ("v1/", "")))
+    return [Route(path, _Endpoint(application), methods=[method]) for path in paths]
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work while the connection is there; who goes away cancels it. Raises _Gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(gone())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Gone
+        working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _off_loop(length: int, read: Callable[[], Parsed]) -> Parsed:
+    return read() if length < LONG_BODY else await asyncio.to_thread(read)
+
+
+def _presented(scope: Scope) -> Presented:
+    """What gRPC would be shown of the same caller."""
+    headers = [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+    ]
+    names = {name for name, _ in headers}
+    if AUTHORIZATION not in names:
+        # Anthropic's SDKs send their key so.
+        headers = [
+            (AUTHORIZATION, f"Bearer {value}") if name == "x-api-key" else (name, value)
+            for name, value in headers
+        ]
+    host, port = scope.get("client") or ("", 0)
+    peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+    shown = [name.encode() for name in scope.get(CLIENT_NAMES, ())]
+    return Presented(headers, peer, lambda: {"x509_common_name": shown} if shown else {})
+
+
+async def _health(request: Request) -> Response:
+    return PlainTextResponse("")
+
+
+async def _no_such_endpoint(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase.lower()
+    message = f"{request.method} {request.url.path}: {phrase}"
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, error.status_code, error.headers)

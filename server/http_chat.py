@@ -1,0 +1,229 @@
+"""OpenAI's chat completions: `POST .../chat/completions`, by vLLM's models of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    FunctionCall,
+    ToolCall,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+    ChatMessage,
+)
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
+
+from penstock.server import http_errors
+from penstock.server import http_requests as requests
+from penstock.server.errors import DomainError, FieldInvalid
+
+if TYPE_CHECKING:
+    from penstock.server.conversation import Message, Tool
+    from penstock.server.http_reply import Delta, Reply
+
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop",
+    "seed": "seed",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+}
+READ = {*SAMPLING, "model", "messages", "tools", "stream", "stream_options"}
+NEUTRAL: requests.Neutral = {
+    # Of the caller's own book-keeping.
+    **dict.fromkeys(
+        ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id")
+    ),
+    **dict.fromkeys(("prompt_cache_retention", "session_id")),
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "include_reasoning": (True,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request, read."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    sampling: dict[str, Any]
+    stream: bool
+    include_usage: bool
+
+
+class ChatCompletions:
+    """See `http_app.Surface`."""
+
+    def read(self, body: bytes) -> ChatRequest:
+        """See Surface."""
+        return read(requests.read_object(body))
+
+    def whole(self, request: ChatRequest, reply: Reply) -> str:
+        """See Surface."""
+        return whole(reply).model_dump_json()
+
+    async def events(
+        self, request: ChatRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+    ) -> AsyncGenerator[str]:
+        """See Surface."""
+        async for chunk in chunks(reply, deltas):
+            if chunk.choices:
+                chunk.usage = None
+            if chunk.choices or request.include_usage:
+                yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def error(self, error: DomainError) -> dict[str, object]:
+        """See Surface."""
+        return http_errors.openai_body(error)
+
+    def error_event(self, error: DomainError) -> str:
+        """See Surface."""
+        return f"data: {json.dumps(self.error(error))}\n\n"
+
+
+def read(body: dict[str, Any]) -> ChatRequest:
+    """Reads a request. Raises FIELD_INVALID."""
+    requests.check_parameters(body, READ, NEUTRAL)
+    tools = requests.objects(body, "tools")
+    for index, tool in enumerate(tools):
+        if tool.get("type", "function") != "function":
+            raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
+    # What it is given is handed out as iterators: the messages are read from the body itself.
+    request = requests.validated(ChatCompletionRequest, dict(body))
+    if body.get("tool_choice") == "none" and tools:
+        raise FieldInvalid(
+            "tool_choice", 'is not supported but for "auto" where there are tools', "none"
+        )
+    options = request.stream_options
+    return ChatRequest(
+        requests.read_messages(body["messages"]),
+        requests.read_tools([tool["function"] for tool in tools]),
+        requests.sampling_of(body, SAMPLING),
+        bool(request.stream),
+        options is not None and bool(options.include_usage),
+    )
+
+
+def whole(reply: Reply) -> ChatCompletionResponse:
+    """The answer in one piece."""
+    message = reply.message
+    calls = [
+        ToolCall(
+            id=call.tool_call_id,
+            function=FunctionCall(name=call.name, arguments=call.arguments_json),
+        )
+        for call in message.tool_calls
+    ]
+    choice = ChatCompletionResponseChoice(
+        index=0,
+        message=ChatMessage(
+            role="assistant",
+            content=message.content if message.content or not calls else None,
+            reasoning=message.reasoning or None,
+            tool_calls=calls,
+        ),
+        finish_reason=finish_reason(reply),
+        stop_reason=reply.stop_string,
+    )
+    return ChatCompletionResponse(
+        id=f"chatcmpl-{reply.answer_id}",
+        created=int(time.time()),
+        model=reply.model,
+        choices=[choice],
+        usage=usage(reply),
+    )
+
+
+async def chunks(
+    reply: Reply, deltas: AsyncIterator[Delta]
+) -> AsyncGenerator[ChatCompletionStreamResponse]:
+    """The answer as it comes; first and last have the usage so far."""
+    created = int(time.time())
+
+    def chunk(delta: DeltaMessage, finish: str | None = None) -> ChatCompletionStreamResponse:
+        choice = ChatCompletionResponseStreamChoice(index=0, delta=delta, finish_reason=finish)
+        if finish is not None:
+            choice.stop_reason = reply.stop_string
+        return ChatCompletionStreamResponse(
+            id=f"chatcmpl-{reply.answer_id}",
+            object="chat.completion.chunk",
+            created=created,
+            model=reply.model,
+            choices=[choice],
+        )
+
+    first = chunk(DeltaMessage(role="assistant", content=""))
+    first.usage = usage(reply)
+    yield first
+    async for delta in deltas:
+        yield chunk(delta_message(delta))
+    yield chunk(DeltaMessage(), finish_reason(reply))
+    last = chunk(DeltaMessage())
+    last.choices, last.usage = [], usage(reply)
+    yield last
+
+
+def delta_message(delta: Delta) -> DeltaMessage:
+    """A delta as vLLM has them."""
+    message = DeltaMessage()
+    if delta.content:
+        message.content = delta.content
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
+    message.tool_calls = [
+        DeltaToolCall(
+            id=call.tool_call_id,
+            type="function",
+            index=index,
+            function=DeltaFunctionCall(name=call.name, arguments=call.arguments_json),
+        )
+        for index, call in enumerate(delta.tool_calls)
+    ]
+    return message
+
+
+def finish_reason(reply: Reply) -> str:
+    """OpenAI's word for why the turn ended."""
+    if reply.length:
+        return "length"
+    return "tool_calls" if reply.message.tool_calls else "stop"
+
+
+def usage(reply: Reply) -> UsageInfo:
+    """Tokens of the context and of the turn."""
+    return UsageInfo(
+        prompt_tokens=reply.prompt_token_count,
+        completion_tokens=reply.policy_token_count,
+        total_tokens=reply.prompt_token_count + reply.policy_token_count,
+        prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=reply.cached_token_count),
+    )

@@ -1,0 +1,131 @@
+"""Anthropic's messages: `POST .../v1/messages`, by vLLM's models of them and its converters from chat."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+from penstock.server import http_chat, http_errors
+from penstock.server import http_requests as requests
+from penstock.server.errors import DomainError, FieldInvalid
+
+if TYPE_CHECKING:
+    from penstock.server.conversation import Message, Tool
+    from penstock.server.http_reply import Delta, Reply
+
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    # No parameters of Anthropic's, and sent as extra ones.
+    "seed": "seed",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+}
+READ = {*SAMPLING, "model", "messages", "system", "tools", "stream"}
+NEUTRAL: requests.Neutral = {
+    # Of the caller's own book-keeping, and hints to caches of another kind.
+    **dict.fromkeys(("metadata", "cache_control")),
+    "service_tier": ("auto", "standard_only"),
+    "thinking": ({"type": "adaptive"},),
+    "tool_choice": (
+        {"type": "auto"},
+        {"type": "auto", "disable_parallel_tool_use": False},
+    ),
+}
+
+
+class _Converters(AnthropicServingMessages):
+    """vLLM's converters by themselves: they need no engine."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    """A request, read."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    sampling: dict[str, Any]
+    stream: bool
+
+
+class Messages:
+    """See `http_app.Surface`."""
+
+    def __init__(self) -> None:
+        # Parts of it are untyped.
+        self._converters: Any = _Converters()
+
+    def read(self, body: bytes) -> MessagesRequest:
+        """See Surface."""
+        found = requests.read_object(body)
+        requests.check_parameters(found, READ, NEUTRAL)
+        for index, tool in enumerate(requests.objects(found, "tools")):
+            if tool.get("type") not in (None, "custom"):
+                raise FieldInvalid(f"tools[{index}].type", 'must be "custom"', tool["type"])
+        request = requests.validated(AnthropicMessagesRequest, found)
+        messages: list[dict[str, Any]] = []
+        try:
+            # vLLM's model of chat would hand out what it was given as iterators.
+            self._converters._convert_system_message(request, messages)
+            self._converters._convert_messages(request.messages, messages)
+        except ValueError as error:
+            raise FieldInvalid("messages", str(error)) from None
+        tools = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+            for tool in request.tools or ()
+        ]
+        return MessagesRequest(
+            requests.read_messages(messages),
+            requests.read_tools(tools),
+            requests.sampling_of(found, SAMPLING),
+            bool(request.stream),
+        )
+
+    def whole(self, request: MessagesRequest, reply: Reply) -> str:
+        """See Surface."""
+        answer = self._converters.messages_full_converter(http_chat.whole(reply))
+        answer.id = f"msg_{reply.answer_id}"
+        return answer.model_dump_json(exclude_none=True)
+
+    async def events(
+        self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+    ) -> AsyncGenerator[str]:
+        """See Surface."""
+        failed: list[DomainError] = []
+
+        async def chat() -> AsyncGenerator[str]:
+            try:
+                async with contextlib.aclosing(http_chat.chunks(reply, deltas)) as chunks:
+                    async for chunk in chunks:
+                        chunk.id = f"msg_{reply.answer_id}"
+                        yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+                yield "data: [DONE]\n\n"
+            except DomainError as error:
+                # The converter would tell of it in words of its own.
+                failed.append(error)
+
+        async with contextlib.aclosing(self._converters.message_stream_converter(chat())) as events:
+            async for event in events:
+                yield event
+        if failed:
+            raise failed[0]
+
+    def error(self, error: DomainError) -> dict[str, object]:
+        """See Surface."""
+        return http_errors.anthropic_body(error)
+
+    def error_event(self, error: DomainError) -> str:
+        """See Surface."""
+        return f"event: error\ndata: {json.dumps(self.error(error))}\n\n"

@@ -1,0 +1,198 @@
+"""OpenAI's responses: `POST .../responses`, by vLLM's models, reading of items and streaming events.
+
+Nothing is stored: an agent sends its items with each request, as it sends messages to the other endpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.entrypoints.generate.base.protocol import FunctionCall
+from vllm.entrypoints.openai.responses.protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from vllm.entrypoints.openai.responses.streaming_events import (
+    SimpleStreamingEventProcessor,
+    split_delta,
+)
+from vllm.entrypoints.openai.responses.utils import (
+    build_response_output_items,
+    construct_input_messages,
+    reuse_streamed_item_ids,
+)
+from vllm.sampling_params import SamplingParams
+
+from penstock.server import http_chat, http_errors
+from penstock.server import http_requests as requests
+from penstock.server.errors import DomainError, FieldInvalid
+
+if TYPE_CHECKING:
+    from penstock.server.conversation import Message, Tool
+    from penstock.server.http_reply import Delta, Reply
+
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_output_tokens": "max_tokens",
+    "seed": "seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+}
+READ = {*SAMPLING, "model", "input", "instructions", "tools", "stream"}
+NEUTRAL: requests.Neutral = {
+    # Of the caller's own book-keeping. Nothing stored is needed: `previous_response_id` is refused.
+    **dict.fromkeys(("user", "metadata", "store", "safety_identifier", "prompt_cache_key")),
+    **dict.fromkeys(("prompt_cache_retention", "stream_options")),
+    "background": (False,),
+    "include": ([],),
+    "service_tier": ("auto", "default"),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A request, read."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    sampling: dict[str, Any]
+    stream: bool
+    request: ResponsesRequest
+    """Parts of which come back in the answer."""
+
+
+class Responses:
+    """See `http_app.Surface`."""
+
+    def read(self, body: bytes) -> ReadRequest:
+        """See Surface."""
+        found = requests.read_object(body)
+        requests.check_parameters(found, READ, NEUTRAL)
+        for index, tool in enumerate(requests.objects(found, "tools")):
+            if tool.get("type") != "function":
+                raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool.get("type"))
+        request = requests.validated(ResponsesRequest, dict(found))
+        try:
+            messages = construct_input_messages(
+                request_instructions=request.instructions, request_input=request.input
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise FieldInvalid("input", f"cannot be read: {error}") from None
+        return ReadRequest(
+            requests.read_messages(cast("list[Any]", messages), "input"),
+            requests.read_tools(requests.objects(found, "tools")),
+            requests.sampling_of(found, SAMPLING),
+            bool(request.stream),
+            request,
+        )
+
+    def whole(self, request: ReadRequest, reply: Reply) -> str:
+        """See Surface."""
+        answer = _response(request.request, reply, int(time.time()), whole=True)
+        return answer.model_dump_json(by_alias=True)
+
+    async def events(
+        self, request: ReadRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+    ) -> AsyncGenerator[str]:
+        """See Surface."""
+        number = 0
+
+        def written(event: Any) -> str:
+            nonlocal number
+            event.sequence_number = number
+            number += 1
+            return f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+
+        created = int(time.time())
+        begun = _response(request.request, reply, created, whole=False)
+        for kind, name in (
+            (ResponseCreatedEvent, "created"),
+            (ResponseInProgressEvent, "in_progress"),
+        ):
+            yield written(
+                cast("Any", kind)(type=f"response.{name}", sequence_number=-1, response=begun)
+            )
+        processor = SimpleStreamingEventProcessor(tools=request.request.tools)
+        async for delta in deltas:
+            for event in _events(processor, delta):
+                yield written(event)
+        for event in processor.close_current():
+            yield written(event)
+        answer = _response(request.request, reply, created, whole=True)
+        reuse_streamed_item_ids(answer.output, processor.output_items)
+        yield written(
+            ResponseCompletedEvent(type="response.completed", sequence_number=-1, response=answer)
+        )
+
+    def error(self, error: DomainError) -> dict[str, object]:
+        """See Surface."""
+        return http_errors.openai_body(error)
+
+    def error_event(self, error: DomainError) -> str:
+        """See Surface."""
+        body = cast("dict[str, object]", self.error(error)["error"])
+        return f"event: error\ndata: {json.dumps({**body, 'type': 'error'})}\n\n"
+
+
+def _events(processor: SimpleStreamingEventProcessor, delta: Delta) -> Iterator[Any]:
+    """As vLLM's own server drives its processor."""
+    for part in split_delta(http_chat.delta_message(delta)):
+        state, call = processor.resolve_target_state(part)
+        if processor.needs_transition(state, call):
+            yield from processor.close_current()
+            yield from processor.open(state, call)
+        yield from processor.emit_delta(part, cast("Any", None))
+
+
+def _response(
+    request: ResponsesRequest, reply: Reply, created: int, *, whole: bool
+) -> ResponsesResponse:
+    """The answer as an object; without output and usage while it is not whole."""
+    message = reply.message
+    calls = [
+        FunctionCall(id=call.tool_call_id, name=call.name, arguments=call.arguments_json)
+        for call in message.tool_calls
+    ]
+    usage = ResponseUsage(
+        input_tokens=reply.prompt_token_count,
+        output_tokens=reply.policy_token_count,
+        total_tokens=reply.prompt_token_count + reply.policy_token_count,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=reply.cached_token_count, cache_write_tokens=0
+        ),
+        output_tokens_details=OutputTokensDetails(),
+    )
+    request.request_id = f"resp_{reply.answer_id}"
+    return ResponsesResponse.from_request(
+        request,
+        SamplingParams(
+            temperature=reply.sampling.temperature,
+            top_p=reply.sampling.top_p,
+            max_tokens=reply.budget,
+        ),
+        model_name=reply.model,
+        created_time=created,
+        output=build_response_output_items(message.reasoning, message.content, calls)
+        if whole
+        else [],
+        status=("incomplete" if reply.length else "completed") if whole else "in_progress",
+        usage=usage if whole else None,
+    )

@@ -1,0 +1,315 @@
+"""Requests that carry a whole conversation -> turns of trajectories, which go on where the tokens are held.
+
+An SDK knows of no trajectory: it sends all its messages each time. An attempt's are compared with what the
+attempt's trajectories hold (`history`), and then the turn is what a gRPC call would have begun: `Opening`
+opens, extends, branches or resumes, `TurnRunner` runs it, and the same limits are charged.
+
+    ask ─► lock of the attempt ─► a retry? ─► match ─► limits ─► Opening ─► turn begun ─► unlock ─► answer
+
+States of an answer:
+
+    following ──► whole                   the turn ended STOP or LENGTH, and the journal has it
+        │ ▲
+        │ └── resumed, or joined          the turn ended ABORTED: it goes on at the exact token, and the
+        │                                 agent sees nothing but time pass
+        └──► failed, or left              an error; or the connection is gone: the turn is aborted, as
+                                          that of a gRPC call is, and can be resumed
+
+**Retries.** SDKs send a request again by themselves. Of two equal requests (endpoint and bytes) the second
+is a retry of the first where it says so (`x-stainless-retry-count` above zero, which the SDKs send), or
+where nobody got the answer to the first in full: its connection was lost. A retry samples nothing again: a
+turn that is whole gives its answer once more, one in flight is followed from its beginning, one that was
+aborted goes on. An equal request that is no retry wants another sample, as agents that vote do: a branch.
+
+A request without an attempt has a trajectory of its own, which nobody trains and which is forgotten when it
+is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from penstock.server.caller_limits import Callers
+from penstock.server.errors import DomainError
+from penstock.server.history import Match, MatchKind, match
+from penstock.server.opening import Opening, StreamWish
+from penstock.server.prompts import Said
+from penstock.server.rollout_servicer import RolloutServicer
+from penstock.server.task_queue import TaskQueue
+from penstock.server.telemetry import ServerMetrics
+from penstock.server.trajectory_store import Answered, TrajectoryRecord, TrajectoryStore
+from penstock.server.turns import Turn, TurnRunner
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
+from penstock.wire.codec import twin
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from penstock.server.conversation import Message, Tool
+
+GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
+ContinueRequest = twin(rollout_service_pb2.ContinueRequest)
+StreamOptions = twin(rollout_service_pb2.StreamOptions)
+SamplingParams = twin(rollout_service_pb2.SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an agent asks for, whichever endpoint it came by."""
+
+    attempt_id: str
+    """Of the URL; empty for a trajectory of its own."""
+    messages: list[Message]
+    tools: list[Tool]
+    sampling: dict[str, Any]
+    """The sampling parameters that it gives, by their names in SamplingParams."""
+    stream: bool
+    digest: bytes
+    """Of the request as it came."""
+    says_retry: bool
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One turn, as one request is given it."""
+
+    turn: Turn
+    how: StreamWish
+    trace: Context = field(repr=False)
+    note: Answered
+    finished: rollout_service_pb2.TurnFinished | None = None
+    """Set when it is whole."""
+
+    @property
+    def answer_id(self) -> str:
+        """The same for each request that is given this turn."""
+        return f"{self.turn.record.trajectory_id}-{self.turn.index}"
+
+
+class AgentTurns:
+    """Begins and follows the turns of agents that send whole conversations."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        rollouts: RolloutServicer,
+        store: TrajectoryStore,
+        queue: TaskQueue,
+        callers: Callers,
+        turns: TurnRunner,
+        metrics: ServerMetrics,
+    ) -> None:
+        self._opening = opening
+        self._rollouts = rollouts
+        self._store = store
+        self._queue = queue
+        self._callers = callers
+        self._turns = turns
+        self._metrics = metrics
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @contextlib.asynccontextmanager
+    async def ask(self, asked: Asked, trace: Context) -> AsyncGenerator[Answer]:
+        """An answer, whose turn has begun. Who leaves before it is whole was the last to want it: the turn
+        is aborted. Raises DomainError."""
+        if asked.attempt_id:
+            # Of two requests that come together the second sees what the first holds.
+            async with self._lock(asked.attempt_id):
+                answer = await self._begin(asked, trace)
+        else:
+            answer = await self._open(asked, f"http-{uuid.uuid4().hex}", trace)
+        answer.note.followers += 1
+        try:
+            yield answer
+        finally:
+            answer.note.followers -= 1
+            if answer.finished is None and not answer.note.followers:
+                self._turns.abort_soon(answer.turn)
+            if not asked.attempt_id:
+                self._rollouts.forget_soon(answer.turn)
+
+    def _lock(self, attempt_id: str) -> asyncio.Lock:
+        lock = self._locks.get(attempt_id)
+        if lock is None:
+            lock = self._locks[attempt_id] = asyncio.Lock()
+        return lock
+
+    # From a request to a turn that has begun.
+
+    async def _begin(self, asked: Asked, trace: Context) -> Answer:
+        attempt_id = asked.attempt_id
+        self._queue.attempt_of(attempt_id)
+        if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
+            answer = await self._open(asked, attempt_id, trace)
+            self._metrics.conversation(MatchKind.NEW.value)
+            return answer
+        root = self._store.get(attempt_id)
+        if root.closed:
+            raise _closed(root)
+        records = [root, *root.open_branches()]
+        for record in records:
+            note = record.answered
+            if note is not None and note.is_retried_by(asked.digest, says_so=asked.says_retry):
+                return await self._again(record, note, asked, trace)
+        found = match(records, asked.messages, asked.tools)
+        answer = await self._go_by(found, root, asked, trace)
+        self._metrics.conversation(found.kind.value)
+        return answer
+
+    async def _again(
+        self, record: TrajectoryRecord, note: Answered, asked: Asked, trace: Context
+    ) -> Answer:
+        """What a retry is given: the turn of the request that it repeats."""
+        if note.finished is None and not note.turn.in_flight:
+            return await self._resume(record, asked, trace)
+        self._callers.check_own(record.trajectory_id)
+        how = self._opening.how(_options(asked.stream))
+        return Answer(note.turn, how, trace, note, note.finished)
+
+    async def _go_by(
+        self, found: Match, root: TrajectoryRecord, asked: Asked, trace: Context
+    ) -> Answer:
+        """The turn that a match calls for."""
+        record = found.record
+        if found.kind is MatchKind.BRANCHED or record is None:
+            branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"
+            return await self._open(asked, branch, trace, record or root)
+        if not found.new_messages:
+            return await self._resume(record, asked, trace)
+        self._callers.begin_turn(record.trajectory_id)
+        turn, how = await self._opening.extend(
+            ContinueRequest(
+                trajectory_id=record.trajectory_id,
+                sampling_params=self._sampling(asked),
+                stream_options=_options(asked.stream),
+            ),
+            trace,
+            Said(list(found.new_messages)),
+        )
+        return self._answer(turn, how, asked, trace)
+
+    async def _open(
+        self,
+        asked: Asked,
+        trajectory_id: str,
+        trace: Context,
+        parent: TrajectoryRecord | None = None,
+    ) -> Answer:
+        parent_id = "" if parent is None else parent.trajectory_id
+        self._callers.begin_turn(trajectory_id, parent_id, opens=True)
+        turn, how = await self._opening.open(
+            GenerateRequest(
+                trajectory_id=trajectory_id,
+                parent_trajectory_id=parent_id,
+                sampling_params=self._sampling(asked),
+                stream_options=_options(asked.stream),
+            ),
+            trace,
+            Said(asked.messages, asked.tools),
+        )
+        return self._answer(turn, how, asked, trace)
+
+    async def _resume(self, record: TrajectoryRecord, asked: Asked, trace: Context) -> Answer:
+        """Goes on with a turn that was cut off, at the exact token."""
+        self._callers.begin_turn(record.trajectory_id)
+        turn, how = await self._opening.extend(_resumption(record, asked.stream), trace)
+        return self._answer(turn, how, asked, trace)
+
+    def _answer(self, turn: Turn, how: StreamWish, asked: Asked, trace: Context) -> Answer:
+        note = turn.record.answered
+        if note is None or note.turn is not turn or note.digest != asked.digest:
+            note = turn.record.answered = Answered(turn, asked.digest)
+        return Answer(turn, how, trace, note)
+
+    def _sampling(self, asked: Asked) -> rollout_service_pb2.SamplingParams:
+        """What the request gives, over what its task gives."""
+        params: Any = SamplingParams()
+        attempt = self._queue.attempt_of(asked.attempt_id) if asked.attempt_id else None
+        if attempt is not None and attempt.group.task is not None:
+            params.CopyFrom(attempt.group.task.sampling_params)
+        given = SamplingParams(**asked.sampling)
+        # Lists would be joined.
+        for name in asked.sampling.keys() & {"stop", "stop_token_ids"}:
+            params.ClearField(name)
+        params.MergeFrom(given)
+        for name in asked.sampling.keys() & {"max_tokens", "top_k", "ignore_eos"}:
+            # Of these zero would not be merged.
+            setattr(params, name, asked.sampling[name])
+        return params
+
+    # From there to its end.
+
+    async def follow(self, answer: Answer) -> AsyncGenerator[list[int]]:
+        """Yields what the policy has written since, as it comes; ends when the turn is whole.
+
+        Raises DomainError where the turn fails, or another caller has gone on with the trajectory.
+        """
+        turn, taken = answer.turn, 0
+        how = replace(answer.how, detach=True)
+        while answer.finished is None:
+            async with contextlib.aclosing(
+                self._rollouts.events(turn, how, answer.trace)
+            ) as events:
+                async for event in events:
+                    count = turn.policy_token_count
+                    if count > taken and not how.final_only:
+                        yield _written(turn, taken, count)
+                        taken = count
+                    ended = event.get("finished")
+                    if ended is None:
+                        continue
+                    if ended.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED:
+                        break
+                    answer.finished = answer.note.finished = ended
+            if answer.finished is None:
+                await self._go_on(answer)
+        if taken < answer.finished.policy_token_count and not how.final_only:
+            # It was whole before this request came.
+            yield _written(turn, taken, answer.finished.policy_token_count)
+
+    async def whole(self, answer: Answer) -> rollout_service_pb2.TurnFinished:
+        """The turn's end. Raises as `follow` does."""
+        async with contextlib.aclosing(self.follow(answer)) as pieces:
+            async for _ in pieces:
+                pass
+        assert answer.finished is not None
+        return answer.finished
+
+    async def _go_on(self, answer: Answer) -> None:
+        """Has a turn that was aborted go on, unless another request has done so."""
+        turn, record = answer.turn, answer.turn.record
+        if record.turn is not turn:
+            raise DomainError(
+                Reason.TURN_IN_FLIGHT,
+                f"another caller has gone on with {record.trajectory_id}",
+                {"trajectory_id": record.trajectory_id},
+            )
+        if turn.resumable:
+            await self._opening.extend(_resumption(record, not answer.how.final_only), answer.trace)
+
+
+def _written(turn: Turn, begin: int, end: int) -> list[int]:
+    return [int(token) for token in turn.policy_tokens(end)[begin:]]
+
+
+def _options(stream: bool) -> rollout_service_pb2.StreamOptions:
+    return StreamOptions(final_only=not stream)
+
+
+def _resumption(record: TrajectoryRecord, stream: bool) -> rollout_service_pb2.ContinueRequest:
+    return ContinueRequest(trajectory_id=record.trajectory_id, stream_options=_options(stream))
+
+
+def _closed(record: TrajectoryRecord) -> DomainError:
+    return DomainError(
+        Reason.TRAJECTORY_CLOSED,
+        f"trajectory {record.trajectory_id} is closed",
+        {"trajectory_id": record.trajectory_id},
+    )

@@ -1,0 +1,137 @@
+"""What the policy sees: prompts and observations as tokens, with the messages that they are.
+
+The first turn of a conversation is the chat template's rendering, tools and all. After that only what is
+new is encoded; so it is in a branch, after what the policy wrote in the parent's conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.server import requests
+from penstock.server.conversation import Message, Renderer, Tool
+from penstock.server.errors import FieldInvalid
+from penstock.server.history import History, kept_prefix
+from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
+from penstock.v1 import rollout_service_pb2, task_service_pb2
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Longer texts are tokenized off the event loop.
+LONG_TEXT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the policy sees first."""
+
+    kind: PromptKind
+    token_ids: NDArray[np.int32] = field(repr=False)
+    history: History | None = None
+    """Of a conversation: its messages up to where the policy writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Messages beside a request that has none: in a Struct a schema loses the order of its keys."""
+
+    messages: list[Message]
+    tools: list[Tool] = field(default_factory=list[Tool])
+
+
+class Prompts:
+    """Encodes prompts and observations."""
+
+    def __init__(self, renderer: Renderer, vocab_size: int) -> None:
+        self._renderer = renderer
+        self._vocab_size = vocab_size
+
+    async def first(
+        self,
+        source: rollout_service_pb2.GenerateRequest | task_service_pb2.Task,
+        parent: TrajectoryRecord | None,
+        said: Said | None = None,
+    ) -> Prompt:
+        """The prompt of a request, or of the task it was leased for. Raises FIELD_INVALID."""
+        if said is not None:
+            return await self._conversation(said.messages, said.tools, parent)
+        kind = source.WhichOneof("prompt")
+        if kind == "tokens":
+            found = requests.tokens("tokens", source, self._vocab_size)
+            return Prompt(PromptKind.TOKENS, found)
+        if kind == "text":
+            text = source.text
+            encoded = await _off_loop(
+                len(text), lambda: self._renderer.encode_text(text, first=True)
+            )
+            return Prompt(PromptKind.TEXT, encoded)
+        if kind == "conversation":
+            messages, tools = requests.messages("conversation", source.conversation, first=True)
+            return await self._conversation(messages, tools, parent)
+        raise FieldInvalid("prompt", "must be set, here or in the leased task")
+
+    async def _conversation(
+        self, messages: list[Message], tools: list[Tool], parent: TrajectoryRecord | None
+    ) -> Prompt:
+        """A conversation from its beginning, or after what the policy wrote in the parent's."""
+        token_count, message_count = 0, 0
+        if parent is not None:
+            token_count, message_count = kept_prefix(parent, messages, tools)
+        new = messages[message_count:]
+        length = sum(len(message.content) for message in new)
+        history = History(tuple(tools))
+        if parent is None or parent.history is None or not message_count:
+            tokens = await _off_loop(length, lambda: self._renderer.render(messages, tools))
+        else:
+            history = parent.history.branch(message_count)
+            kept = parent.token_array()[:token_count]
+            last = int(kept[-1]) if len(kept) else None
+            suffix = await _off_loop(length, lambda: self._renderer.render_next(new, last))
+            tokens = np.concatenate([kept, suffix])
+        history.add_context(new, len(tokens))
+        return Prompt(PromptKind.CONVERSATION, tokens, history)
+
+    async def next(
+        self,
+        request: rollout_service_pb2.ContinueRequest,
+        record: TrajectoryRecord,
+        said: Said | None = None,
+    ) -> tuple[NDArray[np.int32], list[Message]]:
+        """An observation, and the messages that it is. Raises FIELD_INVALID."""
+        if said is not None:
+            return await self._next_messages(said.messages, record), said.messages
+        kind = request.WhichOneof("observation")
+        if kind == "tokens":
+            return requests.tokens("tokens", request, self._vocab_size), []
+        if kind == "text":
+            text = request.text
+            encoded = await _off_loop(
+                len(text), lambda: self._renderer.encode_text(text, first=False)
+            )
+            return encoded, []
+        if record.kind is not PromptKind.CONVERSATION:
+            raise FieldInvalid(
+                "conversation", "may only extend a trajectory opened with a conversation"
+            )
+        messages, _ = requests.messages("conversation", request.conversation, first=False)
+        return await self._next_messages(messages, record), messages
+
+    async def _next_messages(
+        self, messages: list[Message], record: TrajectoryRecord
+    ) -> NDArray[np.int32]:
+        tokens = record.token_array()
+        last = int(tokens[-1]) if len(tokens) else None
+        length = sum(len(message.content) for message in messages)
+        return await _off_loop(length, lambda: self._renderer.render_next(messages, last))
+
+
+async def _off_loop(length: int, encode: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
+    if length < LONG_TEXT:
+        return encode()
+    return await asyncio.to_thread(encode)

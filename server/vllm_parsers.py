@@ -1,0 +1,232 @@
+"""vLLM's parsers of tool calls and reasoning, chosen by vLLM's own names.
+
+The only module that imports them. A parser that fails at a text is no failure of the turn: the text comes
+back as content, with the reason, which the parsers themselves only log.
+"""
+
+from __future__ import annotations
+
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.parser_manager import ParserManager
+from vllm.reasoning import ReasoningParserManager
+from vllm.tokenizers.hf import get_cached_tokenizer
+from vllm.tool_parsers import ToolParserManager
+
+from penstock.server.conversation import Parsed, ParsedCall, Tool
+from penstock.server.text_streams import StreamParser
+
+# Where the parsers say what begins a call; what each calls it.
+_MARK_NAMES = re.compile(r"tool_calls?_(start|begin)(_token)?|tool_start_token|bot_token")
+_TERMINALS = ("TOOL_START", "TOOL_SECTION_START", "TOOL_REQUESTS_START")
+_GENERATED_ID = "chatcmpl-tool-"
+
+_failures: ContextVar[list[BaseException] | None] = ContextVar("_failures", default=None)
+
+
+class ParserUnknown(ValueError):
+    """No parser has this name, or it cannot read this model's tokens; the message lists those there are."""
+
+
+def check_names(tool_parser: str, reasoning_parser: str) -> None:
+    """Raises ParserUnknown for a name that vLLM has no parser of; empty names are none."""
+    managers = (
+        ("conversation.tool_parser", tool_parser, ToolParserManager),
+        ("conversation.reasoning_parser", reasoning_parser, ReasoningParserManager),
+    )
+    for setting, name, manager in managers:
+        known = sorted(cast("Iterable[str]", cast("Any", manager).list_registered()))
+        if name and name not in known:
+            raise ParserUnknown(f"{setting}: vLLM has no {name!r}; it has {', '.join(known)}")
+
+
+class VllmParsers:
+    """Implements the OutputParser seam; see `conversation`."""
+
+    def __init__(self, tokenizer: object, tool_parser: str, reasoning_parser: str) -> None:
+        """`tokenizer` is a Hugging Face one. Raises ParserUnknown."""
+        check_names(tool_parser, reasoning_parser)
+        _keep_failures()
+        # vLLM's manager is untyped where it matters; a parser is made anew for each text, because it
+        # keeps state, and reads the vocabulary, which is kept.
+        self._tokenizer: Any = get_cached_tokenizer(cast("Any", tokenizer))
+        try:
+            found = ParserManager.get_parser(
+                tool_parser_name=tool_parser or None,
+                reasoning_parser_name=reasoning_parser or None,
+                enable_auto_tools=bool(tool_parser),
+                tokenizer=self._tokenizer,
+            )
+        except (TypeError, ValueError) as error:
+            raise ParserUnknown(str(error)) from error
+        if found is None:
+            raise ParserUnknown("neither conversation.tool_parser nor reasoning_parser is set")
+        self._parser_class: Any = found
+        self._begins, self._opens, self._closes = _marks(self._parser_class(self._tokenizer))
+        self._name = tool_parser
+
+    def parse(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+    ) -> Parsed:
+        """See OutputParser."""
+        failures: list[BaseException] = []
+        token = _failures.set(failures)
+        try:
+            reasoning, content, calls = self._run(text, token_ids, prompt_token_ids, tools)
+            error = self._error(text, calls, failures) if tools and self._name else ""
+            if error:
+                reasoning, content, _ = self._run(text, token_ids, prompt_token_ids, ())
+                begun = any(mark in text for mark in self._begins)
+                kept = any(mark in content for mark in self._begins)
+                # Some parsers leave out what they cannot read.
+                content, calls = (content if kept or not begun else text), ()
+        except Exception as failure:
+            # Parsers are programs that raise what they like at text they do not expect.
+            return Parsed(text, error=f"{self._name or 'the reasoning parser'}: {failure!r}")
+        finally:
+            _failures.reset(token)
+        return Parsed(content, reasoning, calls, error)
+
+    def _run(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+    ) -> tuple[str, str, tuple[ParsedCall, ...]]:
+        request = _request(tools)
+        parser = self._parser_class(self._tokenizer, request.tools)
+        parser.set_prompt_token_ids(list(prompt_token_ids))
+        reasoning, content, calls = parser.parse(
+            text,
+            request,
+            enable_auto_tools=bool(tools),
+            model_output_token_ids=list(token_ids),
+        )
+        found = tuple(
+            ParsedCall(str(call.name), str(call.arguments), _own_id(call.id))
+            for call in calls or ()
+        )
+        return reasoning or "", content or "", found
+
+    def stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> StreamParser:
+        """See OutputParser."""
+        request = _request(tools)
+        parser = self._parser_class(self._tokenizer, request.tools)
+        prompt = list(prompt_token_ids)
+        parser.set_prompt_token_ids(prompt)
+
+        def read(text: str, token_ids: Sequence[int]) -> tuple[str, str]:
+            delta = parser.parse_delta(text, list(token_ids), request, prompt, finished=False)
+            if delta is None:
+                return "", ""
+            return str(delta.content or ""), str(delta.reasoning or "")
+
+        return read
+
+    def _error(
+        self, text: str, calls: Sequence[ParsedCall], failures: Sequence[BaseException]
+    ) -> str:
+        """Why a text that holds a call holds none that can be made; empty where it is as it should be."""
+        for call in calls:
+            try:
+                arguments: object = json.loads(call.arguments_json)
+            except (ValueError, RecursionError) as error:
+                return f"the arguments of {call.name!r} are no JSON: {error}"
+            if not isinstance(arguments, dict):
+                return f"the arguments of {call.name!r} are no JSON object"
+        if failures:
+            return f"{self._name} cannot read the tool call: {failures[-1]}"
+        if self._opens and text.count(self._opens) > text.count(self._closes):
+            return f"the tool call is cut off: {self._opens} without {self._closes}"
+        begun = next((mark for mark in self._begins if mark in text), None)
+        if begun is not None and not calls:
+            return f"what follows {begun} is no tool call as {self._name} reads it"
+        return ""
+
+
+def _request(tools: Sequence[Tool]) -> Any:
+    """The request that the parsers want to see: only its tools count."""
+    described = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters),
+            },
+        }
+        for tool in tools
+    ]
+    return ChatCompletionRequest.model_validate(
+        {"messages": [], "tools": described, "tool_choice": "auto"}
+        if described
+        else {"messages": [], "tool_choice": "none"}
+    )
+
+
+def _own_id(call_id: str | None) -> str:
+    """The id of a call, where the parser did not draw one."""
+    return "" if call_id is None or call_id.startswith(_GENERATED_ID) else call_id
+
+
+def _marks(parser: Any) -> tuple[tuple[str, ...], str, str]:
+    """Texts with which tool calls begin; and what opens and what closes a call that is always closed."""
+    tool_parser = parser.tool_parser
+    if tool_parser is None:
+        return (), "", ""
+    engine = getattr(tool_parser, "_parser_engine", None)
+    if engine is None:
+        names = [name for name in dir(tool_parser) if _MARK_NAMES.fullmatch(name)]
+        found = [getattr(tool_parser, name) for name in names]
+        return _texts(found), "", ""
+    terminals: dict[str, object] = engine.parser_engine_config.terminals
+    begins = _texts(terminals.get(name) for name in _TERMINALS)
+    opens, closes = (_texts([terminals.get(name)]) for name in ("TOOL_START", "TOOL_END"))
+    if len(opens) == len(closes) == 1 and opens != closes:
+        return begins, opens[0], closes[0]
+    return begins, "", ""
+
+
+def _texts(found: Iterable[object]) -> tuple[str, ...]:
+    texts: list[str] = []
+    for item in found:
+        variants = cast("tuple[object, ...]", item) if isinstance(item, tuple) else (item,)
+        texts += [text for text in variants if isinstance(text, str) and text]
+    return tuple(dict.fromkeys(texts))
+
+
+class _KeepFailures(logging.Handler):
+    """Keeps what a parser logs that it failed at for whoever called it; the rest goes on its way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kept = _failures.get()
+        if kept is not None and record.exc_info and record.exc_info[1] is not None:
+            kept.append(record.exc_info[1])
+        else:
+            logging.getLogger("vllm").callHandlers(record)
+
+
+_HANDLER = _KeepFailures()
+
+
+def _keep_failures() -> None:
+    for name in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        if _HANDLER not in logger.handlers:
+            logger.addHandler(_HANDLER)

@@ -1,0 +1,261 @@
+"""The compatible endpoints as their SDKs see them, and who is let in: around the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from penstock.server import config
+from penstock.server.config import ConfigError
+from penstock.server.conversation import Message, Tool, ToolCall, Written
+from penstock.server.errors import STATUS_CODES
+from penstock.server.http_errors import STATUSES
+from tests.authorities import client_certificate, make_authorities, write_certificate
+from tests.fakes import ByteRenderer
+from tests.harness import GetServerInfoRequest, Harness, serve, until
+from tests.sdk_agents import ANSWER, USER, chat_agent, messages_agent, responses_agent
+
+
+class CallingRenderer(ByteRenderer):
+    """Reads a turn as a call of the first tool, unless it follows that tool's answer."""
+
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        name: str,
+    ) -> Written:
+        text = self.decode(token_ids)
+        if not tools or ANSWER in self.decode(prompt_token_ids):
+            return Written(Message("assistant", text))
+        call = ToolCall(f"call-{name}", tools[0].name, json.dumps({"q": text}))
+        return Written(Message("assistant", "", (call,)))
+
+    def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> Any:
+        if tools and ANSWER not in self.decode(prompt_token_ids):
+            return Silent()
+        return super().open_stream(prompt_token_ids, tools)
+
+
+class Silent:
+    def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        return "", ""
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncGenerator[Harness]:
+    async with serve(tmp_path, "http.listen=127.0.0.1:0", renderer=CallingRenderer()) as running:
+        yield running
+
+
+def unbroken(server: Harness, attempt: str) -> None:
+    """The conversation is one trajectory of two turns."""
+    record = server.serving.store.find(attempt)
+    assert record is not None
+    assert (record.turn_count, record.children) == (2, [])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("agent", [chat_agent, responses_agent, messages_agent])
+async def test_an_sdk_has_a_conversation_with_tools(server: Harness, agent: Any, stream: bool):
+    said = await agent(f"{server.http}/attempts/a", stream)
+    unbroken(server, "a")
+    record = server.serving.store.find("a")
+    assert record is not None and record.turn is not None
+    count = record.turn.policy_token_count
+    assert said == ByteRenderer().decode(record.turn.policy_tokens(count).tolist())
+
+
+REFUSED = [
+    ("chat/completions", {"n": 2}, "n"),
+    ("chat/completions", {"logprobs": True}, "logprobs"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ("chat/completions", {"temperature": 9}, "temperature"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+    ("chat/completions", {"max_tokens": 1 << 40}, "max_tokens"),
+    ("messages", {"max_tokens": 5, "seed": "x"}, "seed"),
+    ("messages", {"max_tokens": 5, "stop_token_ids": [[]]}, "stop_token_ids"),
+    ("chat/completions", {"frequency_penalty": 1.5}, "frequency_penalty"),
+    ("chat/completions", {"unheard_of": 1}, "unheard_of"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [{"role": "wizard", "content": ""}]}, "messages"),
+    ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ("responses", {"input": "x", "background": True}, "background"),
+    ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ("messages", {"max_tokens": 5, "thinking": {"type": "disabled"}}, "thinking"),
+    ("messages", {"max_tokens": 5, "tool_choice": {"type": "any"}}, "tool_choice"),
+    ("messages", {"max_tokens": 5, "tools": [{"type": "bash_1", "name": "b"}]}, "tools[0].type"),
+    ("messages", {}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), REFUSED)
+async def test_what_is_not_supported_is_refused_by_name(
+    server: Harness, path: str, fields: dict[str, Any], named: str
+):
+    body = {"model": "m", **({} if path == "responses" else {"messages": [USER]}), **fields}
+    async with httpx.AsyncClient(timeout=20) as http:
+        answer = await http.post(f"{server.http}/{path}", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["param"].startswith(named) and error["code"] == "FIELD_INVALID", error
+    assert error["type"] == "invalid_request_error"
+    assert not server.serving.store.records()
+
+
+async def test_errors_have_each_sdks_own_shape(server: Harness):
+    long = [{"role": "user", "content": "x" * 600}]
+    async with openai.AsyncOpenAI(base_url=server.http, api_key="any", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="m", messages=long)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="m", input="x")
+        assert [model.id async for model in client.models.list()] == ["fake"]
+    base = server.http.removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
+        with pytest.raises(anthropic.BadRequestError) as said:
+            await client.messages.create(model="m", messages=long, max_tokens=5)
+        assert said.value.body["error"]["type"] == "invalid_request_error"
+    async with httpx.AsyncClient(timeout=20) as http:
+        for content, reason in ((b"{", "MALFORMED_MESSAGE"), (b"[]", "MALFORMED_MESSAGE")):
+            answer = await http.post(f"{server.http}/chat/completions", content=content)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, reason)
+        assert (await http.get(f"{server.http}/chat/completions")).status_code == 405
+        assert (await http.get(f"{server.http.removesuffix('/v1')}/health")).status_code == 200
+
+
+def test_every_code_of_the_error_table_has_a_status():
+    assert set(STATUS_CODES.values()) == set(STATUSES)
+
+
+async def test_bodies_and_heads_are_bounded(tmp_path: Path):
+    settings = ("http.listen=127.0.0.1:0", "limits.caller.message_bytes=2000")
+    async with serve(tmp_path, *settings) as server, httpx.AsyncClient(timeout=20) as http:
+        url = f"{server.http}/chat/completions"
+
+        async def endless() -> AsyncGenerator[bytes]:
+            for _ in range(100):
+                yield b" " * 100
+
+        for content in (b" " * 3000, endless()):
+            answer = await http.post(url, content=content)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                413,
+                "MESSAGE_TOO_LARGE",
+            )
+        answer = await http.post(url, json={}, headers={"x-long": "x" * 17_000})
+        assert answer.status_code == 413
+        with pytest.raises(httpx.TransportError):
+            await http.post(url, json={}, headers={"x-longer": "x" * 400_000})
+        info = await server.wire.GetServerInfo(GetServerInfoRequest())
+        assert server.http.endswith(f":{info.http_port}/v1")
+
+
+async def test_a_key_is_the_bearer_token_and_an_attempt_its_agents(tmp_path: Path):
+    made = make_authorities(tmp_path / "secrets")
+    settings = (*made.settings(), "http.listen=127.0.0.1:0")
+    trusted = ssl.create_default_context(cafile=str(made.ca))
+    body = {"model": "m", "messages": [USER], "max_tokens": 5}
+    async with serve(tmp_path, *settings, security=made.security("admin")) as server:
+        base = server.http.replace("http:", "https:")
+        async with httpx.AsyncClient(verify=trusted, timeout=20) as http:
+            for key, status in (
+                (None, 401),
+                ("nonsense", 401),
+                (made.tokens["expired"], 401),
+                (made.tokens["trainer"], 403),
+                (made.tokens["agent"], 200),
+            ):
+                for name, value in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+                    headers = {} if key is None else {name: str(value)}
+                    answer = await http.post(f"{base}/messages", json=body, headers=headers)
+                    assert answer.status_code == status, (key, name)
+            assert (await http.get(f"{base.removesuffix('/v1')}/health")).status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                await http.post(f"{server.http}/messages", json=body)
+            # A certificate that was replaced is shown to the next connection.
+            write_certificate(made.folder, "server", client_certificate("stranger", trusted=False))
+        async with httpx.AsyncClient(verify=trusted, timeout=20) as http:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await http.get(f"{base}/models")
+
+
+async def test_mutual_tls_names_the_caller_by_its_certificate(tmp_path: Path):
+    made = make_authorities(tmp_path / "secrets")
+    settings = (*made.settings(mutual=True), "http.listen=127.0.0.1:0")
+    admin = made.security("admin", "admin-1")
+    body = {"model": "m", "messages": [USER], "max_tokens": 5}
+    async with serve(tmp_path, *settings, security=admin) as server:
+        url = server.http.replace("http:", "https:") + "/chat/completions"
+        for name, status in (("agent-1", 200), ("trainer-1", 403), ("nobody", 403)):
+            shown = ssl.create_default_context(cafile=str(made.ca))
+            files = (made.folder / f"{name}.pem", made.folder / f"{name}-key.pem")
+            shown.load_cert_chain(*map(str, files))
+            async with httpx.AsyncClient(verify=shown, timeout=20) as http:
+                assert (await http.post(url, json=body)).status_code == status
+        anonymous = ssl.create_default_context(cafile=str(made.ca))
+        async with httpx.AsyncClient(verify=anonymous, timeout=20) as http:
+            with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
+                await http.post(url, json=body)
+
+
+def test_an_address_of_no_loopback_needs_what_grpc_needs():
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:8000 can be reached from outside"):
+        config.load(None, ["http.listen=0.0.0.0:8000"])
+    with pytest.raises(ConfigError, match=r"^http\.listen: .*HOST:PORT"):
+        config.load(None, ["http.listen=localhost"])
+    loaded = config.load(None, ["listen=127.0.0.1:50051"])
+    assert loaded.http.address(loaded.listen, 50051) == "127.0.0.1:50052"
+    assert loaded.http.address("127.0.0.1:0", 4711) == "127.0.0.1:0"
+    off = config.load(None, ["http.listen="])
+    assert off.http.address(off.listen, 50051) is None
+
+
+async def test_a_stop_tells_the_agent_when_to_come_back(tmp_path: Path):
+    async with serve(tmp_path, "http.listen=127.0.0.1:0") as server:
+        server.engine.freeze_at = 10
+        body = {"model": "m", "messages": [USER], "max_tokens": 50, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=20) as http:
+            url = f"{server.http}/attempts/a/chat/completions"
+            whole = asyncio.create_task(http.post(url, json=body))
+            streamed = asyncio.create_task(
+                http.post(f"{server.http}/messages", json={**body, "stream": True})
+            )
+            await until(lambda: len(server.serving.turns.sampling) == 2)
+            await server.sampled("a")
+            await server.serving.stop(0.0)
+            refused = await whole
+            cut = await streamed
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "DRAINING"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert cut.status_code == 503 or '"code": "DRAINING"' in cut.text.splitlines()[-2]
+
+
+async def test_limits_of_a_caller_are_those_of_grpc(tmp_path: Path):
+    settings = ("http.listen=127.0.0.1:0", "limits.caller.turns_in_flight=1")
+    async with serve(tmp_path, *settings) as server:
+        server.engine.freeze_at = 5
+        body = {"model": "m", "messages": [USER], "max_tokens": 50, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=20) as http:
+            url = f"{server.http}/chat/completions"
+            first = asyncio.create_task(http.post(url, json=body))
+            await until(lambda: len(server.serving.turns.sampling) == 1)
+            answer = await http.post(url, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "CALLER_LIMIT")
+            assert float(answer.headers["retry-after-ms"]) > 0
+            server.engine.freeze_at = None
+            assert (await first).status_code == 200

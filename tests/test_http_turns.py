@@ -1,0 +1,314 @@
+"""What requests with whole conversations do to trajectories: continued, branched, resumed, asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from penstock.wire import codec
+from tests.fakes import decode_bytes, expected_tokens
+from tests.harness import (
+    AbortRequest,
+    GetTrajectoryRequest,
+    Harness,
+    LeaseTasksRequest,
+    SubmitTasksRequest,
+    Task,
+    hello,
+    sampling,
+    serve,
+    until,
+    upload,
+)
+
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncGenerator[Harness]:
+    async with serve(tmp_path, "http.listen=127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncGenerator[Harness]:
+    async with serve(tmp_path, "http.listen=127.0.0.1:0", step_seconds=0.005) as running:
+        yield running
+
+
+def client(server: Harness, attempt: str = "", **fields: Any) -> openai.AsyncOpenAI:
+    path = f"/attempts/{attempt}" if attempt else ""
+    return openai.AsyncOpenAI(base_url=server.http + path, api_key="any", **fields)
+
+
+async def ask(agent: openai.AsyncOpenAI, messages: list[Any], **fields: Any) -> str:
+    body = {"ignore_eos": True, **fields.pop("extra_body", {})}
+    answer = await agent.chat.completions.create(
+        model="m",
+        messages=messages,
+        max_tokens=fields.pop("max_tokens", 8),
+        extra_body=body,
+        **fields,
+    )
+    return str(answer.choices[0].message.content)
+
+
+def body(max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "messages": [USER],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+async def tokens_of(server: Harness, trajectory_id: str) -> list[tuple[str, list[int]]]:
+    """(author, tokens) of each segment."""
+    request = GetTrajectoryRequest(trajectory_id=trajectory_id)
+    found = (await server.wire.GetTrajectory(request)).trajectory
+    return [
+        (
+            "policy" if len(segment.logprobs) else "context",
+            [int(t) for t in codec.token_ids(segment)],
+        )
+        for segment in found.segments
+    ]
+
+
+def branches(server: Harness, attempt: str) -> list[Any]:
+    record = server.serving.store.find(attempt)
+    assert record is not None
+    return record.children
+
+
+def kinds(server: Harness) -> dict[str, int]:
+    return server.serving.metrics.conversations
+
+
+async def test_what_goes_on_is_appended_to_the_tokens_that_the_policy_wrote(server: Harness):
+    async with client(server, "a") as agent:
+        messages: list[Any] = [USER]
+        for turn in range(3):
+            said = await ask(agent, messages)
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": f"{turn}?"},
+            ]
+    segments = await tokens_of(server, "a")
+    assert [author for author, _ in segments] == ["context", "policy"] * 3
+    context: list[int] = []
+    for author, tokens in segments:
+        if author == "policy":
+            assert tokens == expected_tokens(context, [0] * 8)[0]
+        context += tokens
+    assert not branches(server, "a")
+    assert kinds(server) == {"new": 1, "continued": 2}
+
+
+async def test_history_that_was_rewritten_is_a_branch_that_shares_what_stands(server: Harness):
+    async with client(server, "a") as agent:
+        first = await ask(agent, [USER])
+        assistant = {"role": "assistant", "content": first}
+        await ask(agent, [USER, assistant, {"role": "user", "content": "more"}])
+        await ask(
+            agent,
+            [USER, {**assistant, "content": f" {first}\n"}, {"role": "user", "content": "less"}],
+        )
+        await ask(agent, [{"role": "user", "content": "a summary"}])
+    mine = branches(server, "a")
+    assert [child.parent_trajectory_id for child in mine] == ["a", "a"]
+    assert kinds(server) == {"new": 1, "continued": 1, "branched": 2}
+    root = server.serving.store.find("a")
+    assert root is not None
+    kept = len(root.segments[0].tokens) + len(root.segments[1].tokens)
+    assert mine[0].token_array().tobytes()[:kept] == root.token_array().tobytes()[:kept]
+    # The branch goes on by itself.
+    async with client(server, "a") as agent:
+        summary = mine[1].token_array()[-8:]
+        said = decode_bytes(summary.tolist())
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+        await ask(agent, [{"role": "user", "content": "a summary"}, *more])
+    assert mine[1].turn_count == 2 and len(branches(server, "a")) == 2
+
+
+async def test_another_sample_of_the_same_prompt_is_a_branch(slow: Harness):
+    async with client(slow, "a") as agent:
+        said = await asyncio.gather(*(ask(agent, [USER], max_tokens=30) for _ in range(3)))
+        again = await ask(agent, [USER], max_tokens=30)
+    # The fake engine is a function of its context.
+    assert len({*said, again}) == 1
+    assert len(branches(slow, "a")) == 3
+
+
+async def test_a_retry_of_an_answer_that_was_given_gets_it_again_and_samples_nothing(
+    server: Harness,
+):
+    async with httpx.AsyncClient(timeout=20) as http:
+        url = f"{server.http}/attempts/a/chat/completions"
+        first = (await http.post(url, json=body())).json()
+        again = await http.post(url, json=body(), headers={"x-stainless-retry-count": "1"})
+        streamed = await http.post(
+            url, json=body(stream=True), headers={"x-stainless-retry-count": "1"}
+        )
+    assert again.json()["id"] == first["id"]
+    assert again.json()["choices"] == first["choices"]
+    # Of other bytes: another request.
+    assert streamed.status_code == 200
+    assert len(branches(server, "a")) == 1
+
+
+async def test_a_retry_joins_the_turn_in_flight_from_its_beginning(slow: Harness):
+    async with httpx.AsyncClient(timeout=20) as http:
+        url = f"{slow.http}/attempts/a/chat/completions"
+        asked = body(60, stream=True)
+        slow.engine.freeze_at = 20
+        first = asyncio.create_task(http.post(url, json=asked))
+        await slow.sampled("a")
+        second = asyncio.create_task(
+            http.post(url, json=asked, headers={"x-stainless-retry-count": "1"})
+        )
+        await until(lambda: followers(slow, "a") == 2)
+        slow.engine.freeze_at = None
+        texts = [text_of(answer.text) for answer in (await first, await second)]
+    record = slow.serving.store.find("a")
+    assert record is not None and record.turn is not None
+    assert texts == [decode_bytes(record.turn.policy_tokens(60).tolist())] * 2
+    assert len(slow.engine.salts) == 1
+
+
+def followers(server: Harness, trajectory_id: str) -> int:
+    record = server.serving.store.find(trajectory_id)
+    return 0 if record is None or record.answered is None else record.answered.followers
+
+
+def text_of(events: str) -> str:
+    chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    return "".join(
+        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
+    )
+
+
+async def test_a_lost_connection_ends_the_turn_and_the_retry_goes_on_at_the_exact_token(
+    slow: Harness,
+):
+    url = f"{slow.http}/attempts/a/chat/completions"
+    async with httpx.AsyncClient(timeout=20) as http:
+        slow.engine.freeze_at = 40
+        lost = asyncio.create_task(http.post(url, json=body(100)))
+        await until(lambda: followers(slow, "a") == 1)
+        lost.cancel()
+        record = slow.serving.store.find("a")
+        assert record is not None and record.turn is not None
+        turn = record.turn
+        await until(lambda: not turn.in_flight)
+        assert turn.policy_token_count < 100
+        slow.engine.freeze_at = None
+        answer = (await http.post(url, json=body(100))).json()
+    segments = await tokens_of(slow, "a")
+    context, policy = (
+        segments[0][1],
+        [t for author, ts in segments if author == "policy" for t in ts],
+    )
+    assert policy == expected_tokens(context, [0] * 100)[0]
+    assert answer["choices"][0]["message"]["content"] == decode_bytes(policy)
+    assert not branches(slow, "a") and record.turn_count == 1
+
+
+async def test_aborts_are_not_noticed(slow: Harness):
+    async with client(slow, "a") as agent:
+        every = AbortRequest()
+        every.all.SetInParent()
+        asked = asyncio.create_task(ask(agent, [USER], max_tokens=60))
+        for frozen in (5, 17, 30):
+            slow.engine.freeze_at = frozen
+            await until(lambda: bool(slow.engine.salts))
+            await slow.wire.Abort(every)
+        slow.engine.freeze_at = None
+        said = await asked
+    assert len(slow.engine.salts) == 4
+    segments = await tokens_of(slow, "a")
+    policy = [t for author, ts in segments if author == "policy" for t in ts]
+    assert policy == expected_tokens(segments[0][1], [0] * 60)[0]
+    assert said == decode_bytes(policy)
+
+
+@pytest.mark.parametrize("policy", ["KEEP", "RECOMPUTE", "ABORT"])
+async def test_a_switch_of_weights_is_not_noticed(slow: Harness, policy: str):
+    slow.engine.freeze_at = 20
+    async with client(slow, "a") as agent:
+        stream = await agent.chat.completions.create(
+            model="m", messages=[USER], max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+        )
+        await slow.sampled("a", 16)
+        await upload(slow.wire, 1, in_flight=f"IN_FLIGHT_POLICY_{policy}")
+        slow.engine.freeze_at = None
+        said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    record = slow.serving.store.find("a")
+    assert record is not None and record.turn is not None and record.turn_count == 1
+    assert record.policy_versions() == [0, 1]
+    assert said == decode_bytes(record.turn.policy_tokens(60).tolist())
+
+
+async def test_a_leased_attempt_is_delivered_with_what_its_agent_did(server: Harness):
+    exchange = await hello(server.wire, groups_per_step=1)
+    task = Task(task_id="t", group_size=1, sampling_params=sampling(5, stop=["zz"]))
+    await server.wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+    lease = await server.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1)).read()
+    async with client(server, lease.trajectory_id) as agent:
+        answer = await agent.chat.completions.create(model="m", messages=[USER])
+        await ask(agent, [{"role": "user", "content": "a sub-agent"}])
+    record = server.serving.store.find(lease.trajectory_id)
+    # What the task says of sampling stands where the request says nothing.
+    assert record is not None and record.sampling.max_tokens == 5
+    assert record.sampling.ignore_eos and record.sampling.stop == ("zz",)
+    assert answer.choices[0].finish_reason == "length"
+    assert await server.complete(lease.trajectory_id)
+    exchange.send(demand={"group_count": 1})
+    delivery = await exchange.receive("delivery")
+    parents = [found.parent_trajectory_id for found in delivery.group.trajectories]
+    assert parents == ["", lease.trajectory_id]
+    with pytest.raises(openai.BadRequestError, match="closed"):
+        async with client(server, lease.trajectory_id) as agent:
+            await ask(agent, [USER])
+    exchange.half_close()
+
+
+async def test_without_an_attempt_nothing_is_left(slow: Harness):
+    async with client(slow) as agent:
+        await ask(agent, [USER])
+        with pytest.raises(openai.APITimeoutError):
+            await ask(agent.with_options(max_retries=0, timeout=0.2), [USER], max_tokens=200)
+    await until(lambda: not slow.serving.store.records())
+    assert not slow.serving.turns.in_flight
+
+
+async def test_a_stop_string_ends_what_is_told_and_the_agent_can_go_on(server: Harness):
+    async with client(server, "a") as agent:
+        whole = await ask(agent, [USER], max_tokens=40)
+    stop = whole[10:12]
+    before = whole[: whole.index(stop)]
+    for stream in (False, True):
+        attempt = f"b{stream}"
+        async with client(server, attempt) as agent:
+            if stream:
+                answer = await agent.chat.completions.create(
+                    model="m", messages=[USER], max_tokens=40, stop=stop, stream=True
+                )
+                told = "".join(
+                    [c.choices[0].delta.content or "" async for c in answer if c.choices]
+                )
+            else:
+                told = await ask(agent, [USER], max_tokens=40, stop=stop)
+            assert told == before
+            await ask(agent, [USER, {"role": "assistant", "content": told}, USER])
+        assert not branches(server, attempt)
+        record = server.serving.store.find(attempt)
+        assert record is not None and record.turn_count == 2

@@ -1,0 +1,220 @@
+"""The official SDKs on real vLLM: a conversation with a tool, while weights switch under it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+import xxhash
+from transformers import AutoModelForCausalLM
+
+from penstock.server.conversation import Message, TokenizerRenderer, Tool, load_tokenizer
+from penstock.v1 import weights_pb2
+from penstock.wire.channel import client_options
+from tests.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages
+from tests.sdk_agents import (
+    ANSWER,
+    SCHEMA,
+    USER,
+    chat_agent,
+    messages_agent,
+    responses_agent,
+)
+from tests.tiny_model import EOS_ID, make_tiny_model
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CALL = json.dumps({"name": "weather", "arguments": {"q": "Paris"}})
+CALLED = f"<tool_call>\n{CALL}\n</tool_call><|im_end|>"
+SAID = "It has 21 degrees in Paris."
+POLICIES = ("KEEP", "RECOMPUTE", "ABORT")
+NPM_SECONDS = 45
+NODE = Path(__file__).parents[1] / ".venv" / "share" / "node"
+
+
+def taught(folder: Path) -> Path:
+    """A model that knows one conversation by heart: it calls the tool, and says what that answered."""
+    make_tiny_model(folder, tied=True, hidden=128)
+    tokenizer: Any = load_tokenizer(str(folder))
+    renderer = TokenizerRenderer(tokenizer, [EOS_ID])
+    tool = Tool("weather", "", SCHEMA)
+    asked = renderer.render([Message("user", USER["content"])], [tool])
+    called = np.asarray(tokenizer.encode(CALLED, add_special_tokens=False))
+    answered = renderer.render_next([Message("tool", ANSWER, tool_call_id="x")], EOS_ID)
+    said = np.asarray(tokenizer.encode(f"{SAID}<|im_end|>", add_special_tokens=False))
+    tokens = torch.tensor(np.concatenate([asked, called, answered, said]), dtype=torch.long)[None]
+    labels = torch.full_like(tokens, -100)
+    begin, end = len(asked), len(asked) + len(called)
+    labels[:, begin:end] = tokens[:, begin:end]
+    labels[:, -len(said) :] = tokens[:, -len(said) :]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(300):
+        loss = model(tokens, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss.item() < 0.005:
+            break
+    assert loss.item() < 0.05, loss.item()
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Running:
+    """A server on real vLLM, whose weights can be switched."""
+
+    serving: Any
+    wire: Any
+    state: dict[str, torch.Tensor]
+    version: int = 0
+
+    async def switch(self) -> None:
+        """The next version: the same but for noise, of which a greedy turn shows nothing."""
+        self.version += 1
+        data, specs = b"", []
+        for name, tensor in self.state.items():
+            values = (tensor + 1e-5 * torch.randn_like(tensor)).numpy().tobytes()
+            specs.append(
+                TensorSpec(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    dtype="float32",
+                    offset_bytes=len(data),
+                    length_bytes=len(values),
+                    xxh3=xxhash.xxh3_64_intdigest(values),
+                )
+            )
+            data += values
+        head = WeightHeader(
+            weight_version=self.version,
+            tensors=specs,
+            inline=InlineSource(length_bytes=len(data)),
+            activation=weights_pb2.ACTIVATION_IMMEDIATE,
+            in_flight=f"IN_FLIGHT_POLICY_{POLICIES[self.version % len(POLICIES)]}",
+        )
+        async for _ in self.wire.UpdateWeights(iter(messages(head, data, 1 << 20))):
+            pass
+
+    @contextlib.asynccontextmanager
+    async def switching(self) -> AsyncGenerator[None]:
+        """One version after the other, as fast as they load."""
+
+        async def switch_on() -> None:
+            while True:
+                await self.switch()
+
+        task = asyncio.create_task(switch_on())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Running]:
+    from penstock.server import config
+    from penstock.server.authorization import open_gate
+    from penstock.server.http_server import open_http
+    from penstock.server.serving import Serving, bind
+    from penstock.server.vllm_engine import VllmEngine, engine_arguments
+    from penstock.server.vllm_parsers import VllmParsers
+
+    model = taught(tmp_path_factory.mktemp("model"))
+    loaded = config.load(None, ["listen=127.0.0.1:0"])
+    gate = open_gate(loaded)
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
+    http = open_http(loaded, port, gate.credentials)
+    options = ["--model", str(model), "--dtype", "float32", "--max-model-len", "1024"]
+    engine = await VllmEngine.start(engine_arguments(options))
+    tokenizer = load_tokenizer(str(model))
+    parser = VllmParsers(tokenizer, "hermes", "")
+    renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
+    serving = Serving(server, engine, renderer, loaded, gate=gate, http=http)
+    await serving.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
+    loaded_model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    state = loaded_model.state_dict()
+    state.pop("lm_head.weight", None)
+    yield Running(serving, Wire(channel), state)
+    await channel.close()
+    await serving.stop(0.0)
+
+
+async def node_agent(base: str, stream: bool, **_: Any) -> str:
+    """The same agent with the `openai` package on Node."""
+    process = await asyncio.create_subprocess_exec(
+        *("node", str(Path(__file__).with_name("openai_agent.cjs"))),
+        *(base, "streamed" if stream else "whole"),
+        env={**os.environ, "NODE_PATH": str(NODE / "node_modules")},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _nothing = await process.communicate()
+    assert process.returncode == 0
+    return said.decode().rstrip("\n")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def node() -> None:
+    """The `openai` package, where Node is and npm finds it."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("Node is not installed")
+    if (NODE / "node_modules" / "openai").exists():
+        return
+    NODE.mkdir(parents=True, exist_ok=True)
+    install = ("npm", "install", "--no-audit", "--no-fund", "--prefix", str(NODE), "openai@6")
+    # Without a registry npm tries for minutes.
+    process = await asyncio.create_subprocess_exec("timeout", str(NPM_SECONDS), *install)
+    if await process.wait():
+        shutil.rmtree(NODE, ignore_errors=True)
+        pytest.skip(f"npm cannot fetch the openai package within {NPM_SECONDS} s")
+
+
+async def converse(running: Running, agent: Any, stream: bool) -> None:
+    http = f"http://127.0.0.1:{running.serving.info.http_port}/v1"
+    versions: set[int] = set()
+    # Until a conversation has seen a switch within a turn, which on a quick machine not each does.
+    for _ in range(20):
+        attempt = uuid.uuid4().hex
+        async with running.switching():
+            said = await agent(f"{http}/attempts/{attempt}", stream, extra_body={"temperature": 0})
+        record = running.serving.store.find(attempt)
+        assert said == SAID
+        assert (record.turn_count, record.children) == (2, [])
+        turns = {
+            (segment.turn_index, segment.weight_version)
+            for segment in record.segments
+            if segment.logprobs
+        }
+        versions |= {version for _, version in turns}
+        if len(turns) > 2:
+            break
+    assert len(turns) > 2, versions
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("agent", [chat_agent, responses_agent, messages_agent])
+async def test_an_sdk_uses_a_tool_while_weights_switch(running: Running, agent: Any, stream: bool):
+    await converse(running, agent, stream)
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_the_sdk_on_node_uses_a_tool_while_weights_switch(running: Running, stream: bool):
+    await converse(running, node_agent, stream)
