@@ -109,6 +109,14 @@ class History:
         self.drop_written()
         self.messages.append(hold(message, token_end, written=True))
 
+    def written_after(self, token_count: int) -> list[int]:
+        """For each message that the policy wrote past so many tokens, how many there are up to it."""
+        return [
+            count
+            for count, message in enumerate(self.messages, 1)
+            if message.written and message.token_end > token_count
+        ]
+
     def drop_written(self) -> None:
         """The last turn goes on: its message is not whole."""
         if self.messages and self.messages[-1].written:
@@ -139,6 +147,28 @@ def kept_prefix(
     wanted = [hold(message, 0) for message in messages]
     common = _common(record, wanted, tools_digest(tools))
     return _cut(record, common, messages)
+
+
+def match_after(
+    record: TrajectoryRecord, turn_index: int, messages: Sequence[Message]
+) -> Match | None:
+    """What a request goes on with that names the turn which it answers, and sends only what is new.
+
+    None where the trajectory does not hold that turn as the end of a message: it is in flight, was cut off,
+    or never was.
+    """
+    history, turn = record.history, record.turn
+    if history is None or turn is None:
+        return None
+    own = history.written_after(record.parent_token_count)
+    if not 0 <= turn_index < len(own):
+        return None
+    count = own[turn_index]
+    last = count == len(history.messages)
+    if last and (turn.in_flight or turn.resumable):
+        return None
+    kind = MatchKind.CONTINUED if last and not turn.in_flight else MatchKind.BRANCHED
+    return Match(kind, record, history.messages[count - 1].token_end, count, tuple(messages))
 
 
 def match(

@@ -3,6 +3,7 @@
     POST /v1/chat/completions    POST /v1/attempts/ID/chat/completions    OpenAI chat completions
     POST /v1/responses           POST /v1/attempts/ID/responses           OpenAI responses
     POST /v1/messages            POST /v1/attempts/ID/v1/messages         Anthropic messages
+    POST /v1/messages/count_tokens, and the same below an attempt     what a conversation would take
     GET  /v1/models              GET  /v1/attempts/ID/models
     GET  /health                                                          for probes; asks nobody
 
@@ -22,7 +23,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from penstock.server.conversation import Message, Renderer, Tool
+    from penstock.server.http_requests import Previous
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TURNS = "penstock.v1.RolloutService/Generate"
@@ -68,6 +71,8 @@ class Parsed(Protocol):
     def sampling(self) -> dict[str, Any]: ...
     @property
     def stream(self) -> bool: ...
+    @property
+    def previous(self) -> Previous | None: ...
 
 
 class Surface(Protocol):
@@ -96,6 +101,14 @@ class Surface(Protocol):
         ...
 
 
+class Counting(Surface, Protocol):
+    """A surface that also says how many tokens a conversation has."""
+
+    def read_count(self, body: bytes) -> Parsed:
+        """Reads such a request. Raises DomainError."""
+        ...
+
+
 Serve = Callable[[Surface, "Scope", "Receive", "_Sending"], Awaitable[None]]
 
 
@@ -110,20 +123,25 @@ class Endpoints:
         model: str,
         gate: Gate,
         stalled_seconds: float,
+        counting: Counting | None = None,
     ) -> None:
-        """`surfaces` maps the ends of paths to what serves them."""
+        """`surfaces` maps the ends of paths to what serves them; `counting` is the one that also counts."""
         self._surfaces = surfaces
         self._turns = turns
         self._renderer = renderer
         self._model = model
         self._gate = gate
         self._stalled_seconds = stalled_seconds
+        self._counting = counting
 
     def application(self) -> Starlette:
         """The ASGI application."""
         routes = [Route("/health", _health, methods=["GET"])]
         for end, surface in self._surfaces.items():
             routes += _routes(end, "POST", self._guarded(TURNS, surface, self._answer))
+        if self._counting is not None:
+            count = self._guarded(MODELS, self._counting, self._count)
+            routes += _routes("messages/count_tokens", "POST", count)
         first = next(iter(self._surfaces.values()))
         routes += _routes("models", "GET", self._guarded(MODELS, first, self._models))
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_endpoint})
@@ -154,6 +172,18 @@ class Endpoints:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
         await sending.json(json.dumps({"object": "list", "data": [model]}))
 
+    async def _count(
+        self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
+    ) -> None:
+        assert self._counting is not None
+        counting, body = self._counting, await self._body(scope, receive)
+
+        def count() -> int:
+            request = counting.read_count(body)
+            return len(self._renderer.render(request.messages, request.tools))
+
+        await sending.json(json.dumps({"input_tokens": await _off_loop(len(body), count)}))
+
     async def _answer(
         self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
     ) -> None:
@@ -168,6 +198,7 @@ class Endpoints:
             stream=request.stream,
             digest=hashlib.blake2b(scope["path"].encode() + b"\0" + body, digest_size=16).digest(),
             says_retry=headers.get(RETRY_HEADER, "0") not in ("", "0"),
+            previous=request.previous,
         )
         trace = telemetry.incoming(headers.items())
         await _unless_gone(receive, self._tell(surface, request, asked, trace, sending))
@@ -186,7 +217,7 @@ class Endpoints:
             )
             if asked.stream:
                 before = turn.record.token_array()[: turn.context_token_count].tolist()
-                stream = self._renderer.open_stream(before, asked.tools)
+                stream = self._renderer.open_stream(before, answer.tools)
                 deltas = tell(self._turns, answer, reply, stream)
                 async with contextlib.aclosing(deltas):
                     async for event in surface.events(request, reply, deltas):
@@ -324,7 +355,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _off_loop(length: int, read: Callable[[], Parsed]) -> Parsed:
+async def _off_loop(length: int, read: Callable[[], T]) -> T:
     return read() if length < LONG_BODY else await asyncio.to_thread(read)
 
 

@@ -78,6 +78,7 @@ class ChatRequest:
     sampling: dict[str, Any]
     stream: bool
     include_usage: bool
+    previous: None = None
 
 
 class ChatCompletions:

@@ -58,6 +58,7 @@ class MessagesRequest:
     tools: list[Tool]
     sampling: dict[str, Any]
     stream: bool
+    previous: None = None
 
 
 class Messages:
@@ -69,7 +70,13 @@ class Messages:
 
     def read(self, body: bytes) -> MessagesRequest:
         """See Surface."""
-        found = requests.read_object(body)
+        return self._read(requests.read_object(body))
+
+    def read_count(self, body: bytes) -> MessagesRequest:
+        """A request that asks only how many tokens its conversation has. Raises DomainError."""
+        return self._read({"max_tokens": 1, **requests.read_object(body)})
+
+    def _read(self, found: requests.JsonObject) -> MessagesRequest:
         requests.check_parameters(found, READ, NEUTRAL)
         for index, tool in enumerate(requests.objects(found, "tools")):
             if tool.get("type") not in (None, "custom"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.server.conversation import Message, Tool, ToolCall
@@ -37,6 +38,17 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 JsonObject = dict[str, Any]
 Neutral = Mapping[str, Collection[object] | None]
 """Parameters that change nothing, and the values of them that are accepted; None for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """An answer that a request goes on with, by name instead of by its messages."""
+
+    parameter: str
+    """Of the request that names it."""
+    answer_id: str
+    instructions: Message | None
+    """What the conversation is to begin with, as the request says; None where it does not."""
 
 
 def read_object(body: bytes) -> JsonObject:

@@ -1,6 +1,7 @@
 """OpenAI's responses: `POST .../responses`, by vLLM's models, reading of items and streaming events.
 
-Nothing is stored: an agent sends its items with each request, as it sends messages to the other endpoints.
+An agent sends its items with each request, as it sends messages to the other endpoints; or what is new,
+with `previous_response_id`, which names an answer of its attempt for as long as that is open.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from vllm.sampling_params import SamplingParams
 
 from penstock.server import http_chat, http_errors
 from penstock.server import http_requests as requests
+from penstock.server.conversation import Message
 from penstock.server.errors import DomainError, FieldInvalid
 
 if TYPE_CHECKING:
-    from penstock.server.conversation import Message, Tool
+    from penstock.server.conversation import Tool
     from penstock.server.http_reply import Delta, Reply
 
+PREVIOUS = "previous_response_id"
+ID_PREFIX = "resp_"
 SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -51,9 +55,9 @@ SAMPLING = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-READ = {*SAMPLING, "model", "input", "instructions", "tools", "stream"}
+READ = {*SAMPLING, "model", "input", "instructions", "tools", "stream", PREVIOUS}
 NEUTRAL: requests.Neutral = {
-    # Of the caller's own book-keeping. Nothing stored is needed: `previous_response_id` is refused.
+    # Of the caller's own book-keeping.
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier", "prompt_cache_key")),
     **dict.fromkeys(("prompt_cache_retention", "stream_options")),
     "background": (False,),
@@ -75,6 +79,7 @@ class ReadRequest:
     tools: list[Tool]
     sampling: dict[str, Any]
     stream: bool
+    previous: requests.Previous | None
     request: ResponsesRequest
     """Parts of which come back in the answer."""
 
@@ -90,9 +95,10 @@ class Responses:
             if tool.get("type") != "function":
                 raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool.get("type"))
         request = requests.validated(ResponsesRequest, dict(found))
+        previous, instructions = _previous(request), request.instructions
         try:
             messages = construct_input_messages(
-                request_instructions=request.instructions, request_input=request.input
+                request_instructions=None if previous else instructions, request_input=request.input
             )
         except (ValueError, KeyError, TypeError) as error:
             raise FieldInvalid("input", f"cannot be read: {error}") from None
@@ -101,6 +107,7 @@ class Responses:
             requests.read_tools(requests.objects(found, "tools")),
             requests.sampling_of(found, SAMPLING),
             bool(request.stream),
+            previous,
             request,
         )
 
@@ -152,6 +159,17 @@ class Responses:
         return f"event: error\ndata: {json.dumps({**body, 'type': 'error'})}\n\n"
 
 
+def _previous(request: ResponsesRequest) -> requests.Previous | None:
+    if not request.previous_response_id:
+        return None
+    said = request.instructions
+    return requests.Previous(
+        PREVIOUS,
+        request.previous_response_id.removeprefix(ID_PREFIX),
+        Message("system", said) if said else None,
+    )
+
+
 def _events(processor: SimpleStreamingEventProcessor, delta: Delta) -> Iterator[Any]:
     """As vLLM's own server drives its processor."""
     for part in split_delta(http_chat.delta_message(delta)):
@@ -180,7 +198,7 @@ def _response(
         ),
         output_tokens_details=OutputTokensDetails(),
     )
-    request.request_id = f"resp_{reply.answer_id}"
+    request.request_id = f"{ID_PREFIX}{reply.answer_id}"
     return ResponsesResponse.from_request(
         request,
         SamplingParams(

@@ -30,14 +30,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from penstock.server.caller_limits import Callers
-from penstock.server.errors import DomainError
-from penstock.server.history import Match, MatchKind, match
+from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.history import Match, MatchKind, hold, match, match_after, tools_digest
+from penstock.server.http_requests import Previous
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.prompts import Said
 from penstock.server.rollout_servicer import RolloutServicer
@@ -74,6 +75,8 @@ class Asked:
     digest: bytes
     """Of the request as it came."""
     says_retry: bool
+    previous: Previous | None = None
+    """What the messages follow, where they are not the whole conversation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +94,12 @@ class Answer:
     def answer_id(self) -> str:
         """The same for each request that is given this turn."""
         return f"{self.turn.record.trajectory_id}-{self.turn.index}"
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Those that the policy was given."""
+        history = self.turn.record.history
+        return () if history is None else history.tools
 
 
 class AgentTurns:
@@ -124,6 +133,8 @@ class AgentTurns:
             async with self._lock(asked.attempt_id):
                 answer = await self._begin(asked, trace)
         else:
+            if asked.previous is not None:
+                raise _no_answer(asked.previous)
             answer = await self._open(asked, f"http-{uuid.uuid4().hex}", trace)
         answer.note.followers += 1
         try:
@@ -146,6 +157,8 @@ class AgentTurns:
     async def _begin(self, asked: Asked, trace: Context) -> Answer:
         attempt_id = asked.attempt_id
         self._queue.attempt_of(attempt_id)
+        if asked.previous is not None and self._store.find(attempt_id) is None:
+            raise _no_answer(asked.previous)
         if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
             answer = await self._open(asked, attempt_id, trace)
             self._metrics.conversation(MatchKind.NEW.value)
@@ -158,7 +171,10 @@ class AgentTurns:
             note = record.answered
             if note is not None and note.is_retried_by(asked.digest, says_so=asked.says_retry):
                 return await self._again(record, note, asked, trace)
-        found = match(records, asked.messages, asked.tools)
+        if asked.previous is None:
+            found = match(records, asked.messages, asked.tools)
+        else:
+            found = _named(records, asked.previous, asked)
         answer = await self._go_by(found, root, asked, trace)
         self._metrics.conversation(found.kind.value)
         return answer
@@ -180,7 +196,8 @@ class AgentTurns:
         record = found.record
         if found.kind is MatchKind.BRANCHED or record is None:
             branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"
-            return await self._open(asked, branch, trace, record or root)
+            after = None if asked.previous is None else found.message_count
+            return await self._open(asked, branch, trace, record or root, after)
         if not found.new_messages:
             return await self._resume(record, asked, trace)
         self._callers.begin_turn(record.trajectory_id)
@@ -201,6 +218,7 @@ class AgentTurns:
         trajectory_id: str,
         trace: Context,
         parent: TrajectoryRecord | None = None,
+        after: int | None = None,
     ) -> Answer:
         parent_id = "" if parent is None else parent.trajectory_id
         self._callers.begin_turn(trajectory_id, parent_id, opens=True)
@@ -212,7 +230,7 @@ class AgentTurns:
                 stream_options=_options(asked.stream),
             ),
             trace,
-            Said(asked.messages, asked.tools),
+            Said(asked.messages, asked.tools, after),
         )
         return self._answer(turn, how, asked, trace)
 
@@ -293,6 +311,38 @@ class AgentTurns:
             )
         if turn.resumable:
             await self._opening.extend(_resumption(record, not answer.how.final_only), answer.trace)
+
+
+def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked) -> Match:
+    """What a request goes on with that names an answer. Raises FIELD_INVALID."""
+    trajectory_id, _, index = previous.answer_id.rpartition("-")
+    for record in records:
+        turns = [turn for turn in range(record.turn_count) if str(turn) == index]
+        if record.trajectory_id != trajectory_id or not turns:
+            continue
+        found = match_after(record, turns[0], asked.messages)
+        if found is None or record.history is None:
+            break
+        if asked.messages[0].role == "assistant":
+            raise FieldInvalid("input", "must answer what the policy wrote")
+        # Of what was said before only digests are held: other words need the whole conversation.
+        if asked.tools and tools_digest(asked.tools) != record.history.digest:
+            raise FieldInvalid("tools", f"{_DIFFER} {previous.parameter}")
+        if previous.instructions is not None:
+            wanted, first = hold(previous.instructions, 0), record.history.messages[0]
+            if not first.is_meant_by(wanted.meaning, wanted.reasoning):
+                raise FieldInvalid("instructions", f"{_DIFFER} {previous.parameter}")
+        return found
+    raise _no_answer(previous)
+
+
+_DIFFER = "differs from what was given before: send the whole conversation, without"
+
+
+def _no_answer(previous: Previous) -> FieldInvalid:
+    return FieldInvalid(
+        previous.parameter, "is no whole answer of this attempt", previous.answer_id
+    )
 
 
 def _written(turn: Turn, begin: int, end: int) -> list[int]:

@@ -43,6 +43,9 @@ class Said:
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list[Tool])
+    after: int | None = None
+    """Of a branch: they follow so many messages that its parent holds. None where they are all there
+    are, and the parent is asked what it holds of them."""
 
 
 class Prompts:
@@ -60,7 +63,7 @@ class Prompts:
     ) -> Prompt:
         """The prompt of a request, or of the task it was leased for. Raises FIELD_INVALID."""
         if said is not None:
-            return await self._conversation(said.messages, said.tools, parent)
+            return await self._conversation(said.messages, said.tools, parent, said.after)
         kind = source.WhichOneof("prompt")
         if kind == "tokens":
             found = requests.tokens("tokens", source, self._vocab_size)
@@ -77,13 +80,19 @@ class Prompts:
         raise FieldInvalid("prompt", "must be set, here or in the leased task")
 
     async def _conversation(
-        self, messages: list[Message], tools: list[Tool], parent: TrajectoryRecord | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        parent: TrajectoryRecord | None,
+        after: int | None = None,
     ) -> Prompt:
         """A conversation from its beginning, or after what the policy wrote in the parent's."""
-        token_count, message_count = 0, 0
-        if parent is not None:
+        token_count, message_count, new = 0, 0, messages
+        if parent is not None and parent.history is not None and after is not None:
+            token_count, message_count = parent.history.messages[after - 1].token_end, after
+        elif parent is not None:
             token_count, message_count = kept_prefix(parent, messages, tools)
-        new = messages[message_count:]
+            new = messages[message_count:]
         length = sum(len(message.content) for message in new)
         history = History(tuple(tools))
         if parent is None or parent.history is None or not message_count:

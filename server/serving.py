@@ -374,10 +374,11 @@ class Serving:
             self.turns,
             self.metrics,
         )
+        messages = Messages()
         surfaces = {
             "chat/completions": ChatCompletions(),
             "responses": Responses(),
-            "messages": Messages(),
+            "messages": messages,
         }
         return Endpoints(
             surfaces,
@@ -386,6 +387,7 @@ class Serving:
             str(self._engine.description.model),
             self._gate,
             self._stalled_seconds,
+            messages,
         ).application()
 
     def _is_open(self, trajectory_id: str) -> bool:

@@ -137,6 +137,25 @@ async def test_errors_have_each_sdks_own_shape(server: Harness):
         assert (await http.get(f"{server.http.removesuffix('/v1')}/health")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["", "/attempts/a"])
+async def test_a_conversation_is_counted_as_it_would_be_sampled_after(server: Harness, path: str):
+    base = server.http.removesuffix("" if path else "/v1") + path
+    conversation: dict[str, Any] = {
+        "model": "m",
+        "system": "Be brief.",
+        "messages": [USER],
+        "tools": [{"name": "look", "input_schema": {"type": "object", "properties": {}}}],
+    }
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
+        counted = await client.messages.count_tokens(**conversation)
+        assert not server.serving.store.records()
+        answer = await client.messages.create(**conversation, max_tokens=5)
+        usage = answer.usage
+        assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0) > 0
+        with pytest.raises(anthropic.BadRequestError, match="thinking"):
+            await client.messages.count_tokens(**conversation, thinking={"type": "disabled"})
+
+
 def test_every_code_of_the_error_table_has_a_status():
     assert set(STATUS_CODES.values()) == set(STATUSES)
 

@@ -312,3 +312,155 @@ async def test_a_stop_string_ends_what_is_told_and_the_agent_can_go_on(server: H
         assert not branches(server, attempt)
         record = server.serving.store.find(attempt)
         assert record is not None and record.turn_count == 2
+
+
+# By the name of the answer before, instead of the whole conversation.
+
+TOOL = {
+    "type": "function",
+    "name": "look",
+    "description": "looks",
+    "parameters": {"type": "object", "properties": {}},
+}
+
+
+async def respond(agent: openai.AsyncOpenAI, said: str, previous: str | None, **fields: Any) -> Any:
+    return await agent.responses.create(
+        model="m",
+        input=said,
+        previous_response_id=previous or openai.omit,
+        max_output_tokens=8,
+        extra_body={"ignore_eos": True},
+        **fields,
+    )
+
+
+async def test_a_response_goes_on_with_the_one_that_it_names(server: Harness):
+    instructions: dict[str, Any] = {"instructions": "Be brief.", "tools": [TOOL]}
+    async with client(server, "a") as agent:
+        answer, answers = None, []
+        for turn in range(3):
+            # What was given before stands, said again or not.
+            again = instructions if turn < 2 else {}
+            answer = await respond(agent, f"{turn}?", answer and answer.id, **again)
+            assert answer.previous_response_id == (answers[-1].id if answers else None)
+            answers.append(answer)
+        assert len({answer.id for answer in answers}) == 3
+    segments = await tokens_of(server, "a")
+    assert [author for author, _ in segments] == ["context", "policy"] * 3
+    texts = [decode_bytes(tokens) for author, tokens in segments if author == "policy"]
+    assert [answer.output_text for answer in answers] == texts
+    context: list[int] = []
+    for author, tokens in segments:
+        if author == "policy":
+            assert tokens == expected_tokens(context, [0] * 8)[0]
+        context += tokens
+    assert not branches(server, "a") and kinds(server) == {"new": 1, "continued": 2}
+    # The same conversation sent whole has the same tokens.
+    async with client(server, "b") as agent:
+        items: list[Any] = []
+        for turn in range(3):
+            items.append({"role": "user", "content": f"{turn}?"})
+            answer = await agent.responses.create(
+                model="m",
+                input=items,
+                max_output_tokens=8,
+                extra_body={"ignore_eos": True},
+                **instructions,
+            )
+            items.append({"role": "assistant", "content": answer.output_text})
+    assert await tokens_of(server, "b") == segments
+
+
+async def test_a_response_that_names_an_earlier_one_branches_from_it(server: Harness):
+    async with client(server, "a") as agent:
+        first = await respond(agent, "0?", None)
+        second = await respond(agent, "1?", first.id)
+        other = await respond(agent, "or?", first.id)
+        await respond(agent, "2?", second.id)
+        await respond(agent, "and?", other.id)
+        await respond(agent, "else?", other.id)
+    root = server.serving.store.find("a")
+    assert root is not None and root.turn_count == 3
+    (branch, last) = (branches(server, "a")[0], branches(server, "a")[0].children[0])
+    assert (branch.turn_count, last.turn_count) == (2, 1)
+    kept = sum(len(tokens) for _, tokens in (await tokens_of(server, "a"))[:2])
+    assert branch.parent_token_count >= kept
+    assert branch.token_array()[:kept].tolist() == root.token_array()[:kept].tolist()
+    own = (await tokens_of(server, branch.trajectory_id))[:2]
+    before = root.token_array()[: branch.parent_token_count].tolist()
+    assert own[1][1] == expected_tokens(before + own[0][1], [0] * 8)[0]
+    assert last.token_array()[:kept].tolist() == root.token_array()[:kept].tolist()
+    assert kinds(server) == {"new": 1, "continued": 3, "branched": 2}
+
+
+async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
+    async with client(slow, "a", max_retries=0) as agent, client(slow) as alone:
+        with pytest.raises(openai.BadRequestError, match="no whole answer") as refused:
+            await respond(agent, "x", "resp_a-0")
+        assert refused.value.param == "previous_response_id"
+        first = await respond(agent, "0?", None, instructions="Be brief.", tools=[TOOL])
+        for named in ("resp_a-1", "resp_b-0", "resp_a", "resp_a--1", "resp_", first.id + "0"):
+            with pytest.raises(openai.BadRequestError, match="no whole answer"):
+                await respond(agent, "x", named)
+        changed: list[dict[str, Any]] = [
+            {"instructions": "Be long."},
+            {"tools": [{**TOOL, "name": "see"}]},
+        ]
+        for fields in changed:
+            with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
+                await respond(agent, "x", first.id, **fields)
+        with pytest.raises(openai.BadRequestError, match="must answer"):
+            await agent.responses.create(
+                model="m",
+                input=[{"role": "assistant", "content": "x"}],
+                previous_response_id=first.id,
+            )
+        # One that nothing was kept of.
+        passing = await respond(alone, "0?", None)
+        with pytest.raises(openai.BadRequestError, match="no whole answer"):
+            await respond(alone, "x", passing.id)
+        # In flight.
+        long = asyncio.create_task(
+            agent.responses.create(
+                model="m",
+                input="1?",
+                previous_response_id=first.id,
+                max_output_tokens=200,
+                extra_body={"ignore_eos": True},
+            )
+        )
+        record = slow.serving.store.find("a")
+        assert record is not None
+        await until(lambda: record.turn is not None and record.turn.index == 1)
+        with pytest.raises(openai.BadRequestError, match="no whole answer"):
+            await respond(agent, "x", "resp_a-1")
+        # What is whole can be branched from meanwhile.
+        await respond(agent, "or?", first.id)
+        await long
+    assert len(branches(slow, "a")) == 1
+
+
+async def test_a_retry_of_what_is_new_samples_nothing_again(server: Harness):
+    async with httpx.AsyncClient(timeout=20) as http:
+        url = f"{server.http}/attempts/a/responses"
+        first = (await http.post(url, json={"model": "m", "input": "0?"})).json()
+        more = {"model": "m", "input": "1?", "previous_response_id": first["id"]}
+        answers = [
+            (await http.post(url, json=more, headers=headers)).json()
+            for headers in ({}, {"x-stainless-retry-count": "1"})
+        ]
+    assert answers[0]["id"] == answers[1]["id"] != first["id"]
+    assert not branches(server, "a")
+
+
+async def test_answers_are_found_by_name_after_a_restart(tmp_path: Path):
+    settings = ("http.listen=127.0.0.1:0", f"journal.folder={tmp_path / 'journal'}")
+    async with serve(tmp_path, *settings) as server, client(server, "a") as agent:
+        first = await respond(agent, "0?", None)
+        second = await respond(agent, "1?", first.id)
+    async with serve(tmp_path, *settings) as server, client(server, "a") as agent:
+        await respond(agent, "2?", second.id)
+        await respond(agent, "or?", first.id)
+        assert [author for author, _ in await tokens_of(server, "a")] == ["context", "policy"] * 3
+        assert len(branches(server, "a")) == 1
