@@ -42,7 +42,7 @@ FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) \
 
 # The verdicts are put on the page whatever they are.
 faults: setup ## each fault as often as its table says, FAULTS=3: three times; SEED=7; writes docs/reliability.md
-	@$(FAULTY) tests/faults -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
+	@$(FAULTY) tests/faults tests/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
 fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, FUZZ_SECONDS=3600 of bytes, and MACHINES=2000 runs of the model

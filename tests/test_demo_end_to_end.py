@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,13 +10,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.collector import Collector
 
 pytest.importorskip("vllm")
 
@@ -67,6 +73,23 @@ class Demo:
 
 
 @pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """An OTLP endpoint that what is started from now on exports to."""
+    collector = Collector()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server, port = asyncio.run_coroutine_threadsafe(collector.serve(), loop).result()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_INSECURE", "true")
+    yield collector
+    asyncio.run_coroutine_threadsafe(server.stop(1), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture
 def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
     """`penstock demo --tiny` with four steps, just started; with more options where it is given them."""
     mark = uuid.uuid4().hex
@@ -92,7 +115,9 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
 
 
 @pytest.mark.timeout(180)
-def test_a_tiny_model_goes_once_round(demo: Demo) -> None:
+def test_a_tiny_model_goes_once_round_and_traces_reach_from_the_agent_to_the_step(
+    collector: Collector, demo: Demo
+) -> None:
     printed, _ = demo.process.communicate(timeout=120)
     assert demo.process.returncode == 0, printed
     demo.assert_nothing_is_left()
@@ -109,25 +134,52 @@ def test_a_tiny_model_goes_once_round(demo: Demo) -> None:
     assert any(record["applied"] for record in metrics)
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "reward, last" in printed
+    check_traces(collector)
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("demo", [("--lora",)], indirect=True)
-def test_with_an_adapter_it_goes_round_without_a_pause(demo: Demo) -> None:
-    printed, _ = demo.process.communicate(timeout=120)
-    assert demo.process.returncode == 0, printed
-    demo.assert_nothing_is_left()
-    summary = json.loads((demo.out / "summary.json").read_text())
-    assert summary["pause_seconds_by_step"] == [0.0] * 4
-    # Two matrices of rank 8 instead of each matrix of 64 by 64 and more.
-    model = (demo.out / "tiny-model" / "model.safetensors").stat().st_size
-    assert all(0 < size < model / 3 for size in summary["upload_bytes_by_step"])
-    metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4]
-    assert any(record["applied"] for record in metrics)
-    # The engine computes with what the trainer trained.
-    assert max(record["probe_difference"] for record in metrics) < 1e-4
-    assert "an adapter of rank 8" in printed
+def check_traces(collector: Collector) -> None:
+    """One trace goes from the agent's call through server and engine to the step that used it."""
+    traces: dict[bytes, dict[str, tuple[str, Any]]] = defaultdict(dict)
+    for service, span in collector.spans:
+        traces[span.trace_id][f"{service}:{span.name}"] = (service, span)
+    trained = [spans for spans in traces.values() if "penstock-trainer:penstock.train" in spans]
+    assert trained, sorted({f"{s}:{span.name}" for s, span in collector.spans})
+    whole = [
+        spans
+        for spans in trained
+        if {
+            "penstock-rollout:penstock.attempt",
+            "penstock-rollout:penstock.turn",
+            "penstock-server:penstock.turn",
+            "penstock-server:llm_request",
+        }
+        <= set(spans)
+    ]
+    assert whole, [sorted(spans) for spans in trained][:3]
+    spans = whole[0]
+    turn = spans["penstock-server:penstock.turn"][1]
+    assert turn.parent_span_id == spans["penstock-rollout:penstock.turn"][1].span_id
+    assert spans["penstock-server:llm_request"][1].parent_span_id == turn.span_id
+    # The span of the training in the agent's trace and the step's own span link to one another.
+    step = spans["penstock-trainer:penstock.train"][1].links[0]
+    steps = {s.span_id: s for _, s in collector.spans if s.name == "penstock.step"}
+    assert step.span_id in steps
+    assert turn.trace_id in {link.trace_id for link in steps[step.span_id].links}
+    switches = [s for _, s in collector.spans if s.name == "penstock.switch_weights"]
+    assert {a.key for a in switches[0].attributes} >= {
+        "penstock.weight_version",
+        "penstock.pause_seconds",
+    }
+    for metric in (
+        "penstock.tokens",
+        "penstock.group.lag",
+        "penstock.weights.pause",
+        "penstock.weights.changed_tensors",
+        "penstock.groups.buffered",
+        "penstock.groups.outstanding",
+        "penstock.groups.redelivered",
+    ):
+        assert ("penstock-server", metric) in collector.metrics
 
 
 @pytest.mark.timeout(60)
@@ -140,12 +192,14 @@ def test_ctrl_c_leaves_nothing_running(demo: Demo) -> None:
     demo.assert_nothing_is_left()
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("demo", [("--steps", "8")], indirect=True)
-def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(demo: Demo) -> None:
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("demo", [("--steps", "8", "--lora")], indirect=True)
+def test_a_server_that_is_killed_is_started_again_and_a_run_with_an_adapter_goes_on(
+    demo: Demo,
+) -> None:
     demo.wait_for_line("step 2/8")
     os.kill(demo.pid_of("serve"), signal.SIGKILL)
-    printed, _ = demo.process.communicate(timeout=150)
+    printed, _ = demo.process.communicate(timeout=200)
     assert demo.process.returncode == 0, printed
     demo.assert_nothing_is_left()
     events = (demo.out / "events.log").read_text()
@@ -156,3 +210,12 @@ def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(demo: Demo
     assert max(record["lag_max"] for record in metrics) <= 4
     # The worker went on with what it had begun.
     assert "leases ran out" not in (demo.out / "worker.log").read_text()
+    # Adapters: no pause, and two matrices of rank 8 instead of each matrix of 64 by 64 and more.
+    summary = json.loads((demo.out / "summary.json").read_text())
+    assert summary["pause_seconds_by_step"] == [0.0] * 8
+    model = (demo.out / "tiny-model" / "model.safetensors").stat().st_size
+    assert all(0 < size < model / 3 for size in summary["upload_bytes_by_step"])
+    assert any(record["applied"] for record in metrics)
+    # The engine computes with what the trainer trained.
+    assert max(record["probe_difference"] for record in metrics) < 1e-4
+    assert "an adapter of rank 8" in printed

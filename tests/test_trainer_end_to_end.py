@@ -34,6 +34,7 @@ from penstock.trainer.ledger import StepEntry, read_ledger
 from tests.fakes import ByteRenderer, FakeEngine
 from tests.scripted_trainer_server import unanswering
 from tests.tiny_model import VOCAB_SIZE, make_tiny_model
+from tests.trainer_processes import TrainerProcess, start_trainer_process
 
 Reward = Callable[[Task, Trajectory], Awaitable[float]]
 
@@ -158,11 +159,10 @@ def configure(folder: Path, tiny: Path, address: str, **sections: dict[str, obje
 
 @dataclass
 class Trainer:
-    process: asyncio.subprocess.Process
+    process: TrainerProcess
 
     async def says(self, words: str) -> str:
         """Waits for these words on stderr; returns what was written up to them."""
-        assert self.process.stderr is not None
         text = ""
         async with asyncio.timeout(60):
             while words not in text:
@@ -179,19 +179,8 @@ class Trainer:
 
 
 async def start_trainer(config: Path, *, resume: bool = False) -> Trainer:
-    code = (
-        "import sys; from pathlib import Path; from penstock.trainer.__main__ import train; "
-        f"sys.exit(train(Path({str(config)!r}), [], {resume}, False))"
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    return Trainer(process)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return Trainer(await start_trainer_process(config, resume=resume, env=environment))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

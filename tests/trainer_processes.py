@@ -1,0 +1,186 @@
+"""Trainers as processes of their own, at the price of a fork: in a short test most of a trainer's time
+would go into loading libraries.
+
+One nursery for each process of the tests, begun with the first trainer, has loaded them. For each
+connection to its socket, which brings an order in JSON and two descriptors for output, it forks a watcher,
+and that the trainer: `penstock train` from its configuration to its exit code. The watcher answers with a
+line of the trainer's pid, and of its exit code when it has ended, negative where a signal ended it. The
+nursery ends when its standard input does, which is when the tests do.
+
+    python -m tests.trainer_processes SOCKET MODEL
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.faults.trainer_nursery import load
+from tests.tiny_model import make_tiny_model
+
+
+class TrainerProcess:
+    """As asyncio's own processes are, as far as tests ask."""
+
+    def __init__(
+        self, pid: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader, end: Any
+    ) -> None:
+        self.pid = pid
+        self.stdout, self.stderr = stdout, stderr
+        self.returncode: int | None = None
+        self._ending = asyncio.create_task(self._end(*end))
+
+    async def _end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        line = await reader.readline()
+        writer.close()
+        assert line, "the watcher is gone"
+        self.returncode = int(line)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ending)
+
+    async def communicate(self) -> tuple[bytes, bytes]:
+        """Everything it writes from now on, once it has ended."""
+        out, err, _ = await asyncio.gather(self.stdout.read(), self.stderr.read(), self.wait())
+        return out, err
+
+
+@functools.cache
+def nursery() -> Path:
+    """The socket of this process's nursery."""
+    folder = tempfile.TemporaryDirectory(prefix="trainers-")
+    path = Path(folder.name)
+    model = make_tiny_model(path / "model", layers=1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(path / "socket"), str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+        # Ctrl-C is for the tests, which end it.
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n", "the nursery did not come up"
+    # Both live as long as the tests do.
+    _LIVING.append((process, folder))
+    return path / "socket"
+
+
+_LIVING: list[Any] = []
+
+
+async def start_trainer_process(
+    config: Path, *, resume: bool = False, env: dict[str, str] | None = None
+) -> TrainerProcess:
+    """`penstock train` with this configuration, in the environment of this process or another."""
+    order = {"config": str(config), "resume": resume, "env": env or dict(os.environ)}
+    where = await asyncio.to_thread(nursery)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(where))
+    readers: list[asyncio.StreamReader] = []
+    written: list[int] = []
+    for _ in range(2):
+        reading, writing = os.pipe()
+        written.append(writing)
+        readers.append(await _reader(reading))
+    data = json.dumps(order).encode()
+    socket.send_fds(connection, [len(data).to_bytes(4, "little")], written)
+    connection.sendall(data)
+    for descriptor in written:
+        os.close(descriptor)
+    end = await asyncio.open_unix_connection(sock=connection)
+    pid = int(await end[0].readline())
+    return TrainerProcess(pid, *readers, end)
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+    )
+    return reader
+
+
+# The nursery.
+
+
+def main() -> None:
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    where, model = sys.argv[1:]
+    load(model)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(where)
+    listener.listen()
+    # Nobody waits for the watchers.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    os.write(1, b"ready\n")
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
+        connection, _ = listener.accept()
+        head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+        data = connection.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
+        if os.fork() == 0:
+            listener.close()
+            watch(connection, json.loads(data), descriptors)
+        connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def watch(connection: socket.socket, order: dict[str, Any], descriptors: list[int]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        become_trainer(order, descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    connection.sendall(f"{pid}\n".encode())
+    _, status = os.waitpid(pid, 0)
+    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def become_trainer(order: dict[str, Any], descriptors: list[int]) -> None:
+    code = 70
+    try:
+        for stream, descriptor in enumerate(descriptors, 1):
+            os.dup2(descriptor, stream)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(order["env"])
+        from penstock.trainer.__main__ import train
+
+        code = train(Path(order["config"]), [], order["resume"], False)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
