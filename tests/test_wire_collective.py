@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -41,6 +42,7 @@ READY = weights_pb2.WEIGHT_STATE_READY
 ACTIVE = weights_pb2.WEIGHT_STATE_ACTIVE
 POLICIES = ("keep", "recompute", "drain", "abort")
 EPOCH = 1 << 62
+NUMBERS = itertools.count()
 NAMES = [name for name, meta in TENSORS.items() if not meta.optional]
 Join = codec.twin(weights_pb2.CollectiveJoin)
 Round = codec.twin(weights_pb2.CollectiveRound)
@@ -148,7 +150,7 @@ async def active(harness: Harness) -> int:
 
 async def serves(harness: Harness, version: int) -> None:
     """Turns are sampled by this version, each token as it has to be."""
-    turn = await harness.generate(f"t{id(object())}-{version}-{harness.engine.pauses}")
+    turn = await harness.generate(f"t{next(NUMBERS)}-{version}")
     check_tokens(turn, [1, 2, 3])
     assert set(turn.versions) == {version} == {await active(harness)}
 

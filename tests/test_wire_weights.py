@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import hashlib
 import os
 from pathlib import Path
@@ -39,6 +40,7 @@ from tests.harness import (
 UpdateWeightsResponse = weights_pb2.UpdateWeightsResponse
 TURN_TOKENS = 300
 """So many that an upload comes in their middle, however busy the machine."""
+NUMBERS = itertools.count()
 STATES = {
     weights_pb2.WEIGHT_STATE_READY: "ready",
     weights_pb2.WEIGHT_STATE_STAGED: "staged",
@@ -48,14 +50,15 @@ STATES = {
 
 async def refusal(harness: Harness, requests: list[Any]) -> tuple[grpc.StatusCode, str]:
     """An upload that must be refused, and must leave everything as it was."""
-    before = await harness.generate(f"before-{id(requests)}")
+    number = next(NUMBERS)
+    before = await harness.generate(f"before-{number}")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await send(harness, requests)
     found = read_failure(caught.value)
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     assert info.active_weight_version == 0
     assert list(info.staged_weight_versions) == []
-    after = await harness.generate(f"after-{id(requests)}")
+    after = await harness.generate(f"after-{number}")
     assert after.tokens == before.tokens
     assert harness.engine.loaded == []
     return found.code, found.reason
