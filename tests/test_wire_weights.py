@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
