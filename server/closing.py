@@ -72,6 +72,7 @@ MAX_OUTCOME_BYTES = 1 << 20
 # A delivery is the group, two integers and the tags and lengths of two messages around them.
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
 GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
+_Expired = tuple[Attempt, list[str], Settled]
 STOOD_STILL_SECONDS = 0.5
 """A clock that is later than this was not waiting for its turn: the process had none."""
 
@@ -350,14 +351,22 @@ class Closing:
         while True:
             if deadline is not None and self._clock() - deadline > STOOD_STILL_SECONDS:
                 self._queue.leases.forgive(self._queue.groups)
+            expired: dict[str, list[_Expired]] = {}
             for attempt, lost, settled in self._queue.expire():
-                await self._expired(attempt, lost, settled)
+                expired.setdefault(attempt.group.group_id, []).append((attempt, lost, settled))
+            # Thousands run out together where a worker dies: groups wait for the journal side by side.
+            await asyncio.gather(*map(self._settle_expired, expired.values()))
             deadline = self._queue.next_deadline()
             timeout = None if deadline is None else max(0.0, deadline - self._clock())
             # Not in a task of its own, which would begin to wait only later, and miss what comes before.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._queue.deadline_sooner.wait()
+
+    async def _settle_expired(self, expired: Sequence[_Expired]) -> None:
+        """Those of one group, in order: the last may complete it, with what the others left."""
+        for attempt, lost, settled in expired:
+            await self._expired(attempt, lost, settled)
 
     async def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> None:
         """`lost` is the trajectory, and those that branch from it; nothing where it was never opened."""

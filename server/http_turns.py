@@ -157,9 +157,9 @@ class AgentTurns:
     async def _begin(self, asked: Asked, trace: Context) -> Answer:
         attempt_id = asked.attempt_id
         self._queue.attempt_of(attempt_id)
-        if asked.previous is not None and self._store.find(attempt_id) is None:
-            raise _no_answer(asked.previous)
         if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
+            if asked.previous is not None:
+                raise _no_answer(asked.previous)
             answer = await self._open(asked, attempt_id, trace)
             self._metrics.conversation(MatchKind.NEW.value)
             return answer

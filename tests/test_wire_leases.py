@@ -232,3 +232,27 @@ async def test_a_group_without_leases_ends_a_lease_after_its_last_call(tmp_path:
         delivery = await exchange.receive("delivery")
         reasons = {t.outcome.failure.reason for t in delivery.group.trajectories}
         assert reasons == {"LEASE_EXPIRED"}
+
+
+async def test_leases_that_run_out_together_wait_for_the_journal_together(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 20
+    journal = harness.serving.closing._journal
+    append, waiting, go_on = journal.append, 0, asyncio.Event()
+
+    async def slow(records: Any, **fields: Any) -> Any:
+        nonlocal waiting
+        waiting += records[0].WhichOneof("record") == "leases_expired"
+        await go_on.wait()
+        return await append(records, **fields)
+
+    await submit(harness, *(f"task-{number}" for number in range(count)))
+    async with leasing(harness, count) as call:
+        first = {(await take(call)).trajectory_id for _ in range(count)}
+        monkeypatch.setattr(journal, "append", slow)
+        harness.pass_lease_time()
+        await until(lambda: waiting == count)
+        go_on.set()
+        again = {(await take(call)).trajectory_id for _ in range(count)}
+    assert len(first) == len(again) == count and not first & again

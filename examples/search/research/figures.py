@@ -105,7 +105,7 @@ def draw(folder: Path, path: Path) -> None:
     below.plot(at, smooth([row["lag_mean"] for row in steps]), label="lag", linestyle=":")
     below.set_xlabel("step")
     for axes in (above, below):
-        axes.legend(loc="upper left")
+        axes.legend(loc="best")
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
     figure.tight_layout()

@@ -34,18 +34,6 @@ _EXAMPLE = (
         "Moby-Dick: Moby-Dick; or, The Whale is an 1851 novel by American writer Herman Melville.",
     ),
     Message("assistant", "answer: Herman Melville"),
-    Message("user", "Question: Which river is longer, the Nile or the Danube?"),
-    Message("assistant", "search: length of the river Nile | length of the river Danube"),
-    Message(
-        "user",
-        "Nile: The Nile is about 6,650 km long.\nDanube: The Danube is 2,850 km long and passes through "
-        "ten countries.",
-    ),
-    Message("assistant", "answer: the Nile"),
-    Message("user", "Question: In what year did the first line of the Paris metro open?"),
-    Message("assistant", "search: what year first line of the Paris metro open"),
-    Message("user", "Paris Metro: The first line opened on 19 July 1900 during the World's Fair."),
-    Message("assistant", "answer: 1900"),
 )
 _TOOL_SYSTEM = (
     "You answer questions about facts. Look them up with the tool search, several times at once if that "
@@ -105,7 +93,7 @@ class Grammar(Protocol):
 
 
 class TextGrammar:
-    """Lines of text, with an example to begin with."""
+    """Lines of text, with an example to begin with: one, because all that is trained on begins with it."""
 
     tools: tuple[Tool, ...] = ()
 
