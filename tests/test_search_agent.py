@@ -41,7 +41,7 @@ from research.indexes import Shard
 from research.refine import Refiner
 from research.retrieval_client import RetrievalClient
 from research.retrieval_server import make_app
-from research.settings import RefineSettings, Settings, load
+from research.settings import AgentSettings, RefineSettings, Settings, load
 
 from penstock.client import (
     Failed,
@@ -366,4 +366,5 @@ def test_the_configuration_is_one() -> None:
     config = TrainerConfig.model_validate({**document, "model": {"path": "somewhere"}})
     assert config.data.python is not None and not config.data.python.shuffle
     read = load(FOLDER / "search.toml")
-    assert read.retrieval.replicas >= 2 and not read.refine.servers and read.agent.mask_overlong
+    assert read.retrieval.replicas >= 2 and not read.refine.servers
+    assert AgentSettings().mask_overlong and not read.agent.mask_overlong

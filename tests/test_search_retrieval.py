@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -67,6 +67,7 @@ def encode(texts: Sequence[str]) -> NDArray[np.float32]:
 
 
 @settings(max_examples=40)
+@example(["nile", "danube danube river"] * 2, ["", "nile river"], 3, 3)
 @given(texts=TEXTS, queries=QUERIES, parts=st.integers(1, 5), count=st.integers(1, 8))
 @pytest.mark.parametrize("kind", indexes.KINDS)
 def test_shards_merged_are_one_index(

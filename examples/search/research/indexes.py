@@ -110,7 +110,9 @@ class EmbeddingIndex:
 
     def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
         """See `Index`."""
-        scores = self._encode(queries) @ self._vectors.T
+        # Not by matrix multiplication, which rounds a row by how many others there are: a chunk's score
+        # would depend on its shard, and chunks of the same text would take another order.
+        scores = np.einsum("qd,nd->qn", self._encode(queries), self._vectors)
         return [_best(row, count, self._first) for row in scores]
 
 
