@@ -317,10 +317,9 @@ def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked
     """What a request goes on with that names an answer. Raises FIELD_INVALID."""
     trajectory_id, _, index = previous.answer_id.rpartition("-")
     for record in records:
-        turns = [turn for turn in range(record.turn_count) if str(turn) == index]
-        if record.trajectory_id != trajectory_id or not turns:
+        if record.trajectory_id != trajectory_id or index not in map(str, range(record.turn_count)):
             continue
-        found = match_after(record, turns[0], asked.messages)
+        found = match_after(record, int(index), asked.messages)
         if found is None or record.history is None:
             break
         if asked.messages[0].role == "assistant":

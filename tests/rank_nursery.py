@@ -17,10 +17,11 @@ import sys
 from typing import Any
 
 from tests.faults.trainer_nursery import load, say
+from tests.trainer_processes import ENVIRONMENT
 
 
 def main() -> None:
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    os.environ |= ENVIRONMENT
     load(sys.argv[1])
     import accelerate
     import torch.distributed.tensor

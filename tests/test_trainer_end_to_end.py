@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -179,8 +178,7 @@ class Trainer:
 
 
 async def start_trainer(config: Path, *, resume: bool = False) -> Trainer:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return Trainer(await start_trainer_process(config, resume=resume, env=environment))
+    return Trainer(await start_trainer_process(config, resume=resume))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

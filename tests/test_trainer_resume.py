@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def nursery(model: Path) -> AsyncGenerator[Nursery]:
-    async with nursing(model) as running:
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with nursing() as running:
         yield running
 
 

@@ -28,6 +28,8 @@ from typing import Any
 from tests.faults.trainer_nursery import load
 from tests.tiny_model import make_tiny_model
 
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
 
 class TrainerProcess:
     """As asyncio's own processes are, as far as tests ask."""
@@ -88,10 +90,17 @@ _LIVING: list[Any] = []
 
 
 async def start_trainer_process(
-    config: Path, *, resume: bool = False, env: dict[str, str] | None = None
+    config: Path,
+    *,
+    resume: bool = False,
+    env: dict[str, str] | None = None,
+    log: Path | None = None,
 ) -> TrainerProcess:
-    """`penstock train` with this configuration, in the environment of this process or another."""
-    order = {"config": str(config), "resume": resume, "env": env or dict(os.environ)}
+    """`penstock train` with this configuration, in the environment of this process or another; what it
+    writes is added to `log`, or else can be read.
+    """
+    environment = {**(env or os.environ), **ENVIRONMENT}
+    order = {"config": str(config), "resume": resume, "env": environment}
     where = await asyncio.to_thread(nursery)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(where))
@@ -99,6 +108,9 @@ async def start_trainer_process(
     written: list[int] = []
     for _ in range(2):
         reading, writing = os.pipe()
+        if log is not None:
+            os.close(writing)
+            writing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         written.append(writing)
         readers.append(await _reader(reading))
     data = json.dumps(order).encode()
@@ -123,7 +135,7 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
 
 
 def main() -> None:
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    os.environ |= ENVIRONMENT
     where, model = sys.argv[1:]
     load(model)
     listener = socket.socket(socket.AF_UNIX)

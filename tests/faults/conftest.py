@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def nursery(model: Path) -> AsyncGenerator[Nursery]:
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
     """Where trainers come from."""
-    async with nursing(model) as running:
+    with nursing() as running:
         yield running
 
 

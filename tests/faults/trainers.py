@@ -1,7 +1,7 @@
 """Trainers that live to be killed, the server they talk to, and what is true of any run however it went.
 
 The server and its worker are in this process, around the fake engine; each trainer is a process of its
-own, which trains a tiny model (see `trainer_nursery`). What a run trained on is read from its ledger
+own, which trains a tiny model (see `trainer_processes`). What a run trained on is read from its ledger
 alone, and compared with what the server accepted.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import sys
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from penstock.client.calls import Calls
 from penstock.server.engine import AdapterLimits
 from penstock.trainer.ledger import RefusedEntry, StepEntry, read_ledger
 from tests.test_trainer_end_to_end import Server, configure, letters, sampled, serving
+from tests.trainer_processes import TrainerProcess, start_trainer_process
 
 GROUPS_PER_STEP = 2
 # Of so many tasks one has no attempt that succeeds.
@@ -38,57 +37,39 @@ KILLED = -signal.SIGKILL
 class Nursery:
     """Starts trainers, one at a time, each by a fork."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = 0
+    def __init__(self) -> None:
+        self._process: TrainerProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the one that runs."""
+        assert self._process is not None
+        return self._process.pid
 
     async def begin(self, config: Path, log: Path, *, resume: bool, failpoints: str = "") -> None:
         """Starts one; `end` returns what became of it."""
-        assert self._process.stdin is not None
-        order = {"config": str(config), "resume": resume, "failpoints": failpoints, "log": str(log)}
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.pid = (await self._hear())["pid"]
+        environment = {**os.environ, "PENSTOCK_FAILPOINTS": failpoints}
+        self._process = await start_trainer_process(config, resume=resume, env=environment, log=log)
 
     def kill(self) -> None:
         """As kill -9 does."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
 
     async def end(self) -> int:
         """Waits for its exit code, negative where a signal ended it."""
-        code: int = (await self._hear())["code"]
-        self.pid = 0
-        return code
-
-    async def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        async with asyncio.timeout(120):
-            line = await self._process.stdout.readline()
-        assert line, "the nursery is gone"
-        return json.loads(line)
+        assert self._process is not None
+        return await self._process.wait()
 
 
-@contextlib.asynccontextmanager
-async def nursing(model: Path) -> AsyncGenerator[Nursery]:
-    """A process that trainers are forked from."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.faults.trainer_nursery",
-        str(model),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    nursery = Nursery(process)
+@contextlib.contextmanager
+def nursing() -> Iterator[Nursery]:
+    """Trainers for as long as this is open."""
+    nursery = Nursery()
     try:
-        assert (await nursery._hear())["ready"]
         yield nursery
     finally:
-        if nursery.pid:
-            nursery.kill()
-        process.kill()
-        await process.wait()
+        nursery.kill()
 
 
 @dataclass

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,6 +196,23 @@ def _write_conversation(
             for t in tools
         ],
     )
+
+
+def write_chat_message(message: Message) -> dict[str, Any]:
+    """A message as OpenAI's chat completions write it; its reasoning is no part of that."""
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.tool_call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        written["tool_call_id"] = message.tool_call_id
+    return written
 
 
 def _write_message(message: Message) -> conversation_pb2.ChatMessage:

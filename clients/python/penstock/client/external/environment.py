@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from penstock.client.conversation import Message, PromptKind, Tool
+from penstock.client.conversation import Message, PromptKind, Tool, write_chat_message
 from penstock.client.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -98,28 +98,12 @@ def task_json(task: Task) -> str:
             document["token_ids"] = np.asarray(task.prompt).tolist()
         case PromptKind.MESSAGES:
             messages = cast("Sequence[Message]", task.prompt or ())
-            document["messages"] = [_message(message) for message in messages]
+            document["messages"] = [write_chat_message(message) for message in messages]
             if task.tools:
                 document["tools"] = [_tool(tool) for tool in task.tools]
         case None:
             pass
     return json.dumps(document, ensure_ascii=False)
-
-
-def _message(message: Message) -> dict[str, Any]:
-    written: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        written["tool_calls"] = [
-            {
-                "id": made.tool_call_id,
-                "type": "function",
-                "function": {"name": made.name, "arguments": made.arguments_json},
-            }
-            for made in message.tool_calls
-        ]
-    if message.tool_call_id:
-        written["tool_call_id"] = message.tool_call_id
-    return written
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

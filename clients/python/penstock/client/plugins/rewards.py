@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.client.blocking import is_async, run_in_thread
-from penstock.client.conversation import Message, PromptKind
+from penstock.client.conversation import Message, PromptKind, write_chat_message
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.scoring import group_reward
 
@@ -134,19 +134,4 @@ def _prompt(task: Task) -> Any:
 
 def messages_of(task: Task) -> list[dict[str, Any]]:
     """The messages of a task as dictionaries."""
-    found: list[dict[str, Any]] = []
-    for message in cast("Sequence[Message]", task.prompt or ()):
-        entry: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": call.tool_call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments_json},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id:
-            entry["tool_call_id"] = message.tool_call_id
-        found.append(entry)
-    return found
+    return [write_chat_message(message) for message in cast("Sequence[Message]", task.prompt or ())]
