@@ -25,7 +25,7 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.server.memory_budget import default_bytes
-from penstock.wire.channel import MAX_MESSAGE_BYTES, is_loopback, split_address
+from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
@@ -98,15 +98,15 @@ class Http(_Section):
     """Endpoints that SDKs of other services know; docs/endpoints.md."""
 
     listen: str | None = None
-    """HOST:PORT; unset is gRPC's host, and a free port where gRPC's is 0, else the port after it. Empty is
-    off."""
+    """HOST:PORT; unset is gRPC's host, and the port after gRPC's, or a free one where that is 0 or the last
+    there is. Empty is off."""
 
     def address(self, beside: str, port: int) -> str | None:
         """Where to listen beside gRPC on the address `beside`, which got `port`; None where it is off."""
         if self.listen is not None:
             return self.listen or None
         host, asked = split_address(beside)
-        return f"{host}:{port + 1 if asked else 0}"
+        return f"{host}:{port + 1 if 0 < asked < LAST_PORT else 0}"
 
 
 class ConversationSection(_Section):

@@ -239,6 +239,7 @@ def test_an_address_of_no_loopback_needs_what_grpc_needs():
     loaded = config.load(None, ["listen=127.0.0.1:50051"])
     assert loaded.http.address(loaded.listen, 50051) == "127.0.0.1:50052"
     assert loaded.http.address("127.0.0.1:0", 4711) == "127.0.0.1:0"
+    assert loaded.http.address("127.0.0.1:65535", 65535) == "127.0.0.1:0"
     off = config.load(None, ["http.listen="])
     assert off.http.address(off.listen, 50051) is None
 

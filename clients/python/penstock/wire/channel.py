@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 
+LAST_PORT = 65_535
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 16 * 1024
 # Where gRPC itself cuts a caller off, without a reason: past what the server refuses with one.
@@ -30,7 +31,7 @@ IDEMPOTENT_UNARY = {
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT as a pair, an IPv6 host in brackets. Raises ValueError, naming what it got."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65_535:
+    if not separator or not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"an address reads HOST:PORT, got {address!r}")
     return host, int(port)
 
