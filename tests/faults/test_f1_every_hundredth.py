@@ -10,6 +10,7 @@ of each step and the final model, is compared digit for digit, bit for bit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -123,12 +124,19 @@ async def live(nursery: Nursery, stand: Stand, rng: random.Random, *, resume: bo
         assert await nursery.end() in (KILLED, 0), stand.said
         return
     await nursery.begin(stand.config, stand.log, resume=resume, failpoints="train.gathered=stop")
-    trainer = psutil.Process(nursery.pid)
-    while trainer.status() != psutil.STATUS_STOPPED:
+    # Where no step is left it only writes down what the one before could not, and never stops.
+    while not nursery.ended and not is_stopped(nursery.pid):
         await asyncio.sleep(0.005)
-    os.kill(nursery.pid, signal.SIGTERM)
-    os.kill(nursery.pid, signal.SIGCONT)
+    if not nursery.ended:
+        os.kill(nursery.pid, signal.SIGTERM)
+        os.kill(nursery.pid, signal.SIGCONT)
     assert await nursery.end() == 0, stand.said
+
+
+def is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def rows_of(stand: Stand) -> list[dict[str, Any]]:

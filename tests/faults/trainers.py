@@ -46,6 +46,12 @@ class Nursery:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended."""
+        assert self._process is not None
+        return self._process.returncode is not None
+
     async def begin(self, config: Path, log: Path, *, resume: bool, failpoints: str = "") -> None:
         """Starts one; `end` returns what became of it."""
         environment = {**os.environ, "PENSTOCK_FAILPOINTS": failpoints}
