@@ -8,15 +8,19 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import click
 
 from penstock.server import config as configuration
 from penstock.server.config import ConfigError, ServeConfig
-
-if TYPE_CHECKING:
-    from penstock.server.vllm_options import AsyncEngineArgs
+from penstock.server.engine_sources import (
+    EngineSource,
+    HubSource,
+    ParserFailed,
+    VllmSource,
+    make_parser,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +30,13 @@ Every option of vLLM's engine may be given under its own name:
 
     penstock serve --model HuggingFaceTB/SmolLM2-135M-Instruct --dtype bfloat16 --max-model-len 2048
 
+With --engines it is a hub instead: the same services before a pool of such servers (docs/pool.md).
+
+    penstock serve --engines 10.0.0.1:50051,10.0.0.2:50051
+
 Everything may also stand in a TOML file: the server's own settings at the top and in [leases],
-[weights], [conversation], [http], [streaming], [limits] and [security], vLLM's in [engine]. --dry-run
-prints such a file, with every setting as it would be.
+[weights], [conversation], [http], [streaming], [limits], [pool] and [security], vLLM's in [engine].
+--dry-run prints such a file, with every setting as it would be.
 
 An address that is not this host's loopback needs TLS and tokens: docs/security.md.
 """
@@ -48,6 +56,10 @@ An address that is not this host's loopback needs TLS and tokens: docs/security.
     "--http-listen",
     help="HOST:PORT of the HTTP endpoints; empty for none.  [default: the port after gRPC's]",
 )
+@click.option(
+    "--engines",
+    help="HOST:PORT,... of the engine servers behind a hub; also dns:HOST:PORT and file:PATH.",
+)
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file of settings.")
 @click.option(
     "--set",
@@ -66,6 +78,7 @@ def serve(
     model: str | None,
     listen: str | None,
     http_listen: str | None,
+    engines: str | None,
     path: Path | None,
     settings: tuple[str, ...],
     dry_run: bool,
@@ -77,12 +90,16 @@ def serve(
         given.append(f"listen={listen}")
     if http_listen is not None:
         given.append(f"http.listen={http_listen}")
+    if engines is not None:
+        given.append(f"pool.engines={engines}")
     if model is not None:
         given.append(f"engine.model={model}")
     try:
         config = configuration.load(path, given)
-        if not config.engine.get("model"):
-            raise ConfigError("no model: give --model, or model in [engine]")
+        if not config.engine.get("model") and not config.pool.engines:
+            raise ConfigError(
+                "no model: give --model, or model in [engine], or --engines for a hub"
+            )
         context.exit(run(config, list(engine_options), dry_run=dry_run))
     except ConfigError as error:
         click.echo(f"penstock serve: {error}", err=True)
@@ -97,24 +114,20 @@ def main(arguments: list[str]) -> int:
 
 def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int:
     """Serves, or prints what it would serve."""
-    # Imports vllm, which takes seconds: only now that it is certain to be needed.
-    from penstock.server.vllm_options import describe_options, engine_arguments
-    from penstock.server.vllm_parsers import ParserUnknown, check_names
-
     logging.basicConfig(
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    try:
-        check_names(config.conversation.tool_parser, config.conversation.reasoning_parser)
-        arguments = engine_arguments([*config.engine_options(), *engine_options])
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    source = (
+        HubSource(config, engine_options)
+        if config.pool.engines
+        else VllmSource(config, engine_options)
+    )
     if dry_run:
         import tomli_w
 
         resolved = config.model_dump(mode="json", exclude_none=True)
-        resolved["engine"] = describe_options(arguments)
+        resolved["engine"] = source.options
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
 
@@ -124,17 +137,19 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     from penstock.server.log_journal import JournalInUse
     from penstock.server.serving import AddressInUse
     from penstock.wire import telemetry
+    from penstock.wire.security import CredentialsUnusable
 
     allocator.keep_freed_memory()
     telemetry.configure("penstock-server")
     try:
-        return asyncio.run(_serve(config, arguments))
+        return asyncio.run(_serve(config, source))
     except (
         AddressInUse,
+        CredentialsUnusable,
         HttpAddressInUse,
         JournalInUse,
         JournalUnreadable,
-        ParserUnknown,
+        ParserFailed,
     ) as error:
         click.echo(f"penstock serve: {error}", err=True)
         return 1
@@ -142,32 +157,29 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         telemetry.shutdown()
 
 
-async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
+async def _serve(config: ServeConfig, source: EngineSource) -> int:
     """From the first bind to the last answer; see `serving` for the order."""
     from penstock.server.authorization import open_gate
-    from penstock.server.conversation import TokenizerRenderer, load_tokenizer
+    from penstock.server.conversation import TokenizerRenderer
     from penstock.server.http_server import open_http
     from penstock.server.log_journal import open_journal
     from penstock.server.serving import Serving, bind
-    from penstock.server.vllm_engine import VllmEngine
-    from penstock.server.vllm_parsers import VllmParsers
 
     # First the port: one in use must not cost the minutes a model takes to load.
     gate = open_gate(config)
     server, port = bind(config.listen, config.limits.concurrent_calls, gate)
     http = open_http(config, port, gate.credentials)
     try:
-        tokenizer = load_tokenizer(str(arguments.tokenizer or arguments.model))
+        tokenizer = source.load_tokenizer(None)
     except Exception as error:
-        return _cannot_serve(arguments, error)
-    names = config.conversation.tool_parser, config.conversation.reasoning_parser
-    parser = VllmParsers(tokenizer, *names) if any(names) else None
+        return _cannot_serve(source, error)
+    parser = make_parser(config, tokenizer) if tokenizer is not None else None
     journal = open_journal(config.journal)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    starting = asyncio.ensure_future(VllmEngine.start(arguments))
+    starting = asyncio.ensure_future(source.start())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -176,14 +188,18 @@ async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
         return 0
     try:
         engine = starting.result()
+        if tokenizer is None:
+            tokenizer = source.load_tokenizer(engine)
+            assert tokenizer is not None, "an engine that is there has a tokenizer"
+            parser = make_parser(config, tokenizer)
     except Exception as error:
-        return _cannot_serve(arguments, error)
+        return _cannot_serve(source, error)
     renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
     rollouts = Serving(server, engine, renderer, config, journal, gate, http)
     await rollouts.start()
     host = config.listen.rpartition(":")[0]
     click.echo(
-        f"penstock serving {arguments.model} on {host}:{port} "
+        f"penstock serving {engine.description.model} on {host}:{port} "
         f"(weight version {rollouts.switch.active_version})"
     )
     if http is not None:
@@ -200,10 +216,10 @@ async def _serve(config: ServeConfig, arguments: AsyncEngineArgs) -> int:
     return 0
 
 
-def _cannot_serve(arguments: AsyncEngineArgs, error: Exception) -> int:
+def _cannot_serve(source: EngineSource, error: Exception) -> int:
     """vLLM raises whatever it likes at a model it cannot load; the operator wants the reason."""
     logger.debug("the engine did not start", exc_info=error)
-    click.echo(f"penstock serve: cannot serve {arguments.model}: {error}", err=True)
+    click.echo(f"penstock serve: cannot serve {source.model}: {error}", err=True)
     return 1
 
 

@@ -22,7 +22,14 @@ import json
 from pathlib import Path
 from typing import Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from penstock.server.memory_budget import default_bytes
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
@@ -118,6 +125,65 @@ class ConversationSection(_Section):
     """vLLM's name of the parser that finds reasoning, such as "qwen3"; empty leaves it text."""
 
 
+class Pool(_Section):
+    """Engine servers behind a hub; docs/pool.md."""
+
+    engines: tuple[str, ...] = ()
+    """Where they are: HOST:PORT each; dns:HOST:PORT for every address of a name, looked up again and again;
+    file:PATH for a file with one a line, likewise. Given, this server has no engine of its own."""
+    switch: Literal["rolling", "all"] = "rolling"
+    """Whether engines switch to a version in parts, so that generation never stops as a whole, or all at
+    the same time."""
+    switch_part: float = Field(default=0.5, gt=0, le=1)
+    """Part of the engines that switch at the same time with "rolling"; at least one does."""
+    margin: float = Field(default=0.25, ge=0)
+    """How much busier than the least busy engine one may be that has a turn's prefix in its cache, as a
+    part of its limit."""
+    first_turns: int = Field(default=32, ge=1)
+    """Turns that an engine is given at a time, until its load says how many it can have."""
+    most_turns: int = Field(default=4_096, ge=1)
+    """Most that it is ever given."""
+    look_seconds: float = Field(default=1.0, gt=0)
+    """Between two looks at an engine's load; longer in a large pool."""
+    discover_seconds: float = Field(default=5.0, gt=0)
+    """Between two looks for addresses."""
+    tls: bool = False
+    """Whether engine servers are spoken to by TLS; implied by `ca` and `certificate`."""
+    ca: Path | None = None
+    """PEM file of the authority that signed their certificates."""
+    certificate: Path | None = None
+    """PEM file of the hub's own, for mutual TLS."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    server_name: str = ""
+    """Name that their certificates are for, where it is not the address's."""
+    token_file: Path | None = None
+    """File with a token of the role admin there."""
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """HOST:PORT,HOST:PORT, as on the command line."""
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _check(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            kind, separator, rest = entry.partition(":")
+            if kind != "file" or not separator or not rest:
+                split_address(rest if kind == "dns" else entry)
+        return value
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> Pool:
+        if self.first_turns > self.most_turns:
+            raise ValueError(f"first_turns is above most_turns, {self.most_turns}")
+        return self
+
+
 class Security(_Section):
     """Who is let in, and what the connection is; docs/security.md."""
 
@@ -191,6 +257,7 @@ class ServeConfig(_Section):
     http: Http = Http()
     conversation: ConversationSection = ConversationSection()
     limits: Limits = Limits()
+    pool: Pool = Pool()
     security: Security = Security()
 
     @property

@@ -78,6 +78,11 @@ class EngineRequest:
     """W3C context for the engine's own span."""
     adapter_version: int | None = None
     """Version of the adapter that samples it, which the engine has; None for the full weights alone."""
+    trajectory_id: str = ""
+    group_id: str = ""
+    """What it belongs to, for an engine that has several places."""
+    required_weight_version: int = 0
+    """The only version that may sample it; zero for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,13 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     kv_cache_usage: float = 0.0
+    preemptions: int = 0
+    """Requests that lost their place in the cache and were computed again, ever."""
+
+
+class RequestLost(Exception):
+    """The engine is there, but nobody works on this request any more. What its deltas had stands; the
+    rest can be asked for again."""
 
 
 class EngineLost(Exception):
@@ -194,7 +206,7 @@ class Engine(Protocol):
         A request that the engine had before a `pause` belongs to the version before it, one made later
         to the version after it: that is why this is a coroutine and not merely a generator. Closing the
         generator early stops the request. Requests made while paused wait. Raises EngineLost, at once or
-        from the generator.
+        from the generator, and from that RequestLost.
         """
         ...
 

@@ -8,6 +8,7 @@ from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.caller_limits import Callers
 from penstock.server.engine import EngineStats
 from penstock.server.memory_budget import MemoryBudget
+from penstock.server.pool import PoolEngine
 from penstock.server.restoring import Parts
 from penstock.server.telemetry import Gauge, ServerMetrics
 
@@ -41,4 +42,26 @@ def observe_load(
     counts("penstock.attempts.failed", "{attempt}", "failed", lambda: closing.failures)
     counts(
         "penstock.turns.moved", "{turn}", "went on under another adapter", lambda: adapters.moves
+    )
+
+
+def observe_pool(metrics: ServerMetrics, pool: PoolEngine) -> None:
+    """The same of a pool: its engines, and what became of requests on the way to them."""
+    placing = pool.placing
+    gauges: tuple[tuple[str, str, str, Gauge], ...] = (
+        ("pool.engines", "{engine}", "listed", lambda: len(pool.members)),
+        ("pool.engines_serving", "{engine}", "in rotation", lambda: pool.serving_count),
+        ("pool.waiting", "{turn}", "without a place", lambda: placing.waiting_count),
+    )
+    for name, unit, description, read in gauges:
+        metrics.observe(f"penstock.{name}", unit, description, read)
+    metrics.observe_counts(
+        "penstock.pool.requests",
+        "{request}",
+        "by what became of them",
+        lambda: {
+            "placed_again": pool.requests_lost,
+            "kept_home": placing.kept_home,
+            "left_home": placing.left_home,
+        },
     )

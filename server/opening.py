@@ -116,6 +116,8 @@ class Opening:
         leased = attempt is not None and attempt.group.task is not None
         if attempt is None and parent is None:
             requests.group(request)
+        if request.single_turn and (request.group_id or attempt is not None or parent is not None):
+            raise FieldInvalid("single_turn", "may not be set with a group, a lease or a parent")
         params = request.sampling_params
         if leased and attempt and attempt.group.task and not request.HasField("sampling_params"):
             params = attempt.group.task.sampling_params
@@ -150,6 +152,7 @@ class Opening:
             required_weight_version=request.required_weight_version,
             traceparent=telemetry.traceparent(context),
             history=prompt.history,
+            single_turn=request.single_turn,
         )
         self._check_room(len(prompt.token_ids), sampling)
         self._place(record, request, attempt, parent)

@@ -76,7 +76,7 @@ class Parts:
                 self.queue.pending_tasks,
                 self.queue.groups,
                 self._finished(),
-                self.store.records(),
+                [record for record in self.store.records() if not record.single_turn],
                 self._closed(),
                 self.queue.leases.expired,
             )

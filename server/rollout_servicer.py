@@ -82,9 +82,13 @@ class RolloutServicer:
     ) -> AsyncIterator[rollout_service_pb2.GenerateResponse]:
         """Opens a trajectory and streams its first turn."""
         turn, how = await self._opening.open(request, context)
-        async with contextlib.aclosing(self.events(turn, how, context)) as events:
-            async for event in events:
-                yield GenerateResponse(**event)
+        try:
+            async with contextlib.aclosing(self.events(turn, how, context)) as events:
+                async for event in events:
+                    yield GenerateResponse(**event)
+        finally:
+            if request.single_turn:
+                self.forget_soon(turn)
 
     async def continue_(
         self, request: rollout_service_pb2.ContinueRequest, context: Context
@@ -131,14 +135,18 @@ class RolloutServicer:
 
     def forget_soon(self, turn: Turn) -> None:
         """Lets a trajectory of its own go, which nobody will come back to, once its turn has ended."""
+        trajectory_id = turn.record.trajectory_id
 
         async def forget() -> None:
             await self._turns.abort([turn])
-            trajectory_id = turn.record.trajectory_id
             self._store.forget(trajectory_id)
-            await self._journal.append([trajectories_forgotten([trajectory_id])])
+            if not turn.record.single_turn:
+                await self._journal.append([trajectories_forgotten([trajectory_id])])
 
-        self._forgetting.start(forget(), f"forgetting {turn.record.trajectory_id}")
+        if turn.record.single_turn and not turn.in_flight:
+            self._store.forget(trajectory_id)
+        else:
+            self._forgetting.start(forget(), f"forgetting {trajectory_id}")
 
     def _withdraw(self, turn: Turn) -> None:
         """A first turn that failed before its first token is as if it had never been asked for."""
@@ -154,7 +162,8 @@ class RolloutServicer:
                 if attempt is not None:
                     attempt.branches.discard(record.trajectory_id)
             self._store.forget(record.trajectory_id)
-            self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
+            if not record.single_turn:
+                self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
 
     @contextlib.contextmanager
     def _call(self, record: TrajectoryRecord) -> Generator[None]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import uuid
 from importlib import metadata
 
 from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.engine import Engine
 from penstock.server.group_buffer import GroupBuffer
+from penstock.server.pool import PoolEngine
 from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.weight_switch import WeightSwitch
 from penstock.server.weight_versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
+from penstock.wire.memory_file import host_id
 
 GetServerInfoResponse = twin(rollout_service_pb2.GetServerInfoResponse)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
 LoraSupport = twin(rollout_service_pb2.LoraSupport)
 ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
+TensorDescription = twin(rollout_service_pb2.TensorDescription)
 
 
 class ServerInfo:
@@ -30,13 +34,18 @@ class ServerInfo:
         adapters: AdapterVersions,
         store: TrajectoryStore,
         buffer: GroupBuffer,
+        pool: PoolEngine | None = None,
     ) -> None:
+        """`pool` is the engine, where it is one."""
         self._engine = engine
+        self._pool = pool
         self._switch = switch
         self._weights = weights
         self._adapters = adapters
         self._store = store
         self._buffer = buffer
+        self._server_id = uuid.uuid4().hex
+        self._host_id = host_id()
         self.draining = False
         self.http_port = 0
         """Where the compatible endpoints are served; 0 where they are not."""
@@ -61,19 +70,32 @@ class ServerInfo:
                 weights_pb2.WEIGHT_SOURCE_KIND_COLLECTIVE,
             ],
             load=load,
-            replicas=[
-                ReplicaInfo(
-                    state=self._state(),
-                    active_weight_version=self._switch.active_version,
-                    load=load,
-                )
-            ],
+            replicas=self._replicas(load),
             weight_dtype=description.weight_dtype,
             delta_base_weight_version=self._weights.delta_base_version,
             lora=self._lora(),
             http_port=self.http_port,
             adapter_weight_versions=self._adapters.weight_versions,
+            server_id=self._server_id,
+            eos_token_ids=description.eos_token_ids,
+            host_id=self._host_id,
+            tensors=self._tensors() if request.with_tensors else (),
+            draining=self.draining,
         )
+
+    def _replicas(
+        self, load: rollout_service_pb2.ServerLoad
+    ) -> list[rollout_service_pb2.ReplicaInfo]:
+        if self._pool is not None:
+            return self._pool.replicas()
+        active = self._switch.active_version
+        return [ReplicaInfo(state=self._state(), active_weight_version=active, load=load)]
+
+    def _tensors(self) -> list[rollout_service_pb2.TensorDescription]:
+        return [
+            TensorDescription(name=name, shape=tensor.shape, optional=tensor.optional)
+            for name, tensor in self._engine.description.tensors.items()
+        ]
 
     def _lora(self) -> rollout_service_pb2.LoraSupport | None:
         limits = self._engine.description.adapters
@@ -89,6 +111,7 @@ class ServerInfo:
             kv_cache_usage=stats.kv_cache_usage,
             open_trajectory_count=self._store.open_count,
             buffered_group_count=self._buffer.waiting_count,
+            preemption_count=stats.preemptions,
         )
 
     def _state(self) -> rollout_service_pb2.ReplicaState.ValueType:

@@ -40,10 +40,11 @@ from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
 from penstock.server.journal import Journal, MemoryJournal, server_started, weights_activated
-from penstock.server.load_gauges import observe_load
+from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.policy_messages import PolicyMessages
+from penstock.server.pool import PoolEngine
 from penstock.server.recovery import recover
 from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
@@ -140,7 +141,8 @@ class Serving:
             changed, clock, limits.groups_without_trainer, freshness=config.freshness
         )
         self.queue, self.buffer, self.budget = self._make_queues(changed, clock, config)
-        self.switch = WeightSwitch(engine)
+        self.pool = engine if isinstance(engine, PoolEngine) else None
+        self.switch = WeightSwitch(engine, pool=self.pool)
         self.turns = TurnRunner(
             engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
         )
@@ -179,7 +181,7 @@ class Serving:
             self._journal,
         )
         self.info = ServerInfo(
-            engine, self.switch, self.weights, self.adapters, self.store, self.buffer
+            engine, self.switch, self.weights, self.adapters, self.store, self.buffer, self.pool
         )
         self.info.http_port = 0 if http is None else http.port
         self.parts = Parts(
@@ -266,7 +268,15 @@ class Serving:
         collective = Collective(engine, wanted.collective_seconds)
         return adapters, versions, WeightUploads(versions, stage, collective, description)
 
+    def _wire_pool(self, pool: PoolEngine) -> None:
+        pool.open_version = self.weights.open_version
+        pool.may_bring_up = lambda: not self.switch.awaiting_trainer
+        self.weights.on_accepted = pool.stage
+        observe_pool(self.metrics, pool)
+
     def _wire_callbacks(self) -> None:
+        if self.pool is not None:
+            self._wire_pool(self.pool)
         self.switch.on_health = self._publish_health
         self.turns.on_tokens = self.metrics.tokens_sampled
         self.turns.on_ended = self.messages.hold

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.server.threads import run_to_its_end
 from penstock.server.weight_manifest import WeightRefused
+from penstock.wire.memory_file import host_namespace
 from penstock.wire.reasons import Reason
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,6 +49,11 @@ class Buffer:
     def path(self) -> Path:
         """The file, as any process of this host can open it."""
         return Path(f"/proc/{os.getpid()}/fd/{self.descriptor}")
+
+    @property
+    def host_namespace(self) -> str:
+        """Boot id and device of the file, as SharedMemorySource has them."""
+        return host_namespace(self.descriptor)
 
     def retain(self) -> Buffer:
         """One more reference."""

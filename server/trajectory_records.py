@@ -6,6 +6,7 @@ many tokens there were then, so that reading a record twice, or one whose tokens
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 
 from google.protobuf import json_format
@@ -43,20 +44,22 @@ class TurnRecorder:
     def __init__(self, journal: Journal, store: TrajectoryStore) -> None:
         self._journal = journal
         self._store = store
+        self._nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._nothing.set_result(None)
 
     def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
         """Records a turn, or another attempt at it, with the trajectory where that is new."""
         self._store.charge(record)
-        if not self._journal.on_disk:
-            return self._journal.begin_append(())
+        if record.single_turn or not self._journal.on_disk:
+            return self._nothing
         opened = [] if record.recorded else [trajectory_opened(record)]
         return self._journal.begin_append([*opened, turn_changed(record)])
 
     def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
         """Records what the policy wrote, and why it stopped. Raises JOURNAL_FAILED."""
         self._store.charge(record)
-        if not self._journal.on_disk:
-            return self._journal.begin_append(())
+        if record.single_turn or not self._journal.on_disk:
+            return self._nothing
         return self._journal.begin_append([turn_changed(record)])
 
 

@@ -142,6 +142,8 @@ class TrajectoryRecord:
     """The last request that came by an endpoint which is sent whole conversations."""
     history: History | None = None
     """Its messages; None unless it was opened with a conversation."""
+    single_turn: bool = False
+    """Whether it is forgotten when its turn ends, and never written to the journal."""
 
     @property
     def closed(self) -> bool:

@@ -11,6 +11,8 @@ States of a turn:
   fails its probe, the turn ends ABORTED at the token before.
 - *moving*: a turn that an adapter samples can be moved on: the engine's request ends, and another begins at
   the exact token under the version that is active by then. Its callers see a new segment and no more.
+- *placed again*: a request that nobody works on any more, because its place in a pool was lost, is made
+  again from the exact token, as often as it takes.
 - *recorded*: the engine no longer works on it; it ends, for everybody who waits, once the journal has
   what it came to.
 - *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
@@ -40,6 +42,7 @@ from penstock.server.engine import (
     EngineLost,
     EngineRequest,
     Finish,
+    RequestLost,
     Sampling,
 )
 from penstock.server.errors import DomainError
@@ -197,8 +200,9 @@ class Switch(Protocol):
         """Waits for the verdict on that version; False where what it sampled must not be kept."""
         ...
 
-    def admission(self) -> AbstractAsyncContextManager[int]:
-        """Waits while weights switch; inside, the version it yields stays the active one."""
+    def admission(self, *, pinned: bool = False) -> AbstractAsyncContextManager[int]:
+        """Waits while weights switch; inside, the version it yields stays the active one. `pinned` is a
+        turn of one version only."""
         ...
 
 
@@ -304,12 +308,32 @@ class TurnRunner:
             self.on_left()
 
     async def _attempt(self, turn: Turn) -> Finish:
-        while (finish := await self._sample(turn)) is Finish.ABORTED and turn.moving:
-            if turn.abort_requested:
-                break
+        while True:
+            try:
+                finish = await self._sample(turn)
+            except RequestLost:
+                if turn.abort_requested:
+                    return Finish.ABORTED
+                if self._has_stopped(turn):
+                    return Finish.STOP
+            else:
+                if finish is not Finish.ABORTED or not turn.moving or turn.abort_requested:
+                    return finish
             self._leave(turn)
             turn.attempts += 1
-        return finish
+
+    def _has_stopped(self, turn: Turn) -> bool:
+        """Whether what the policy has written ends the turn: only the word of that was lost."""
+        written, sampling = turn.policy_tokens(turn.policy_token_count), turn.sampling
+        if not len(written):
+            return False
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= set(self._engine.description.eos_token_ids)
+        if int(written[-1]) in stops:
+            return True
+        text = self._decode(written.tolist()) if sampling.stop else ""
+        return any(stop in text for stop in sampling.stop)
 
     async def _sample(self, turn: Turn) -> Finish:
         """One request of the engine's, to its end."""
@@ -348,8 +372,8 @@ class TurnRunner:
     async def _admit(self, turn: Turn, remaining: int) -> AsyncGenerator[Delta]:
         """Hands the attempt to the engine, under the version that is active when it is taken."""
         record = turn.record
-        async with self._switch.admission() as version:
-            required = record.required_weight_version
+        required = record.required_weight_version
+        async with self._switch.admission(pinned=required > 0) as version:
             if required and required != version:
                 raise DomainError(
                     Reason.WEIGHT_VERSION_NOT_ACTIVE,
@@ -370,6 +394,9 @@ class TurnRunner:
                     stream_interval=turn.stream_interval,
                     trace_headers=turn.trace_headers,
                     adapter_version=turn.adapter_version,
+                    trajectory_id=record.trajectory_id,
+                    group_id=record.group_id,
+                    required_weight_version=required,
                 )
             )
             if turn.attempt.started_version is None:

@@ -264,9 +264,9 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         # vLLM reports with each step, so the last report of an idle engine is of a busy one.
-        if self._llm.get_num_unfinished_requests() == 0:
-            return EngineStats(kv_cache_usage=self._load.kv_cache_usage)
-        return EngineStats(self._load.running, self._load.waiting, self._load.kv_cache_usage)
+        load, idle = self._load, self._llm.get_num_unfinished_requests() == 0
+        running, waiting = (0, 0) if idle else (load.running, load.waiting)
+        return EngineStats(running, waiting, load.kv_cache_usage, load.preemptions)
 
     async def lost(self) -> str:
         return await asyncio.shield(self._death)

@@ -75,6 +75,7 @@ class LoadReport(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig | None = None, engine_index: int = 0) -> None:
         self._reports: dict[int, SchedulerStats] = {}
+        self.preemptions = 0
 
     def __call__(self, vllm_config: VllmConfig, engine_index: int) -> LoadReport:
         """This object serves as the factory that vLLM asks for."""
@@ -89,6 +90,8 @@ class LoadReport(StatLoggerBase):
     ) -> None:
         if scheduler_stats is not None:
             self._reports[engine_idx] = scheduler_stats
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

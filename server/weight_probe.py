@@ -33,6 +33,14 @@ class Probe:
     tolerance: float
     """Largest allowed mean of the absolute differences, in nats."""
 
+    def message(self) -> weights_pb2.WeightProbe:
+        """As it travels."""
+        return weights_pb2.WeightProbe(
+            token_ids=self.token_ids.tolist(),
+            logprobs=self.logprobs.tolist(),
+            tolerance=self.tolerance,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:

@@ -27,6 +27,11 @@ have, every admission is refused with WEIGHTS_INCONSISTENT, and only another com
 | ABORT | end ABORTED | dropped |
 
 An adapter becomes active without a pause: see `adapter_versions`, which closes the gate for that moment.
+
+A *pool* of engines pauses, loads and goes back by itself, each engine for itself. Here it is one step:
+turns that require the old version are aborted, new ones of that kind wait, and v is the active version
+once every engine in rotation has it. Other turns go on being admitted, unless the pool switches all at
+once.
 """
 
 from __future__ import annotations
@@ -111,6 +116,22 @@ class ProbeMismatch(DomainError):
         self.result = result
 
 
+class Pool(Protocol):
+    """Engines that take weights by themselves."""
+
+    @property
+    def switches_at_once(self) -> bool:
+        """Whether no turn is admitted while they switch."""
+        ...
+
+    async def switch(self, weights: StagedWeights, policy: InFlight) -> Switched:
+        """Returns when every engine in rotation has the version.
+
+        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where each of them refused it and is what it was.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unconfirmed:
     """A version that is loaded and not yet proven."""
@@ -122,8 +143,11 @@ class _Unconfirmed:
 class WeightSwitch:
     """The active version, the gate in front of it, and the lock around every change of it."""
 
-    def __init__(self, engine: Engine, active_version: int = 0) -> None:
+    def __init__(self, engine: Engine, active_version: int = 0, pool: Pool | None = None) -> None:
+        """`pool` is the engine, where it is one."""
         self._engine = engine
+        self._pool = pool
+        self._pool_switching = False
         self._lock = asyncio.Lock()
         self._changed = Broadcast()
         self._closed = False
@@ -171,12 +195,13 @@ class WeightSwitch:
         return self._unconfirmed is None or await asyncio.shield(self._unconfirmed.verdict)
 
     @asynccontextmanager
-    async def admission(self) -> AsyncGenerator[int]:
-        """Waits while weights switch; inside, the version it yields stays the active one.
+    async def admission(self, *, pinned: bool = False) -> AsyncGenerator[int]:
+        """Waits while weights switch; inside, the version it yields stays the active one. A `pinned`
+        turn, of one version only, also waits while a pool switches one engine after the other.
 
         Raises WEIGHTS_INCONSISTENT or ENGINE_LOST where no version can be served.
         """
-        while self.switching and self._refusal is None:
+        while self._refusal is None and (self.switching or (pinned and self._pool_switching)):
             await self._changed.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -227,9 +252,33 @@ class WeightSwitch:
     ) -> Switched:
         """Makes a staged version the active one; raises as `change`."""
         version = weights.weight_version
+        if self._pool is not None:
+            return await self._switch_pool(self._pool, weights, policy, turns)
         return await self.change(
             version, lambda: self._engine.load(weights), policy, turns, before, probe
         )
+
+    async def _switch_pool(
+        self, pool: Pool, weights: StagedWeights, policy: InFlight, turns: TurnsInFlight
+    ) -> Switched:
+        async with self._lock:
+            with tracer.start_as_current_span("penstock.switch_weights") as span:
+                span.set_attribute("penstock.weight_version", weights.weight_version)
+                span.set_attribute("penstock.in_flight", policy.value)
+                self._pool_switching, self._closed = True, pool.switches_at_once
+                try:
+                    while self._admitting:
+                        await self._changed.wait()
+                    await turns.abort(
+                        [t for t in turns.sampling if t.record.required_weight_version]
+                    )
+                    switched = await pool.switch(weights, policy)
+                    self.active_version = weights.weight_version
+                finally:
+                    self._pool_switching = self._closed = False
+                    self._changed.notify()
+                span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
+                return switched
 
     async def change(
         self,

@@ -39,10 +39,11 @@ from penstock.server.weight_header import (
     InlineSource,
     SharedSource,
     read_header,
+    read_in_flight,
 )
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import Switched
+from penstock.server.weight_switch import InFlight, Switched
 from penstock.server.weight_upload import Staged, Upload
 from penstock.server.weight_versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
@@ -105,6 +106,7 @@ class WeightUploads:
 
     async def _take(self, announced: Announced, requests: Requests, respond: Respond) -> None:
         if await self._repeated(announced, requests, respond):
+            await self._activate_when_told(announced, requests, respond)
             return
         self._check_order(announced)
         self._versions.check_kind(announced)
@@ -116,6 +118,30 @@ class WeightUploads:
             self._slot.check_epoch(announced.trainer_epoch)
             self._tell_trainer_version(announced.weight_version)
             await self._activate_and_tell(accepted, respond)
+        else:
+            await self._activate_when_told(announced, requests, respond)
+
+    async def _activate_when_told(
+        self, announced: Announced, requests: Requests, respond: Respond
+    ) -> None:
+        """Switches to what this stream has staged, where it goes on to say so."""
+        request = None if announced.immediate else await anext(requests, None)
+        if request is None:
+            return
+        if isinstance(request, Header | Chunk) or not request.HasField("activate"):
+            raise FieldInvalid("message", "may only activate what this stream has staged")
+        in_flight = read_in_flight(request.activate.in_flight) or announced.in_flight
+        self._slot.check_epoch(announced.trainer_epoch)
+        accepted = self._versions.staged(announced) or self._versions.active(announced)
+        if accepted is None:
+            version, active = announced.weight_version, self._versions.active_version
+            raise DomainError(
+                Reason.WEIGHT_VERSION_NOT_STAGED,
+                f"version {version} was let go of meanwhile",
+                {"weight_version": version, "active": active},
+            )
+        self._tell_trainer_version(announced.weight_version)
+        await self._activate_and_tell(accepted, respond, in_flight)
 
     async def _repeated(self, announced: Announced, requests: Requests, respond: Respond) -> bool:
         """Whether this was taken before, and is answered."""
@@ -170,9 +196,12 @@ class WeightUploads:
         finally:
             self._slot.free()
 
-    async def _activate_and_tell(self, accepted: Version, respond: Respond) -> None:
+    async def _activate_and_tell(
+        self, accepted: Version, respond: Respond, in_flight: InFlight | None = None
+    ) -> None:
         announced = accepted.announced
-        switched = await self._versions.activate(announced.weight_version, announced.in_flight)
+        policy = in_flight or announced.in_flight
+        switched = await self._versions.activate(announced.weight_version, policy)
         await respond(self._active_response(accepted, switched))
 
     def _check_order(self, announced: Announced) -> None:
@@ -343,8 +372,16 @@ class WeightUploads:
     # Answers
 
     def _staged_response(self, accepted: Version) -> weights_pb2.UpdateWeightsResponse:
-        version = accepted.announced.weight_version
-        return self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
+        announced = accepted.announced
+        version = announced.weight_version
+        response = self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
+        # Any other is laid out as this server likes.
+        plain = isinstance(announced.source, InlineSource) and not announced.base_version
+        memory = self._versions.memory_of(version) if plain and not announced.adapter else None
+        if memory is not None:
+            response.memory.name = str(memory.path)
+            response.memory.host_namespace = memory.host_namespace
+        return response
 
     def _active_response(
         self, accepted: Version, switched: Switched

@@ -22,9 +22,11 @@ from penstock.server.engine import StagedWeights
 from penstock.server.errors import DomainError
 from penstock.server.held_weights import HeldWeights
 from penstock.server.own_tasks import OwnTasks
+from penstock.server.stage_memory import Buffer
 from penstock.server.turns import TurnRunner
 from penstock.server.weight_header import Announced
 from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_probe import Probe
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import InFlight, Load, Switched, WeightSwitch
 from penstock.server.weight_upload import Staged
@@ -72,6 +74,14 @@ class WeightVersions:
         """Called with an upload's bytes and its changed tensors, for metrics."""
         self.on_switched: Callable[[Switched], Awaitable[None]] | None = None
         """Called after every switch, once what it switched to is active."""
+        self.on_accepted: Callable[[Staged, Probe | None], None] | None = None
+        """Called with every version that is staged, and the probe it came with."""
+
+    def open_version(
+        self, weight_version: int
+    ) -> AbstractAsyncContextManager[StagedWeights | None]:
+        """A version that can be loaded again: the one held, or the base model; None where it is neither."""
+        return self._held.open(weight_version)
 
     @property
     def active_version(self) -> int:
@@ -105,6 +115,11 @@ class WeightVersions:
     def has(self, weight_version: int) -> bool:
         """Whether a version is staged or active."""
         return weight_version == self.active_version or weight_version in self._staged
+
+    def memory_of(self, weight_version: int) -> Buffer | None:
+        """Where a staged version lies in memory of this server, for others of this host to read."""
+        _, staged = self._staged.get(weight_version, (None, None))
+        return staged.buffer if staged is not None and staged.buffer.owned else None
 
     def staged(self, announced: Announced) -> Version | None:
         """What became of this very announcement, where it is staged."""
@@ -161,6 +176,8 @@ class WeightVersions:
         version = Version(announced, staged.hashes, changed)
         self._tell_staged(version, length_bytes)
         self._staged[announced.weight_version] = version, staged
+        if self.on_accepted is not None:
+            self.on_accepted(staged, announced.probe)
         while len(self._staged) > self._max_staged:
             self._unstage(min(self._staged))
         return version

@@ -42,6 +42,7 @@ TABLE = {
     "F14": 500,
     "F19": 200,
     "F20": 5_000,
+    "F21": 200,
 }
 """How often each fault happens in a whole run."""
 TABLE_COUNT = 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections import Counter
@@ -61,6 +62,11 @@ class Nursery:
         """As kill -9 does."""
         if self._process is not None:
             self._process.kill()
+
+    def terminate(self) -> None:
+        """Asks it to stop after the step under way."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
 
     async def end(self) -> int:
         """Waits for its exit code, negative where a signal ended it."""
@@ -124,6 +130,11 @@ class Stand:
     @property
     def log(self) -> Path:
         return self.folder / "trainer.log"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What it measured of each step."""
+        path = self.folder / "out" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def said(self) -> str:

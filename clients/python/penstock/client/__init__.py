@@ -16,7 +16,7 @@ asyncio.run(main())
 
 from penstock.client.blocking import BlockingTrajectory
 from penstock.client.calls import Patience
-from penstock.client.client import Client, ServerInfo, ServerLoad, connect
+from penstock.client.client import Client, Replica, ServerInfo, ServerLoad, connect
 from penstock.client.conversation import Message, Tool, ToolCall
 from penstock.client.errors import (
     AccessDenied,
@@ -59,6 +59,7 @@ __all__ = [
     "Patience",
     "PenstockError",
     "Purpose",
+    "Replica",
     "SamplingParams",
     "Security",
     "SegmentView",

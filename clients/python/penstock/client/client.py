@@ -50,6 +50,21 @@ class ServerInfo:
     weight_dtype: str
     """Torch dtype name an uploaded tensor must have."""
     load: ServerLoad
+    replicas: tuple[Replica, ...]
+    """One per engine behind the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine behind a server."""
+
+    address: str
+    """Where it listens; empty for an engine in the server's own process."""
+    state: str
+    """"serving", "paused", "draining", "joining" or "unavailable"."""
+    active_weight_version: int
+    problem: str
+    """Why it takes no turns, where it does not."""
 
 
 def connect(
@@ -191,6 +206,17 @@ class Client:
             info.vocab_size,
             info.weight_dtype,
             load,
+            tuple(
+                Replica(
+                    replica.address,
+                    rollout_service_pb2.ReplicaState.Name(replica.state)
+                    .removeprefix("REPLICA_STATE_")
+                    .lower(),
+                    replica.active_weight_version,
+                    replica.problem,
+                )
+                for replica in info.replicas
+            ),
         )
 
     async def get_trajectory(self, trajectory_id: str) -> TrajectoryRecord:

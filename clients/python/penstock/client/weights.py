@@ -261,6 +261,7 @@ def _figures(info: Info) -> dict[str, object]:
                 "active_weight_version": replica.active_weight_version,
                 "running_turn_count": replica.load.running_turn_count,
                 "waiting_turn_count": replica.load.waiting_turn_count,
+                "problem": replica.problem,
             }
             for replica in info.replicas
         ],
@@ -289,7 +290,7 @@ def _table(address: str, info: Info) -> str:
     lines += [
         f"{replica.address or '(the server itself)':<24}{_state(replica):<14}"
         f"{replica.active_weight_version:>8}{replica.load.running_turn_count:>9}"
-        f"{replica.load.waiting_turn_count:>9}"
+        f"{replica.load.waiting_turn_count:>9}{'  ' if replica.problem else ''}{replica.problem}"
         for replica in info.replicas
     ]
     return "\n".join(lines)

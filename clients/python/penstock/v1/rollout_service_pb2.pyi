@@ -39,6 +39,8 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     """Finishes its turns and takes no new ones."""
     REPLICA_STATE_UNAVAILABLE: _ReplicaState.ValueType  # 4
     """Lost, or holds weights that cannot be trusted."""
+    REPLICA_STATE_JOINING: _ReplicaState.ValueType  # 5
+    """Answers, and is being given the weights that the others have."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Whether an engine takes turns."""
@@ -53,6 +55,8 @@ REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 3
 """Finishes its turns and takes no new ones."""
 REPLICA_STATE_UNAVAILABLE: ReplicaState.ValueType  # 4
 """Lost, or holds weights that cannot be trusted."""
+REPLICA_STATE_JOINING: ReplicaState.ValueType  # 5
+"""Answers, and is being given the weights that the others have."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
@@ -73,6 +77,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUIRED_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     PARENT_TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    SINGLE_TURN_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Chosen by the caller, or the id that came with a lease; a repeated id is ALREADY_EXISTS."""
     group_id: _builtins.str
@@ -92,6 +97,10 @@ class GenerateRequest(_message.Message):
     to the same attempt, is closed with it and shares its outcome unless it is given its own. The
     tokens that both begin with are the parent's: of a conversation what the policy wrote there stands,
     where the messages are still the same, and is not encoded again.
+    """
+    single_turn: _builtins.bool
+    """Closed and forgotten when its turn ends: it cannot be continued, looked up or recorded. For whoever
+    keeps trajectories of its own, as a hub does. Not with a group, a lease or a parent.
     """
     @_builtins.property
     def tokens(self) -> _trajectory_pb2.TokenSequence:
@@ -124,10 +133,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         required_weight_version: _builtins.int = ...,
         parent_trajectory_id: _builtins.str = ...,
+        single_turn: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "sampling_params", b"sampling_params", "stream_options", b"stream_options", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "group_id", b"group_id", "group_size", b"group_size", "parent_trajectory_id", b"parent_trajectory_id", "priority", b"priority", "prompt", b"prompt", "required_weight_version", b"required_weight_version", "sample_index", b"sample_index", "sampling_params", b"sampling_params", "stream_options", b"stream_options", "text", b"text", "tokens", b"tokens", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "group_id", b"group_id", "group_size", b"group_size", "parent_trajectory_id", b"parent_trajectory_id", "priority", b"priority", "prompt", b"prompt", "required_weight_version", b"required_weight_version", "sample_index", b"sample_index", "sampling_params", b"sampling_params", "single_turn", b"single_turn", "stream_options", b"stream_options", "text", b"text", "tokens", b"tokens", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["tokens", "text", "conversation"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -599,12 +609,17 @@ class GetServerInfoRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_TENSORS_FIELD_NUMBER: _builtins.int
+    with_tensors: _builtins.bool
+    """Set means that `tensors` is wanted, which is long."""
     def __init__(
         self,
+        *,
+        with_tensors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_tensors", b"with_tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,6 +645,11 @@ class GetServerInfoResponse(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     ADAPTER_WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     model: _builtins.str
@@ -646,6 +666,12 @@ class GetServerInfoResponse(_message.Message):
     """Version whose bytes the server still holds, so that a delta can apply to it; zero for none."""
     http_port: _builtins.int
     """Port of the OpenAI and Anthropic endpoints, on the host of this one; 0 for none."""
+    server_id: _builtins.str
+    """Tells this process of the server from any other, also one at the same address."""
+    host_id: _builtins.str
+    """Boot id of its host: servers with the same one may be able to read each other's memory."""
+    draining: _builtins.bool
+    """Whether it was told to stop, and starts no turn any more."""
     @_builtins.property
     def staged_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions uploaded and verified but not yet switched to."""
@@ -670,6 +696,14 @@ class GetServerInfoResponse(_message.Message):
     def adapter_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions that are adapters and still sample, oldest first."""
 
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end a turn, unless the sampling parameters ignore them."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDescription]:
+        """Every tensor of a full upload, where it was asked for."""
+
     def __init__(
         self,
         *,
@@ -687,14 +721,51 @@ class GetServerInfoResponse(_message.Message):
         lora: Global___LoraSupport | None = ...,
         adapter_weight_versions: _abc.Iterable[_builtins.int] | None = ...,
         http_port: _builtins.int = ...,
+        server_id: _builtins.str = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        host_id: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___TensorDescription] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "draining", b"draining", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_id", b"server_id", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "tensors", b"tensors", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class TensorDescription(_message.Message):
+    """A tensor of a full upload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    OPTIONAL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Hugging Face parameter name."""
+    optional: _builtins.bool
+    """Whether an upload may leave it out, such as a tied lm_head.weight."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Dimension sizes."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        optional: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "optional", b"optional", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorDescription: _TypeAlias = TensorDescription  # noqa: Y015
 
 @_typing.final
 class LoraSupport(_message.Message):
@@ -733,6 +804,7 @@ class ServerLoad(_message.Message):
     KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
     OPEN_TRAJECTORY_COUNT_FIELD_NUMBER: _builtins.int
     BUFFERED_GROUP_COUNT_FIELD_NUMBER: _builtins.int
+    PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
     running_turn_count: _builtins.int
     """Turns being sampled."""
     waiting_turn_count: _builtins.int
@@ -743,6 +815,8 @@ class ServerLoad(_message.Message):
     """Trajectories open."""
     buffered_group_count: _builtins.int
     """Groups finished and not yet delivered."""
+    preemption_count: _builtins.int
+    """Turns that lost their place in the key-value cache to others and had to be computed again, ever."""
     def __init__(
         self,
         *,
@@ -751,10 +825,11 @@ class ServerLoad(_message.Message):
         kv_cache_usage: _builtins.float = ...,
         open_trajectory_count: _builtins.int = ...,
         buffered_group_count: _builtins.int = ...,
+        preemption_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffered_group_count", b"buffered_group_count", "kv_cache_usage", b"kv_cache_usage", "open_trajectory_count", b"open_trajectory_count", "running_turn_count", b"running_turn_count", "waiting_turn_count", b"waiting_turn_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffered_group_count", b"buffered_group_count", "kv_cache_usage", b"kv_cache_usage", "open_trajectory_count", b"open_trajectory_count", "preemption_count", b"preemption_count", "running_turn_count", b"running_turn_count", "waiting_turn_count", b"waiting_turn_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -770,12 +845,21 @@ class ReplicaInfo(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ACTIVE_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    TURN_COUNT_FIELD_NUMBER: _builtins.int
+    TURN_LIMIT_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Where it listens; empty for an engine in the server's own process."""
     state: Global___ReplicaState.ValueType
     """Whether it takes turns."""
     active_weight_version: _builtins.int
     """Version it samples."""
+    problem: _builtins.str
+    """Why it takes no turns, where it does not."""
+    turn_count: _builtins.int
+    """Turns it has from this server."""
+    turn_limit: _builtins.int
+    """Most turns it is given."""
     @_builtins.property
     def load(self) -> Global___ServerLoad:
         """Load now."""
@@ -787,10 +871,13 @@ class ReplicaInfo(_message.Message):
         state: Global___ReplicaState.ValueType = ...,
         active_weight_version: _builtins.int = ...,
         load: Global___ServerLoad | None = ...,
+        problem: _builtins.str = ...,
+        turn_count: _builtins.int = ...,
+        turn_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "address", b"address", "load", b"load", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "address", b"address", "load", b"load", "problem", b"problem", "state", b"state", "turn_count", b"turn_count", "turn_limit", b"turn_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

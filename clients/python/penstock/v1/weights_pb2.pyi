@@ -226,6 +226,7 @@ class UpdateWeightsRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    ACTIVATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___WeightHeader:
         """First message of the stream."""
@@ -248,6 +249,10 @@ class UpdateWeightsRequest(_message.Message):
     def round(self) -> Global___CollectiveRound:
         """One transfer of a collective upload; answered with READY when the engine has received it."""
 
+    @_builtins.property
+    def activate(self) -> Global___WeightActivation:
+        """Switches to the version that this stream has staged; answered with ACTIVE."""
+
     def __init__(
         self,
         *,
@@ -256,16 +261,41 @@ class UpdateWeightsRequest(_message.Message):
         commit: Global___WeightCommit | None = ...,
         join: Global___CollectiveJoin | None = ...,
         round: Global___CollectiveRound | None = ...,
+        activate: Global___WeightActivation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "join", b"join", "message", b"message", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "chunk", b"chunk", "commit", b"commit", "header", b"header", "join", b"join", "message", b"message", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "join", b"join", "message", b"message", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "chunk", b"chunk", "commit", b"commit", "header", b"header", "join", b"join", "message", b"message", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit", "join", "round"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit", "join", "round", "activate"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class WeightActivation(_message.Message):
+    """Switches to the version of an upload whose activation is staged, on the stream that it came by. Without
+    one the version waits for SwitchWeights, as any staged one does.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    in_flight: Global___InFlightPolicy.ValueType
+    """What happens to turns in flight; unspecified is what the header says."""
+    def __init__(
+        self,
+        *,
+        in_flight: Global___InFlightPolicy.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightActivation: _TypeAlias = WeightActivation  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsResponse(_message.Message):
@@ -279,6 +309,7 @@ class UpdateWeightsResponse(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     CHANGED_TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     """The version being uploaded."""
     state: Global___WeightState.ValueType
@@ -295,6 +326,12 @@ class UpdateWeightsResponse(_message.Message):
     def probe(self) -> Global___WeightProbeResult:
         """How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one."""
 
+    @_builtins.property
+    def memory(self) -> Global___SharedMemorySource:
+        """Where the version lies in this server's memory, packed as the header has it; set with WEIGHT_STATE_STAGED
+        for a full version. Others of this host can take it from there for as long as it is staged or held.
+        """
+
     def __init__(
         self,
         *,
@@ -304,10 +341,11 @@ class UpdateWeightsResponse(_message.Message):
         pause: _duration_pb2.Duration | None = ...,
         changed_tensor_count: _builtins.int = ...,
         probe: Global___WeightProbeResult | None = ...,
+        memory: Global___SharedMemorySource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "probe", b"probe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "pause", b"pause", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "changed_tensor_count", b"changed_tensor_count", "pause", b"pause", "probe", b"probe", "state", b"state", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "changed_tensor_count", b"changed_tensor_count", "memory", b"memory", "pause", b"pause", "probe", b"probe", "state", b"state", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,16 @@ PROGRESS_ALIGNMENT = 64
 PROGRESS_BYTES = 8
 
 
+def host_id() -> str:
+    """Boot id of this host."""
+    return BOOT_ID.read_text().strip()
+
+
+def host_namespace(descriptor: int) -> str:
+    """Boot id of this host and device of a file, as SharedMemorySource has them."""
+    return f"{host_id()}:{os.fstat(descriptor).st_dev}"
+
+
 class MemoryFile:
     """A file in memory whose length can never change: who maps it needs no fear of SIGBUS."""
 
@@ -50,8 +60,7 @@ class MemoryFile:
         # A view of one number stores it at once, and not byte by byte.
         self._progress = memoryview(self._memory)[place:size].cast("Q") if with_progress else None
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
-        device = os.fstat(self._descriptor).st_dev
-        self.host_namespace = f"{BOOT_ID.read_text().strip()}:{device}"
+        self.host_namespace = host_namespace(self._descriptor)
         """Boot id and device, as SharedMemorySource has them."""
 
     def tell_filled(self, end_bytes: int) -> None:

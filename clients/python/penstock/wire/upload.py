@@ -2,6 +2,7 @@
 
     header -> READY -> chunks, where the source is inline -> commit -> STAGED, and ACTIVE if immediate
     header -> READY -> commit, likewise: `Filling`, of shared memory that is filled in between
+    ... -> STAGED -> activate -> ACTIVE: `Staging`, of a version that is switched to later
 
 Requests are written as bytes here. A chunk then costs one copy of its data instead of four, and
 the header's checksum is that of the very bytes that are sent. Needs xxhash, which the client does not.
@@ -91,12 +92,69 @@ class Filling:
             yield weights_pb2.WeightCommit(tensor_xxh3=checksums)
 
 
+class Staging:
+    """An upload that is staged, and switched to when its uploader says so; on the event loop.
+
+    `activate` ends it; without, `cancel` has to.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        header: weights_pb2.WeightHeader,
+        payload: Iterable[Piece] = (),
+    ) -> None:
+        """Sends the header, whose activation is staged, and what `upload` sends."""
+        loop = asyncio.get_running_loop()
+        self._staged: asyncio.Future[weights_pb2.UpdateWeightsResponse] = loop.create_future()
+        self._activation: asyncio.Future[weights_pb2.WeightActivation | None] = loop.create_future()
+        self._payload = payload
+        self._last = asyncio.ensure_future(
+            _call(channel, header, self._requests, self._hear, self._activation)
+        )
+        self._last.add_done_callback(self._end)
+
+    async def staged(self) -> weights_pb2.UpdateWeightsResponse:
+        """The server's answer once the version is verified there. Raises AioRpcError and NotStaged."""
+        await asyncio.wait([self._staged, self._last], return_when=asyncio.FIRST_COMPLETED)
+        return self._staged.result() if self._staged.done() else await self._last
+
+    async def activate(
+        self, in_flight: weights_pb2.InFlightPolicy.ValueType
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """Has it switched to; returns the server's answer, ACTIVE. Raises AioRpcError and NotStaged."""
+        if not self._activation.done():
+            self._activation.set_result(weights_pb2.WeightActivation(in_flight=in_flight))
+        return await self._last
+
+    def cancel(self) -> None:
+        """Ends the call; what was staged by it may stay so. Safe to repeat."""
+        self._last.cancel()
+        if self._last.done() and not self._last.cancelled():
+            self._last.exception()  # Nobody waits for it.
+
+    def _hear(self, answer: weights_pb2.UpdateWeightsResponse) -> None:
+        if not self._staged.done():
+            self._staged.set_result(answer)
+
+    def _end(self, _: object) -> None:
+        # grpc's own task waits for the requests to end, also of a call that is over.
+        if not self._activation.done():
+            self._activation.set_result(None)
+
+    def _requests(self) -> AsyncIterator[Request]:
+        return _chunk_requests(self._payload, None)
+
+
 async def _call(
     channel: grpc.aio.Channel,
     header: weights_pb2.WeightHeader,
     body: Callable[[], AsyncIterator[Request]],
+    on_staged: Callable[[weights_pb2.UpdateWeightsResponse], None] | None = None,
+    activation: asyncio.Future[weights_pb2.WeightActivation | None] | None = None,
 ) -> weights_pb2.UpdateWeightsResponse:
-    """One call; `body` has what comes once the server is ready, at last the commit."""
+    """One call; `body` has what comes once the server is ready, at last the commit. `on_staged` is told
+    of each answer but READY, and `activation` what to send after it."""
     ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     method: grpc.aio.StreamStreamMultiCallable[bytes, weights_pb2.UpdateWeightsResponse] = (
         channel.stream_stream(
@@ -107,9 +165,14 @@ async def _call(
     )
     last: weights_pb2.UpdateWeightsResponse | None = None
     try:
-        async for response in method(_requests(header, body, ready)):
+        async for response in method(_requests(header, body, ready, activation)):
             if response.state != weights_pb2.WEIGHT_STATE_READY:
                 last = response
+                if on_staged is not None:
+                    on_staged(response)
+                if not ready.done():
+                    # It had the version already.
+                    ready.set_result(False)
             elif not ready.done():
                 ready.set_result(True)
     finally:
@@ -127,17 +190,19 @@ async def _requests(
     header: weights_pb2.WeightHeader,
     body: Callable[[], AsyncIterator[Request]],
     ready: asyncio.Future[bool],
+    activation: asyncio.Future[weights_pb2.WeightActivation | None] | None,
 ) -> AsyncIterator[bytes]:
     data = header.SerializeToString(deterministic=True)
     yield b"".join((_HEADER, _varint(len(data)), data))
-    if not await ready:
-        return
-    async for request in body():
-        if isinstance(request, weights_pb2.WeightCommit):
-            request.header_sha256 = hashlib.sha256(data).digest()
-            yield weights_pb2.UpdateWeightsRequest(commit=request).SerializeToString()
-        else:
-            yield request
+    if await ready:
+        async for request in body():
+            if isinstance(request, weights_pb2.WeightCommit):
+                request.header_sha256 = hashlib.sha256(data).digest()
+                yield weights_pb2.UpdateWeightsRequest(commit=request).SerializeToString()
+            else:
+                yield request
+    if activation is not None and (told := await activation) is not None:
+        yield weights_pb2.UpdateWeightsRequest(activate=told).SerializeToString()
 
 
 async def _chunk_requests(

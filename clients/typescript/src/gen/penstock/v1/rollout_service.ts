@@ -36,6 +36,8 @@ export enum ReplicaState {
   REPLICA_STATE_DRAINING = 3,
   /** REPLICA_STATE_UNAVAILABLE - Lost, or holds weights that cannot be trusted. */
   REPLICA_STATE_UNAVAILABLE = 4,
+  /** REPLICA_STATE_JOINING - Answers, and is being given the weights that the others have. */
+  REPLICA_STATE_JOINING = 5,
   UNRECOGNIZED = -1,
 }
 
@@ -80,6 +82,11 @@ export interface GenerateRequest {
    * where the messages are still the same, and is not encoded again.
    */
   parentTrajectoryId: string;
+  /**
+   * Closed and forgotten when its turn ends: it cannot be continued, looked up or recorded. For whoever
+   * keeps trajectories of its own, as a hub does. Not with a group, a lease or a parent.
+   */
+  singleTurn: boolean;
 }
 
 /** Extends an open trajectory. */
@@ -257,6 +264,8 @@ export interface AbortedTurn {
 
 /** Asks for a description of the server. */
 export interface GetServerInfoRequest {
+  /** Set means that `tensors` is wanted, which is long. */
+  withTensors: boolean;
 }
 
 /** Describes the server. */
@@ -293,6 +302,26 @@ export interface GetServerInfoResponse {
   adapterWeightVersions: bigint[];
   /** Port of the OpenAI and Anthropic endpoints, on the host of this one; 0 for none. */
   httpPort: number;
+  /** Tells this process of the server from any other, also one at the same address. */
+  serverId: string;
+  /** Tokens that end a turn, unless the sampling parameters ignore them. */
+  eosTokenIds: number[];
+  /** Boot id of its host: servers with the same one may be able to read each other's memory. */
+  hostId: string;
+  /** Every tensor of a full upload, where it was asked for. */
+  tensors: TensorDescription[];
+  /** Whether it was told to stop, and starts no turn any more. */
+  draining: boolean;
+}
+
+/** A tensor of a full upload. */
+export interface TensorDescription {
+  /** Hugging Face parameter name. */
+  name: string;
+  /** Dimension sizes. */
+  shape: bigint[];
+  /** Whether an upload may leave it out, such as a tied lm_head.weight. */
+  optional: boolean;
 }
 
 /** What a server offers for LoRA adapters. */
@@ -315,6 +344,8 @@ export interface ServerLoad {
   openTrajectoryCount: number;
   /** Groups finished and not yet delivered. */
   bufferedGroupCount: number;
+  /** Turns that lost their place in the key-value cache to others and had to be computed again, ever. */
+  preemptionCount: bigint;
 }
 
 /** One engine behind a server. */
@@ -326,7 +357,15 @@ export interface ReplicaInfo {
   /** Version it samples. */
   activeWeightVersion: bigint;
   /** Load now. */
-  load: ServerLoad | undefined;
+  load:
+    | ServerLoad
+    | undefined;
+  /** Why it takes no turns, where it does not. */
+  problem: string;
+  /** Turns it has from this server. */
+  turnCount: number;
+  /** Most turns it is given. */
+  turnLimit: number;
 }
 
 /** Asks for one trajectory. */
@@ -359,6 +398,7 @@ function createBaseGenerateRequest(): GenerateRequest {
     priority: 0,
     requiredWeightVersion: 0n,
     parentTrajectoryId: "",
+    singleTurn: false,
   };
 }
 
@@ -404,6 +444,9 @@ export const GenerateRequest: MessageFns<GenerateRequest> = {
     }
     if (message.parentTrajectoryId !== "") {
       writer.uint32(98).string(message.parentTrajectoryId);
+    }
+    if (message.singleTurn !== false) {
+      writer.uint32(104).bool(message.singleTurn);
     }
     return writer;
   },
@@ -517,6 +560,14 @@ export const GenerateRequest: MessageFns<GenerateRequest> = {
             message.parentTrajectoryId = reader.string();
             continue;
           }
+          case 13: {
+            if (tag !== 104) {
+              break;
+            }
+
+            message.singleTurn = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -570,6 +621,7 @@ export const GenerateRequest: MessageFns<GenerateRequest> = {
         ? BigInt(object.requiredWeightVersion)
         : 0n;
     message.parentTrajectoryId = object.parentTrajectoryId ?? "";
+    message.singleTurn = object.singleTurn ?? false;
     return message;
   },
 };
@@ -1741,11 +1793,14 @@ export const AbortedTurn: MessageFns<AbortedTurn> = {
 };
 
 function createBaseGetServerInfoRequest(): GetServerInfoRequest {
-  return {};
+  return { withTensors: false };
 }
 
 export const GetServerInfoRequest: MessageFns<GetServerInfoRequest> = {
-  encode(_: GetServerInfoRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+  encode(message: GetServerInfoRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.withTensors !== false) {
+      writer.uint32(8).bool(message.withTensors);
+    }
     return writer;
   },
 
@@ -1762,6 +1817,14 @@ export const GetServerInfoRequest: MessageFns<GetServerInfoRequest> = {
       while (reader.pos < end) {
         const tag = reader.uint32();
         switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.withTensors = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1777,8 +1840,9 @@ export const GetServerInfoRequest: MessageFns<GetServerInfoRequest> = {
   create<I extends Exact<DeepPartial<GetServerInfoRequest>, I>>(base?: I): GetServerInfoRequest {
     return GetServerInfoRequest.fromPartial(base ?? ({} as any));
   },
-  fromPartial<I extends Exact<DeepPartial<GetServerInfoRequest>, I>>(_: I): GetServerInfoRequest {
+  fromPartial<I extends Exact<DeepPartial<GetServerInfoRequest>, I>>(object: I): GetServerInfoRequest {
     const message = createBaseGetServerInfoRequest();
+    message.withTensors = object.withTensors ?? false;
     return message;
   },
 };
@@ -1799,6 +1863,11 @@ function createBaseGetServerInfoResponse(): GetServerInfoResponse {
     lora: undefined,
     adapterWeightVersions: [],
     httpPort: 0,
+    serverId: "",
+    eosTokenIds: [],
+    hostId: "",
+    tensors: [],
+    draining: false,
   };
 }
 
@@ -1871,6 +1940,25 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
     }
     if (message.httpPort !== 0) {
       writer.uint32(112).int32(message.httpPort);
+    }
+    if (message.serverId !== "") {
+      writer.uint32(122).string(message.serverId);
+    }
+    if (message.eosTokenIds.length !== 0) {
+      writer.uint32(130).fork();
+      for (const v of message.eosTokenIds) {
+        writer.int32(v);
+      }
+      writer.join();
+    }
+    if (message.hostId !== "") {
+      writer.uint32(138).string(message.hostId);
+    }
+    for (const v of message.tensors) {
+      TensorDescription.encode(v!, writer.uint32(146).fork()).join();
+    }
+    if (message.draining !== false) {
+      writer.uint32(152).bool(message.draining);
     }
     return writer;
   },
@@ -2030,6 +2118,56 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
             message.httpPort = reader.int32();
             continue;
           }
+          case 15: {
+            if (tag !== 122) {
+              break;
+            }
+
+            message.serverId = reader.string();
+            continue;
+          }
+          case 16: {
+            if (tag === 128) {
+              message.eosTokenIds.push(reader.int32());
+
+              continue;
+            }
+
+            if (tag === 130) {
+              const end2 = reader.uint32() + reader.pos;
+              while (reader.pos < end2) {
+                message.eosTokenIds.push(reader.int32());
+              }
+
+              continue;
+            }
+
+            break;
+          }
+          case 17: {
+            if (tag !== 138) {
+              break;
+            }
+
+            message.hostId = reader.string();
+            continue;
+          }
+          case 18: {
+            if (tag !== 146) {
+              break;
+            }
+
+            message.tensors.push(TensorDescription.decode(reader, reader.uint32()));
+            continue;
+          }
+          case 19: {
+            if (tag !== 152) {
+              break;
+            }
+
+            message.draining = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2070,6 +2208,107 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
       : undefined;
     message.adapterWeightVersions = object.adapterWeightVersions?.map((e) => BigInt(e)) || [];
     message.httpPort = object.httpPort ?? 0;
+    message.serverId = object.serverId ?? "";
+    message.eosTokenIds = object.eosTokenIds?.map((e) => e) || [];
+    message.hostId = object.hostId ?? "";
+    message.tensors = object.tensors?.map((e) => TensorDescription.fromPartial(e)) || [];
+    message.draining = object.draining ?? false;
+    return message;
+  },
+};
+
+function createBaseTensorDescription(): TensorDescription {
+  return { name: "", shape: [], optional: false };
+}
+
+export const TensorDescription: MessageFns<TensorDescription> = {
+  encode(message: TensorDescription, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.name !== "") {
+      writer.uint32(10).string(message.name);
+    }
+    if (message.shape.length !== 0) {
+      writer.uint32(18).fork();
+      for (const v of message.shape) {
+        if (BigInt.asIntN(64, v) !== v) {
+          throw new globalThis.Error("a value provided in array field shape of type int64 is too large");
+        }
+        writer.int64(v);
+      }
+      writer.join();
+    }
+    if (message.optional !== false) {
+      writer.uint32(24).bool(message.optional);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): TensorDescription {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseTensorDescription();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.name = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag === 16) {
+              message.shape.push(reader.int64() as bigint);
+
+              continue;
+            }
+
+            if (tag === 18) {
+              const end2 = reader.uint32() + reader.pos;
+              while (reader.pos < end2) {
+                message.shape.push(reader.int64() as bigint);
+              }
+
+              continue;
+            }
+
+            break;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.optional = reader.bool();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<TensorDescription>, I>>(base?: I): TensorDescription {
+    return TensorDescription.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<TensorDescription>, I>>(object: I): TensorDescription {
+    const message = createBaseTensorDescription();
+    message.name = object.name ?? "";
+    message.shape = object.shape?.map((e) => BigInt(e)) || [];
+    message.optional = object.optional ?? false;
     return message;
   },
 };
@@ -2142,7 +2381,14 @@ export const LoraSupport: MessageFns<LoraSupport> = {
 };
 
 function createBaseServerLoad(): ServerLoad {
-  return { runningTurnCount: 0, waitingTurnCount: 0, kvCacheUsage: 0, openTrajectoryCount: 0, bufferedGroupCount: 0 };
+  return {
+    runningTurnCount: 0,
+    waitingTurnCount: 0,
+    kvCacheUsage: 0,
+    openTrajectoryCount: 0,
+    bufferedGroupCount: 0,
+    preemptionCount: 0n,
+  };
 }
 
 export const ServerLoad: MessageFns<ServerLoad> = {
@@ -2161,6 +2407,12 @@ export const ServerLoad: MessageFns<ServerLoad> = {
     }
     if (message.bufferedGroupCount !== 0) {
       writer.uint32(40).int32(message.bufferedGroupCount);
+    }
+    if (message.preemptionCount !== 0n) {
+      if (BigInt.asIntN(64, message.preemptionCount) !== message.preemptionCount) {
+        throw new globalThis.Error("value provided for field message.preemptionCount of type int64 too large");
+      }
+      writer.uint32(48).int64(message.preemptionCount);
     }
     return writer;
   },
@@ -2218,6 +2470,14 @@ export const ServerLoad: MessageFns<ServerLoad> = {
             message.bufferedGroupCount = reader.int32();
             continue;
           }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.preemptionCount = reader.int64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2240,12 +2500,15 @@ export const ServerLoad: MessageFns<ServerLoad> = {
     message.kvCacheUsage = object.kvCacheUsage ?? 0;
     message.openTrajectoryCount = object.openTrajectoryCount ?? 0;
     message.bufferedGroupCount = object.bufferedGroupCount ?? 0;
+    message.preemptionCount = (object.preemptionCount !== undefined && object.preemptionCount !== null)
+      ? BigInt(object.preemptionCount)
+      : 0n;
     return message;
   },
 };
 
 function createBaseReplicaInfo(): ReplicaInfo {
-  return { address: "", state: 0, activeWeightVersion: 0n, load: undefined };
+  return { address: "", state: 0, activeWeightVersion: 0n, load: undefined, problem: "", turnCount: 0, turnLimit: 0 };
 }
 
 export const ReplicaInfo: MessageFns<ReplicaInfo> = {
@@ -2264,6 +2527,15 @@ export const ReplicaInfo: MessageFns<ReplicaInfo> = {
     }
     if (message.load !== undefined) {
       ServerLoad.encode(message.load, writer.uint32(34).fork()).join();
+    }
+    if (message.problem !== "") {
+      writer.uint32(42).string(message.problem);
+    }
+    if (message.turnCount !== 0) {
+      writer.uint32(48).int32(message.turnCount);
+    }
+    if (message.turnLimit !== 0) {
+      writer.uint32(56).int32(message.turnLimit);
     }
     return writer;
   },
@@ -2313,6 +2585,30 @@ export const ReplicaInfo: MessageFns<ReplicaInfo> = {
             message.load = ServerLoad.decode(reader, reader.uint32());
             continue;
           }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.problem = reader.string();
+            continue;
+          }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.turnCount = reader.int32();
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.turnLimit = reader.int32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2338,6 +2634,9 @@ export const ReplicaInfo: MessageFns<ReplicaInfo> = {
     message.load = (object.load !== undefined && object.load !== null)
       ? ServerLoad.fromPartial(object.load)
       : undefined;
+    message.problem = object.problem ?? "";
+    message.turnCount = object.turnCount ?? 0;
+    message.turnLimit = object.turnLimit ?? 0;
     return message;
   },
 };

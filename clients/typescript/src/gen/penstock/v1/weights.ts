@@ -121,7 +121,19 @@ export interface UpdateWeightsRequest {
     | //
     /** One transfer of a collective upload; answered with READY when the engine has received it. */
     { $case: "round"; value: CollectiveRound }
+    | //
+    /** Switches to the version that this stream has staged; answered with ACTIVE. */
+    { $case: "activate"; value: WeightActivation }
     | undefined;
+}
+
+/**
+ * Switches to the version of an upload whose activation is staged, on the stream that it came by. Without
+ * one the version waits for SwitchWeights, as any staged one does.
+ */
+export interface WeightActivation {
+  /** What happens to turns in flight; unspecified is what the header says. */
+  inFlight: InFlightPolicy;
 }
 
 /** Progress of an upload. */
@@ -139,7 +151,14 @@ export interface UpdateWeightsResponse {
   /** Tensors whose bytes differ from the version before; zero is worth an alarm. */
   changedTensorCount: number;
   /** How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one. */
-  probe: WeightProbeResult | undefined;
+  probe:
+    | WeightProbeResult
+    | undefined;
+  /**
+   * Where the version lies in this server's memory, packed as the header has it; set with WEIGHT_STATE_STAGED
+   * for a full version. Others of this host can take it from there for as long as it is staged or held.
+   */
+  memory: SharedMemorySource | undefined;
 }
 
 /** Describes the version about to be uploaded. */
@@ -377,6 +396,9 @@ export const UpdateWeightsRequest: MessageFns<UpdateWeightsRequest> = {
       case "round":
         CollectiveRound.encode(message.message.value, writer.uint32(42).fork()).join();
         break;
+      case "activate":
+        WeightActivation.encode(message.message.value, writer.uint32(50).fork()).join();
+        break;
     }
     return writer;
   },
@@ -434,6 +456,14 @@ export const UpdateWeightsRequest: MessageFns<UpdateWeightsRequest> = {
             message.message = { $case: "round", value: CollectiveRound.decode(reader, reader.uint32()) };
             continue;
           }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            message.message = { $case: "activate", value: WeightActivation.decode(reader, reader.uint32()) };
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -482,7 +512,68 @@ export const UpdateWeightsRequest: MessageFns<UpdateWeightsRequest> = {
         }
         break;
       }
+      case "activate": {
+        if (object.message?.value !== undefined && object.message?.value !== null) {
+          message.message = { $case: "activate", value: WeightActivation.fromPartial(object.message.value) };
+        }
+        break;
+      }
     }
+    return message;
+  },
+};
+
+function createBaseWeightActivation(): WeightActivation {
+  return { inFlight: 0 };
+}
+
+export const WeightActivation: MessageFns<WeightActivation> = {
+  encode(message: WeightActivation, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.inFlight !== 0) {
+      writer.uint32(8).int32(message.inFlight);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): WeightActivation {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseWeightActivation();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.inFlight = reader.int32() as any;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<WeightActivation>, I>>(base?: I): WeightActivation {
+    return WeightActivation.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<WeightActivation>, I>>(object: I): WeightActivation {
+    const message = createBaseWeightActivation();
+    message.inFlight = object.inFlight ?? 0;
     return message;
   },
 };
@@ -495,6 +586,7 @@ function createBaseUpdateWeightsResponse(): UpdateWeightsResponse {
     pause: undefined,
     changedTensorCount: 0,
     probe: undefined,
+    memory: undefined,
   };
 }
 
@@ -523,6 +615,9 @@ export const UpdateWeightsResponse: MessageFns<UpdateWeightsResponse> = {
     }
     if (message.probe !== undefined) {
       WeightProbeResult.encode(message.probe, writer.uint32(50).fork()).join();
+    }
+    if (message.memory !== undefined) {
+      SharedMemorySource.encode(message.memory, writer.uint32(58).fork()).join();
     }
     return writer;
   },
@@ -588,6 +683,14 @@ export const UpdateWeightsResponse: MessageFns<UpdateWeightsResponse> = {
             message.probe = WeightProbeResult.decode(reader, reader.uint32());
             continue;
           }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.memory = SharedMemorySource.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -618,6 +721,9 @@ export const UpdateWeightsResponse: MessageFns<UpdateWeightsResponse> = {
     message.changedTensorCount = object.changedTensorCount ?? 0;
     message.probe = (object.probe !== undefined && object.probe !== null)
       ? WeightProbeResult.fromPartial(object.probe)
+      : undefined;
+    message.memory = (object.memory !== undefined && object.memory !== null)
+      ? SharedMemorySource.fromPartial(object.memory)
       : undefined;
     return message;
   },

@@ -1,0 +1,164 @@
+"""One engine server as a hub calls it: the wire, and what its answers mean. No state of its own.
+
+Every call ends in one of three ways: its answer, `Unanswered` (the process is gone, stops, or can serve
+nobody: ask another one), or `Refused` (it says no to this very call).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from functools import cached_property
+
+import grpc
+
+from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire import codec
+from penstock.wire.failure import Failure, read_failure
+from penstock.wire.reasons import Reason
+from penstock.wire.security import Security, open_channel
+from penstock.wire.upload import NotStaged, Piece, Staging
+
+GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
+GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
+AbortRequest = codec.twin(rollout_service_pb2.AbortRequest)
+TrajectorySelector = codec.twin(rollout_service_pb2.TrajectorySelector)
+
+_SERVICE = "/penstock.v1.RolloutService"
+INFO_SECONDS = 10.0
+ABORT_SECONDS = 60.0
+# A server that says so is there, and of no use to anybody.
+USELESS = (Reason.ENGINE_LOST, Reason.WEIGHTS_INCONSISTENT, Reason.DRAINING)
+
+
+class Unanswered(Exception):
+    """Nobody answers there, or nobody who could serve."""
+
+
+class Refused(Exception):
+    """The server's answer is no."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.reason or failure.code.name}: {failure.message}")
+        self.failure = failure
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has no room now, and may have later."""
+        return self.failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class EngineServer:
+    """Calls to one address. Channels are made by the first call, on the loop that makes it."""
+
+    def __init__(self, address: str, security: Security) -> None:
+        """Raises CredentialsUnusable."""
+        self.address = address
+        self._security = security
+        security.check(address)
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        return open_channel(self.address, self._security, own_connection=True)
+
+    @cached_property
+    def _bulk(self) -> grpc.aio.Channel:
+        # Weights must not delay tokens.
+        return open_channel(self.address, self._security, own_connection=True)
+
+    async def close(self) -> None:
+        """Ends every call."""
+        for name in ("_channel", "_bulk"):
+            if name in self.__dict__:
+                await self.__dict__[name].close()
+
+    async def info(
+        self, *, with_tensors: bool = False
+    ) -> rollout_service_pb2.GetServerInfoResponse:
+        """What it is and how full."""
+        call = self._channel.unary_unary(
+            f"{_SERVICE}/GetServerInfo",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
+        )
+        with _answers():
+            return await call(GetServerInfoRequest(with_tensors=with_tensors), timeout=INFO_SECONDS)
+
+    async def abort(self, trajectory_ids: Sequence[str]) -> None:
+        """Returns when it works on none of them any more."""
+        call = self._channel.unary_unary(
+            f"{_SERVICE}/Abort",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.AbortResponse),
+        )
+        selector = TrajectorySelector(trajectory_ids=trajectory_ids)
+        with _answers():
+            await call(AbortRequest(trajectories=selector), timeout=ABORT_SECONDS)
+
+    async def generate(
+        self, request: rollout_service_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
+    ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
+        """The events of one turn; closing it early ends the turn."""
+        method = self._channel.unary_stream(
+            f"{_SERVICE}/Generate",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
+        )
+        with _answers():
+            call = method(request, metadata=tuple(metadata))
+            try:
+                async for event in call:
+                    yield event
+            finally:
+                call.cancel()
+
+    def stage(self, header: weights_pb2.WeightHeader, payload: Iterable[Piece] = ()) -> StagedThere:
+        """Begins the upload of a version that is switched to later."""
+        return StagedThere(Staging(self._bulk, header, payload))
+
+
+class StagedThere:
+    """A version on its way to an engine server, from the header to being active there."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    async def staged(self) -> weights_pb2.UpdateWeightsResponse:
+        """Returns when it is verified there."""
+        with _answers():
+            return await self._staging.staged()
+
+    async def activate(
+        self, in_flight: weights_pb2.InFlightPolicy.ValueType
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """Returns when it is sampled."""
+        with _answers():
+            return await self._staging.activate(in_flight)
+
+    def cancel(self) -> None:
+        """Leaves it; safe to repeat."""
+        self._staging.cancel()
+
+
+@contextlib.contextmanager
+def _answers() -> Generator[None]:
+    """Errors of a call as `Unanswered` and `Refused`."""
+    try:
+        yield
+    except NotStaged as error:
+        raise Unanswered(str(error)) from error
+    except grpc.aio.UsageError as error:
+        # The channel was closed meanwhile.
+        raise Unanswered(str(error)) from error
+    except grpc.aio.AioRpcError as error:
+        failure = read_failure(error)
+        if failure.reason in USELESS or (failure.is_unanswered and not failure.reason):
+            raise Unanswered(failure.message or failure.code.name) from error
+        raise Refused(failure) from error
+
+
+FINISHED = {
+    trajectory_pb2.FINISH_REASON_STOP,
+    trajectory_pb2.FINISH_REASON_LENGTH,
+    trajectory_pb2.FINISH_REASON_ABORTED,
+}

@@ -1,0 +1,203 @@
+"""Where the engine of `penstock serve` comes from: vLLM in this process, or a pool of engine servers.
+
+What vLLM has is imported only by who needs it: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from penstock.server.config import ConfigError, Pool, ServeConfig
+
+if TYPE_CHECKING:
+    from penstock.server.conversation import OutputParser
+    from penstock.server.engine import Engine
+    from penstock.server.pool import PoolEngine, PoolRules
+    from penstock.wire.security import Security
+
+
+class EngineSource(Protocol):
+    """One of them."""
+
+    @property
+    def model(self) -> str:
+        """What is served, as the operator is told."""
+        ...
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Every option of the engine as it would be."""
+        ...
+
+    def load_tokenizer(self, engine: Engine | None) -> object | None:
+        """The model's, as soon as it is known which: before the engine is there, or with it."""
+        ...
+
+    async def start(self) -> Engine:
+        """The engine, once it can sample."""
+        ...
+
+
+class ParserFailed(Exception):
+    """A parser that was named cannot read what this model writes."""
+
+
+class VllmSource:
+    """The engine of an ordinary server."""
+
+    def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
+        """Raises ConfigError."""
+        # Imports vllm, which takes seconds: only now that it is certain to be needed.
+        from penstock.server.vllm_options import describe_options, engine_arguments
+
+        _check_parsers(config)
+        try:
+            self._arguments = engine_arguments([*config.engine_options(), *engine_options])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._describe = describe_options
+
+    @property
+    def model(self) -> str:
+        """What is served."""
+        return str(self._arguments.model)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Every option of the engine as it would be."""
+        return self._describe(self._arguments)
+
+    def load_tokenizer(self, engine: Engine | None) -> object | None:
+        """The model's, as soon as it is known which it is."""
+        from penstock.server.conversation import load_tokenizer
+
+        return load_tokenizer(str(self._arguments.tokenizer or self._arguments.model))
+
+    async def start(self) -> Engine:
+        """Loads the model."""
+        from penstock.server.vllm_engine import VllmEngine
+
+        return await VllmEngine.start(self._arguments)
+
+
+class HubSource:
+    """The pool of a hub."""
+
+    def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
+        """Raises ConfigError."""
+        unused = [name for name in config.engine if name not in ("model", "tokenizer")]
+        unused += engine_options
+        if unused:
+            raise ConfigError(
+                f"a hub has no engine of its own for {unused[0]!r}; give it to the others"
+            )
+        _check_parsers(config)
+        self._config = config
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> str:
+        """What is served."""
+        return str(self._config.engine.get("model", "what the engines serve"))
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What a hub knows of the model."""
+        return dict(self._config.engine)
+
+    def load_tokenizer(self, engine: Engine | None) -> object | None:
+        """That of its own settings at once, else what the engines name."""
+        from penstock.server.conversation import load_tokenizer
+
+        named = self._config.engine.get("tokenizer") or self._config.engine.get("model")
+        if named is None and engine is not None:
+            named = engine.description.model
+        return None if named is None else load_tokenizer(str(named))
+
+    async def start(self) -> Engine:
+        """Waits for the first engine server that answers. Raises CredentialsUnusable."""
+        from penstock.server.discovery import Discovery
+        from penstock.server.pool import PoolEngine
+
+        pool = self._config.pool
+        discovery = Discovery(pool.engines)
+        engine = PoolEngine(await discovery.look(), pool_security(pool), pool_rules(pool))
+        self._watching = asyncio.create_task(
+            discovery.run(pool.discover_seconds, engine.set_addresses), name="discovery"
+        )
+        click.echo(f"penstock hub waiting for an engine of {', '.join(pool.engines)}")
+        sys.stdout.flush()
+        try:
+            await self._described(engine)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def _described(self, engine: PoolEngine) -> None:
+        assert self._watching is not None
+        waiting = asyncio.ensure_future(engine.described())
+        await asyncio.wait([waiting, self._watching], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done() and self._watching.done():
+            # Nothing to watch, unless it failed.
+            self._watching.result()
+        await waiting
+
+
+def pool_security(pool: Pool) -> Security:
+    """What a hub shows its engine servers."""
+    from penstock.wire.security import Security
+
+    return Security(
+        tls=pool.tls,
+        ca=pool.ca,
+        certificate=pool.certificate,
+        key=pool.key,
+        server_name=pool.server_name,
+        token_file=pool.token_file,
+    )
+
+
+def pool_rules(pool: Pool) -> PoolRules:
+    """How a hub runs them."""
+    from penstock.server.pool import PoolRules
+    from penstock.server.routing import RoutingRules
+    from penstock.server.turn_limit import LimitRules
+
+    return PoolRules(
+        RoutingRules(pool.margin),
+        LimitRules(first=pool.first_turns, most=pool.most_turns),
+        switches_at_once=pool.switch == "all",
+        switch_part=pool.switch_part,
+        look_seconds=pool.look_seconds,
+    )
+
+
+def _check_parsers(config: ServeConfig) -> None:
+    """Raises ConfigError for a name that vLLM does not know."""
+    names = config.conversation.tool_parser, config.conversation.reasoning_parser
+    if not any(names):
+        return
+    from penstock.server.vllm_parsers import ParserUnknown, check_names
+
+    try:
+        check_names(*names)
+    except (ParserUnknown, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def make_parser(config: ServeConfig, tokenizer: object) -> OutputParser | None:
+    """What reads tool calls and reasoning, where one is named. Raises ParserFailed."""
+    names = config.conversation.tool_parser, config.conversation.reasoning_parser
+    if not any(names):
+        return None
+    from penstock.server.vllm_parsers import ParserUnknown, VllmParsers
+
+    try:
+        return VllmParsers(tokenizer, *names)
+    except ParserUnknown as error:
+        raise ParserFailed(str(error)) from error

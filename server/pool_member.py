@@ -1,0 +1,251 @@
+"""One engine of a pool: whether it is in rotation, which weights it has, how much it is given.
+
+States, and what moves it (docs/pool.md has the picture):
+
+    JOINING    answers, and has not the pool's weights            -> SERVING, once it was given them
+    SERVING    in rotation                                        -> SWITCHING, JOINING, DRAINING, LOST
+    SWITCHING  is being given the next version                    -> SERVING, JOINING where it refused
+    DRAINING   was told to stop; another process may follow it    -> LOST
+    REFUSED    is not the model of this pool, or knows too little -> JOINING, as another process
+    LOST       nobody answers                                     -> JOINING
+
+State only, and the arithmetic of it: what asks the engine server, and when, is in `pool`.
+
+Version numbers: `wire_versions` maps what the engine server calls a version to what the pool calls it. An
+engine server that was never given weights by anybody samples the model as it was loaded, which is version 0
+on both sides.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from penstock.server.engine import EngineDescription, TensorMeta
+from penstock.server.engine_server import EngineServer
+from penstock.server.routing import EngineLoad, retry_seconds
+from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
+from penstock.v1 import rollout_service_pb2
+from penstock.wire.codec import twin
+
+ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
+ServerLoad = twin(rollout_service_pb2.ServerLoad)
+KNOWN_VERSIONS = 64
+# How much of the newest turn is in what is known of an engine's pace.
+PACE_PART = 0.1
+
+
+class State(Enum):
+    """Of an engine of the pool."""
+
+    JOINING = rollout_service_pb2.REPLICA_STATE_JOINING
+    SERVING = rollout_service_pb2.REPLICA_STATE_SERVING
+    SWITCHING = rollout_service_pb2.REPLICA_STATE_PAUSED
+    DRAINING = rollout_service_pb2.REPLICA_STATE_DRAINING
+    REFUSED = 100
+    LOST = rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
+
+    @property
+    def message(self) -> rollout_service_pb2.ReplicaState.ValueType:
+        """As GetServerInfo names it."""
+        value = self.LOST.value if self is State.REFUSED else self.value
+        return rollout_service_pb2.ReplicaState.ValueType(value)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One address of the pool."""
+
+    server: EngineServer
+    rules: LimitRules
+    clock: Callable[[], float]
+    state: State = State.LOST
+    problem: str = "has not answered yet"
+    """Why it is not in rotation."""
+    server_id: str = ""
+    """Its process; empty before the first answer."""
+    host_id: str = ""
+    version: int | None = None
+    """The pool's number of what it samples; None where that is not known."""
+    changes: int = 0
+    """How often its weights were changed from here: what it said of them before counts no more."""
+    newest_wire_version: int = 0
+    """Newest version that its process has accepted."""
+    reserved: set[int] = field(default_factory=set[int])
+    """Versions on their way there."""
+    wire_versions: OrderedDict[int, int] = field(default_factory=OrderedDict[int, int])
+    turns: set[str] = field(default_factory=set[str])
+    """Requests that it has."""
+    given: int = 0
+    failures: int = 0
+    """In a row."""
+    closed_until: float = 0.0
+    """No turns go there before this time, on the clock, for it was full or failed."""
+    limit: TurnLimit = field(init=False)
+    load: rollout_service_pb2.ServerLoad = field(default_factory=ServerLoad)
+    seconds_per_token: float | None = None
+    slowness: float = 1.0
+    """Of its turns, against the pool's; see `routing`."""
+
+    def __post_init__(self) -> None:
+        self.limit = TurnLimit.begin(self.rules)
+
+    @property
+    def address(self) -> str:
+        """Where it is, which is its name."""
+        return self.server.address
+
+    @property
+    def answers(self) -> bool:
+        """Whether a process of the pool's model is there."""
+        return self.state not in (State.LOST, State.REFUSED)
+
+    def takes_turns(self, version: int = 0) -> bool:
+        """Whether it is in rotation and not left alone just now; with a version, that it samples it."""
+        if self.state is not State.SERVING or self.clock() < self.closed_until:
+            return False
+        return not version or self.version == version
+
+    def as_load(self) -> EngineLoad:
+        """As the routing sees it."""
+        return EngineLoad(
+            self.address, len(self.turns), self.limit.value, self.slowness, self.given
+        )
+
+    # What it says of itself
+
+    def heard(self, info: rollout_service_pb2.GetServerInfoResponse) -> bool:
+        """Takes in an answer; returns whether it is of another process than before."""
+        other = info.server_id != self.server_id
+        if other:
+            self.server_id = info.server_id
+            self.limit = TurnLimit.begin(self.rules)
+            self.wire_versions.clear()
+            self.reserved.clear()
+            self.seconds_per_token = None
+            self.state, self.problem = State.JOINING, ""
+        elif self.state is State.LOST:
+            # It was out of reach; what it samples is what it did, unless it says otherwise.
+            self.state, self.problem = State.JOINING, ""
+        self.failures = 0
+        self.host_id = info.host_id
+        self.load = info.load
+        accepted = [info.active_weight_version, *info.staged_weight_versions]
+        self.newest_wire_version = max(accepted)
+        self.version = self.pool_version(info.active_weight_version)
+        self.limit = self.limit.after(
+            LoadReport(
+                len(self.turns),
+                info.load.running_turn_count,
+                info.load.waiting_turn_count,
+                info.load.kv_cache_usage,
+                info.load.preemption_count,
+            ),
+            self.rules,
+        )
+        return other
+
+    def pool_version(self, wire_version: int) -> int | None:
+        """What the pool calls what the engine server calls so; None where that is not known."""
+        if wire_version == 0:
+            return 0
+        return self.wire_versions.get(wire_version)
+
+    def reserve(self, pool_version: int) -> int:
+        """A number under which the engine server takes a version: larger than any it has accepted or is
+        being given."""
+        number = max(pool_version, self.newest_wire_version + 1, *(n + 1 for n in self.reserved))
+        self.reserved.add(number)
+        self.wire_versions[number] = pool_version
+        while len(self.wire_versions) > KNOWN_VERSIONS:
+            self.wire_versions.popitem(last=False)
+        return number
+
+    def settle(self, wire_version: int, *, accepted: bool) -> None:
+        """What came of a number; one that was not accepted may be used again."""
+        self.reserved.discard(wire_version)
+        if accepted:
+            self.newest_wire_version = max(self.newest_wire_version, wire_version)
+
+    def has(self, pool_version: int) -> None:
+        """It samples this version now."""
+        self.version = pool_version
+        self.changes += 1
+
+    # What becomes of its turns
+
+    def took(self, request_id: str) -> None:
+        """It is given a request."""
+        self.turns.add(request_id)
+        self.given += 1
+
+    def paced(self, seconds: float, token_count: int) -> None:
+        """A turn of so many tokens took so long."""
+        if token_count:
+            new, old = seconds / token_count, self.seconds_per_token
+            self.seconds_per_token = new if old is None else old + PACE_PART * (new - old)
+
+    def close_for(self, seconds: float) -> None:
+        """It is left alone for so long."""
+        self.closed_until = max(self.closed_until, self.clock() + seconds)
+
+    def fail(self, problem: str) -> None:
+        """It does not answer, or cannot serve."""
+        self.failures += 1
+        self.state, self.problem = State.LOST, problem
+
+    def leave_rotation(self, problem: str) -> None:
+        """It answers, and has not what it should."""
+        if self.state in (State.SERVING, State.SWITCHING, State.JOINING):
+            self.failures += 1
+            self.state, self.problem = State.JOINING, problem
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long it is left alone after what failed so often."""
+        return retry_seconds(self.failures)
+
+    def message(self) -> rollout_service_pb2.ReplicaInfo:
+        """As GetServerInfo has it."""
+        return ReplicaInfo(
+            address=self.address,
+            state=self.state.message,
+            active_weight_version=self.version or 0,
+            load=self.load if self.answers else None,
+            problem=self.problem,
+            turn_count=len(self.turns),
+            turn_limit=self.limit.value,
+        )
+
+
+def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescription:
+    """What an engine server says that does not change; asked with its tensors."""
+    return EngineDescription(
+        model=info.model,
+        vocab_size=info.vocab_size,
+        max_context_length=info.max_context_length,
+        eos_token_ids=tuple(info.eos_token_ids),
+        weight_dtype=info.weight_dtype,
+        tensors={t.name: TensorMeta(tuple(t.shape), t.optional) for t in info.tensors},
+    )
+
+
+def difference(pool: EngineDescription, engine: EngineDescription) -> str:
+    """How an engine differs from its pool, in words; empty where it does not.
+
+    Models are known by their shapes: the same one may be under another path on another host.
+    """
+    for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
+        ours, theirs = getattr(pool, name), getattr(engine, name)
+        if ours != theirs:
+            return f"{name} is {theirs}, the pool's is {ours}"
+    if pool.tensors != engine.tensors:
+        names = sorted(
+            name
+            for name in pool.tensors.keys() | engine.tensors.keys()
+            if pool.tensors.get(name) != engine.tensors.get(name)
+        )
+        return f"{len(names)} tensors differ from the pool's, {names[0]} among them"
+    return ""

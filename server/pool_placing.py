@@ -1,0 +1,142 @@
+"""Which engine of a pool takes a request, now or when one has room.
+
+    place -> an engine at once, or the request waits; those that wait are served by priority, then in order
+    wake  -> room has come to be somewhere
+    leave -> a request that waits is not wanted any more
+
+Who may take it, and who of those does, is `routing`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from penstock.server.engine import EngineRequest
+from penstock.server.pool_member import Member
+from penstock.server.routing import RoutingRules, place
+
+HOMES = 200_000
+"""Trajectories and groups whose engine is remembered."""
+LOOKED_AT = 32
+"""Engines that a request is compared between: more of them hardly find a better one, and cost time with
+each request of a large pool."""
+
+
+class Placing:
+    """Places requests on the engines in rotation."""
+
+    def __init__(
+        self,
+        serving: Callable[[], Sequence[Member]],
+        rules: RoutingRules,
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`serving` has the engines in rotation."""
+        self._serving = serving
+        self._rules = rules
+        self._rng = rng or random.Random()
+        self._homes: OrderedDict[str, Member] = OrderedDict()
+        self._order = itertools.count()
+        self._waiting: list[tuple[int, int, EngineRequest]] = []
+        self._pinned: dict[str, EngineRequest] = {}
+        self._futures: dict[str, asyncio.Future[Member | None]] = {}
+        self.kept_home = 0
+        """Requests that went where their cache is."""
+        self.left_home = 0
+        """Requests that had such a place and went elsewhere."""
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests without a place."""
+        return len(self._futures)
+
+    async def place(self, request: EngineRequest) -> Member | None:
+        """The engine that takes it, which counts it from now on; None where it was left."""
+        pinned = request.required_weight_version > 0
+        if (pinned or not self._futures) and (member := self._find(request)) is not None:
+            return member
+        future: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        if pinned:
+            self._pinned[request.request_id] = request
+        else:
+            heapq.heappush(self._waiting, (request.priority, next(self._order), request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and (member := future.result()) is not None:
+                member.turns.discard(request.request_id)
+                self.wake()
+            raise
+        finally:
+            self._futures.pop(request.request_id, None)
+            self._pinned.pop(request.request_id, None)
+
+    def leave(self, request_id: str) -> bool:
+        """A request is not wanted any more; whether it waited."""
+        future = self._futures.get(request_id)
+        if future is None or future.done():
+            return False
+        future.set_result(None)
+        return True
+
+    def wake(self) -> None:
+        """Something has room, or came into rotation."""
+        for request_id, request in list(self._pinned.items()):
+            future = self._futures[request_id]
+            if not future.done() and (member := self._find(request)) is not None:
+                future.set_result(member)
+        while self._waiting:
+            request = self._waiting[0][2]
+            future = self._futures.get(request.request_id)
+            if future is not None and not future.done():
+                member = self._find(request)
+                if member is None:
+                    return
+                future.set_result(member)
+            heapq.heappop(self._waiting)
+
+    def forget(self, member: Member) -> None:
+        """What its cache held is gone."""
+        for key in [key for key, home in self._homes.items() if home is member]:
+            del self._homes[key]
+
+    def _find(self, request: EngineRequest) -> Member | None:
+        required = request.required_weight_version
+        keys = [f"t/{request.trajectory_id}"] if request.trajectory_id else []
+        keys += [f"g/{request.group_id}"] if request.group_id else []
+        homes = [self._homes[key] for key in keys if key in self._homes]
+        chosen = self._choose(homes, required)
+        if chosen is None:
+            return None
+        if homes:
+            self.kept_home += chosen in homes
+            self.left_home += chosen not in homes
+        for key in keys:
+            # The siblings of a group stay with the first of them, wherever one of them went.
+            if key.startswith("t/") or key not in self._homes:
+                self._homes[key] = chosen
+            self._homes.move_to_end(key)
+        while len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        chosen.took(request.request_id)
+        return chosen
+
+    def _choose(self, homes: Sequence[Member], required: int) -> Member | None:
+        serving = self._serving()
+        rounds = [serving]
+        if len(serving) > LOOKED_AT:
+            rounds = [[*homes, *self._rng.sample(serving, LOOKED_AT)], serving]
+        names = [member.address for member in homes]
+        for members in rounds:
+            known = {m.address: m for m in members if m.takes_turns(required)}
+            found = place([member.as_load() for member in known.values()], names, self._rules)
+            if found is not None:
+                return known[found.name]
+        return None

@@ -1,0 +1,173 @@
+"""One weight version on its way from the hub to its engine servers.
+
+Once per host: the engine server that comes first there, its *leader*, gets the bytes through the stream;
+the others take them from its memory. On the hub's own host all take them from the hub's. Who cannot read
+what it is offered is sent the bytes, so that a wrong guess about hosts costs time and nothing else.
+
+Every engine server verifies every byte by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Mapping
+
+import xxhash
+
+from penstock.server.engine import StagedWeights
+from penstock.server.engine_server import Refused, StagedThere, Unanswered
+from penstock.server.pool_member import Member
+from penstock.server.weight_probe import Probe
+from penstock.v1 import weights_pb2
+from penstock.wire.memory_file import host_id, host_namespace
+from penstock.wire.reasons import Reason
+
+POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
+    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
+    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
+    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
+}
+
+
+class Payload:
+    """The bytes of a staged version, mapped, and what a header says of them."""
+
+    def __init__(self, weights: StagedWeights) -> None:
+        """Blocks: it reads every byte once. Raises OSError."""
+        self.weight_version = weights.weight_version
+        self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.host_namespace = host_namespace(self._descriptor)
+            self.length_bytes = max(
+                (t.offset_bytes + t.length_bytes for t in weights.tensors), default=0
+            )
+            mapped = (
+                mmap.mmap(self._descriptor, self.length_bytes, prot=mmap.PROT_READ)
+                if self.length_bytes
+                else b""
+            )
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.view = memoryview(mapped)
+        # Of this process, so that it is there for as long as this is.
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.tensors = [
+            weights_pb2.TensorSpec(
+                name=tensor.name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                offset_bytes=tensor.offset_bytes,
+                length_bytes=tensor.length_bytes,
+                xxh3=xxhash.xxh3_64_intdigest(
+                    self.view[tensor.offset_bytes : tensor.offset_bytes + tensor.length_bytes]
+                ),
+            )
+            for tensor in weights.tensors
+        ]
+
+    def close(self) -> None:
+        """Nobody reads it any more, but for who has it open."""
+        os.close(self._descriptor)
+
+
+class Fanout:
+    """One version for any number of engine servers, each asked once."""
+
+    def __init__(self, payload: Payload, epoch: int, probe: Probe | None = None) -> None:
+        """`epoch` is the hub's: engine servers refuse uploads of an older hub from then on."""
+        self._payload = payload
+        self._epoch = epoch
+        self._probe = None if probe is None else probe.message()
+        self._host_id = host_id()
+        self._leaders: dict[str, asyncio.Future[weights_pb2.SharedMemorySource | None]] = {}
+        self._numbers: dict[Member, int] = {}
+        self._sending: dict[Member, asyncio.Task[StagedThere]] = {}
+        self.weight_version = payload.weight_version
+
+    def begin(self, member: Member) -> asyncio.Task[StagedThere]:
+        """Stages it there, unless that was begun before. The task raises Unanswered and Refused."""
+        task = self._sending.get(member)
+        if task is None:
+            name = f"version {self.weight_version} to {member.address}"
+            task = self._sending[member] = asyncio.create_task(self._stage(member), name=name)
+        return task
+
+    def settle(self, member: Member, *, accepted: bool) -> None:
+        """What came of it there; safe to repeat, the first time counts."""
+        if (number := self._numbers.get(member)) is not None and number in member.reserved:
+            member.settle(number, accepted=accepted)
+
+    async def close(self) -> None:
+        """Ends what is under way; what is staged somewhere is left there."""
+        for task in self._sending.values():
+            task.cancel()
+        found = await asyncio.gather(*self._sending.values(), return_exceptions=True)
+        for member, there in zip(self._sending, found, strict=True):
+            # Where it is staged and was not switched to, its number is taken.
+            self.settle(member, accepted=not isinstance(there, Refused | Unanswered))
+            if isinstance(there, StagedThere):
+                there.cancel()
+        self._sending.clear()
+        self._payload.close()
+
+    async def _stage(self, member: Member) -> StagedThere:
+        if member.host_id == self._host_id:
+            memory = weights_pb2.SharedMemorySource(
+                name=self._payload.path, host_namespace=self._payload.host_namespace
+            )
+            return await self._offer(member, memory)
+        leading = self._leaders.get(member.host_id)
+        if leading is not None and (memory := await asyncio.shield(leading)) is not None:
+            return await self._offer(member, memory)
+        leading = self._leaders[member.host_id] = asyncio.get_running_loop().create_future()
+        memory = None
+        try:
+            there, answer = await self._send(member, None)
+            memory = answer.memory if answer.HasField("memory") else None
+            return there
+        finally:
+            leading.set_result(memory)
+            if memory is None and self._leaders.get(member.host_id) is leading:
+                # The next one leads.
+                del self._leaders[member.host_id]
+
+    async def _offer(self, member: Member, memory: weights_pb2.SharedMemorySource) -> StagedThere:
+        try:
+            return (await self._send(member, memory))[0]
+        except Refused as error:
+            unreadable = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID)
+            if error.failure.reason not in unreadable:
+                raise
+            return (await self._send(member, None))[0]
+
+    async def _send(
+        self, member: Member, memory: weights_pb2.SharedMemorySource | None
+    ) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
+        version = self._numbers.get(member)
+        if version is None:
+            version = self._numbers[member] = member.reserve(self.weight_version)
+        header = weights_pb2.WeightHeader(
+            weight_version=version,
+            tensors=self._payload.tensors,
+            activation=weights_pb2.ACTIVATION_STAGED,
+            trainer_epoch=self._epoch,
+            probe=self._probe,
+        )
+        if memory is None:
+            header.inline.length_bytes = self._payload.length_bytes
+        else:
+            header.shared_memory.CopyFrom(memory)
+        there = member.server.stage(header, () if memory is not None else (self._payload.view,))
+        try:
+            answer = await there.staged()
+        except BaseException:
+            there.cancel()
+            raise
+        if answer.state != weights_pb2.WEIGHT_STATE_STAGED:
+            there.cancel()
+            raise Unanswered(f"it answered an upload with state {answer.state}")
+        return there, answer

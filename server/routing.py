@@ -1,0 +1,78 @@
+"""Where a turn goes in a pool of engines: pure functions of what is known of each. No I/O, no clock.
+
+The hub drives these, and so does the simulator. Order of what decides:
+
+1. An engine takes a turn only while it is in rotation and has fewer turns than its limit.
+2. The *home* of a turn is the engine whose key-value cache has most of it: the one that had the
+   trajectory's last turn, else the one that its group's siblings went to. A turn goes home while home is
+   at most a margin busier than the least busy engine.
+3. Else it goes to the least busy one; among equals to the one with the fewest turns so far, so that
+   idle engines take turns.
+
+How busy an engine is, is the part of its limit that it has, times how slow it is: an engine that takes
+twice as long for a token as the others is as full with half as many turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """One engine in rotation."""
+
+    name: str
+    turns: int
+    """That it has of this hub."""
+    limit: int
+    """Most that it is given; at least 1."""
+    slowness: float = 1.0
+    """Seconds per token over what is usual in the pool; at least 1."""
+    given: int = 0
+    """Turns it was ever given."""
+
+    @property
+    def busy(self) -> float:
+        """How full it is with one turn more, 1 at its limit, and beyond that where it is slow."""
+        return (self.turns + 1) / self.limit * self.slowness
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRules:
+    """How much the prefix cache is worth."""
+
+    margin: float = 0.25
+    """How much busier than the least busy engine home may be, as a part of its limit."""
+
+
+def place(
+    engines: Sequence[EngineLoad], homes: Sequence[str], rules: RoutingRules
+) -> EngineLoad | None:
+    """The engine that takes a turn; None where each is at its limit. `homes` has the best first."""
+    free = [engine for engine in engines if engine.turns < engine.limit]
+    if not free:
+        return None
+    least = min(free, key=lambda engine: (engine.busy, engine.given, engine.name))
+    known = {engine.name: engine for engine in free}
+    for name in homes:
+        home = known.get(name)
+        if home is not None and home.busy - least.busy <= rules.margin:
+            return home
+    return least
+
+
+def slowness(seconds_per_token: Sequence[float | None]) -> list[float]:
+    """How slow each engine is against the pool's median; 1 where nothing is known of it, and never less."""
+    known = [seconds for seconds in seconds_per_token if seconds]
+    usual = median(known) if known else 0.0
+    return [
+        max(1.0, seconds / usual) if seconds and usual else 1.0 for seconds in seconds_per_token
+    ]
+
+
+def retry_seconds(failures: int, first: float = 0.2, longest: float = 10.0) -> float:
+    """How long an engine is left alone that failed so many times in a row; 0 for none."""
+    return min(longest, first * 2.0 ** (min(failures, 64) - 1)) if failures else 0.0

@@ -1,0 +1,76 @@
+"""How many turns an engine is given at a time: a pure controller of its load. No I/O, no clock.
+
+Too few leave it idle; too many fill its key-value cache until it throws turns out and computes them again
+(*preemption*), which costs more than waiting here. Nobody knows the number beforehand: it depends on the
+lengths. So, on each report of the engine:
+
+    preempted since the last report, or the cache nearly full   the limit falls to a part of what it has now
+    turns wait in the engine's own queue                        it stays: more would only wait there
+    the limit is reached and the cache has room                 it grows by a step
+    the limit is not reached                                    it stays: nothing was learnt
+
+Additive growth and multiplicative fall, as of TCP: engines that share nothing need no agreement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class LimitRules:
+    """How the limit moves."""
+
+    first: int = 32
+    fewest: int = 1
+    most: int = 4096
+    full: float = 0.95
+    """Part of the key-value cache from which on it counts as full."""
+    room: float = 0.85
+    """Part below which there is room for more."""
+    fall: float = 0.75
+    growth: float = 0.125
+    """Part of the limit that it grows by, at least one turn."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.fewest <= self.first <= self.most:
+            raise ValueError(
+                f"1 <= fewest <= first <= most, got {self.fewest}, {self.first}, {self.most}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What an engine said of itself, and how many turns it then had of this hub."""
+
+    turns: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """From 0 to 1."""
+    preemptions: int
+    """Ever, by this process of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimit:
+    """The limit, and what it was moved by last."""
+
+    value: int
+    preemptions: int = 0
+
+    @classmethod
+    def begin(cls, rules: LimitRules) -> TurnLimit:
+        """For an engine of which nothing is known."""
+        return cls(rules.first)
+
+    def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
+        """The limit after a report."""
+        # A count that went back is that of another process.
+        preempted = max(0, report.preemptions - self.preemptions)
+        value = self.value
+        if preempted or report.kv_cache_usage >= rules.full:
+            value = max(rules.fewest, int(min(value, max(1, report.turns)) * rules.fall))
+        elif not report.waiting and report.turns >= value and report.kv_cache_usage < rules.room:
+            value = min(rules.most, value + max(1, int(value * rules.growth)))
+        return replace(self, value=value, preemptions=report.preemptions)

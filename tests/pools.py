@@ -1,0 +1,86 @@
+"""A hub and its engine servers, all in this process, each on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.server import config
+from penstock.server.authorization import open_gate
+from penstock.server.log_journal import open_journal
+from penstock.server.pool import PoolEngine, PoolRules
+from penstock.server.pool_member import Member, State
+from penstock.server.serving import Serving, bind
+from penstock.wire.security import open_channel
+from tests.fakes import ByteRenderer
+from tests.harness import Harness, Wire, serve, until
+
+QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0)
+
+
+@dataclass
+class Pool:
+    """A running hub."""
+
+    hub: Harness
+    engine: PoolEngine
+    engines: list[Harness]
+
+    def member(self, number: int) -> Member:
+        """The hub's view of an engine."""
+        address = self.engines[number].address
+        return next(member for member in self.engine.members if member.address == address)
+
+    async def serving(self, *numbers: int) -> None:
+        """Waits until these engines, or all, are in rotation."""
+        members = [self.member(number) for number in numbers or range(len(self.engines))]
+        await until(lambda: all(member.state is State.SERVING for member in members))
+
+
+@contextlib.asynccontextmanager
+async def serve_hub(
+    folder: Path, addresses: Sequence[str], *settings: str, rules: PoolRules = QUICK
+) -> AsyncGenerator[tuple[Harness, PoolEngine]]:
+    """A hub in front of these engine servers."""
+    folder.mkdir(exist_ok=True)
+    given = ["listen=127.0.0.1:0", "http.listen=", f"weights.stage_folder={folder}", *settings]
+    loaded = config.load(None, given)
+    gate = open_gate(loaded)
+    server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
+    engine = PoolEngine(addresses, rules=rules)
+    await engine.described()
+    journal = open_journal(loaded.journal)
+    serving = Serving(server, engine, ByteRenderer(), loaded, journal, gate)
+    await serving.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    try:
+        yield Harness(serving, engine, port, Wire(channel), channel), engine  # type: ignore[arg-type]
+    finally:
+        await channel.close()
+        await serving.stop(0.0)
+
+
+@contextlib.asynccontextmanager
+async def serve_pool(
+    folder: Path,
+    count: int,
+    *settings: str,
+    step_seconds: float = 0.0,
+    rules: PoolRules = QUICK,
+) -> AsyncGenerator[Pool]:
+    """So many engine servers around fake engines, and a hub with all of them in rotation."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines: list[Harness] = []
+        for number in range(count):
+            own = folder / f"engine-{number}"
+            own.mkdir()
+            engines.append(await stack.enter_async_context(serve(own, step_seconds=step_seconds)))
+        addresses = [engine.address for engine in engines]
+        hub, engine = await stack.enter_async_context(
+            serve_hub(folder / "hub", addresses, *settings, rules=rules)
+        )
+        pool = Pool(hub, engine, engines)
+        await pool.serving()
+        yield pool

@@ -1,0 +1,436 @@
+"""A hub before engine servers: turns, weights, and what becomes of both where engines come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from penstock.server.pool_member import State
+from penstock.server.turn_limit import LimitRules
+from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire.failure import read_failure
+from tests.fakes import expected_tokens
+from tests.harness import (
+    AbortRequest,
+    ContinueRequest,
+    GenerateRequest,
+    GetServerInfoRequest,
+    SwitchWeights,
+    Turn,
+    collect,
+    hello,
+    sampling,
+    sequence,
+    serve,
+    until,
+)
+from tests.pools import QUICK, Pool, serve_hub, serve_pool
+
+PROMPT = [1, 2, 3]
+SLOW = 0.01
+
+
+def check(turn: Turn, prompt: list[int] = PROMPT) -> None:
+    """Every token is what its version samples there."""
+    tokens, logprobs = expected_tokens(prompt, turn.versions)
+    assert turn.tokens == tokens
+    assert turn.logprobs == pytest.approx(logprobs)
+
+
+async def begin(pool: Pool, name: str, tokens: int = 200, **fields: object) -> asyncio.Task[Turn]:
+    """A long turn that has begun."""
+    turning = asyncio.create_task(
+        pool.hub.generate(name, PROMPT, sampling_params=sampling(tokens), **fields)
+    )
+    await pool.hub.sampled(name, 3)
+    return turning
+
+
+def holder(pool: Pool) -> int:
+    """The engine that has a turn."""
+    return next(n for n in range(len(pool.engines)) if pool.member(n).turns)
+
+
+async def test_a_turn_is_what_an_engine_samples_and_nothing_is_left_of_it_there(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        turn = await pool.hub.generate("a", PROMPT)
+        check(turn)
+        assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        assert turn.finished.policy_token_count == 16
+        more = await collect(
+            pool.hub.wire.Continue(ContinueRequest(trajectory_id="a", tokens=sequence([7, 8])))
+        )
+        check(more, [*PROMPT, *turn.tokens, 7, 8])
+        for engine in pool.engines:
+            assert not engine.serving.store.records()
+        assert not pool.engine._placed and not pool.engine._requests
+
+
+async def test_a_trajectory_stays_where_its_cache_is_and_its_siblings_go_there_too(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 3) as pool:
+        for index in range(4):
+            fields = {"group_id": "g", "group_size": 4, "sample_index": index}
+            await pool.hub.generate(f"g{index}", PROMPT, **fields)
+            await collect(
+                pool.hub.wire.Continue(
+                    ContinueRequest(trajectory_id=f"g{index}", tokens=sequence([7]))
+                )
+            )
+        asked = sorted(pool.member(number).given for number in range(3))
+        assert asked == [0, 0, 8]
+        assert pool.engine.placing.kept_home == 7
+
+
+async def test_many_turns_are_spread_over_all(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 3, step_seconds=SLOW) as pool:
+        turns = [await begin(pool, f"t{number}", 150) for number in range(9)]
+        assert [len(pool.member(number).turns) for number in range(3)] == [3, 3, 3]
+        for turn in await asyncio.gather(*turns):
+            check(turn)
+
+
+async def test_more_turns_than_places_wait_and_the_more_urgent_go_first(tmp_path: Path) -> None:
+    rules = replace(QUICK, limits=LimitRules(first=1, most=1))
+    async with serve_pool(tmp_path, 1, step_seconds=SLOW, rules=rules) as pool:
+        first = await begin(pool, "first", 20)
+        ends: list[str] = []
+
+        async def later(name: str, priority: int) -> None:
+            await pool.hub.generate(name, PROMPT, priority=priority)
+            ends.append(name)
+
+        late = asyncio.create_task(later("late", 5))
+        await until(lambda: pool.engine.stats().waiting == 1)
+        soon = asyncio.create_task(later("soon", 1))
+        await until(lambda: pool.engine.stats().waiting == 2)
+        await asyncio.gather(first, late, soon)
+        assert ends == ["soon", "late"]
+
+
+@pytest.mark.parametrize("where", ["waiting", "sampling"])
+async def test_an_abort_ends_a_turn_wherever_it_is(tmp_path: Path, where: str) -> None:
+    rules = replace(QUICK, limits=LimitRules(first=1, most=1))
+    async with serve_pool(tmp_path, 1, step_seconds=SLOW, rules=rules) as pool:
+        other = await begin(pool, "other")
+        name = "other"
+        waiting = asyncio.create_task(pool.hub.generate("waiting", PROMPT))
+        await until(lambda: pool.engine.stats().waiting == 1)
+        if where == "waiting":
+            name = "waiting"
+        request = AbortRequest()
+        request.trajectories.trajectory_ids.append(name)
+        answer = await pool.hub.wire.Abort(request)
+        assert [turn.trajectory_id for turn in answer.aborted_turns] == [name]
+        aborted = await (waiting if where == "waiting" else other)
+        assert aborted.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
+        check(aborted)
+        if where == "sampling":
+            assert (await waiting).finished.policy_token_count == 16
+            resumed = await pool.hub.resume(name)
+            check(resumed, [*PROMPT, *aborted.tokens])
+        else:
+            await pool.hub.wire.Abort(_all())
+            await other
+
+
+def _all() -> AbortRequest:
+    request = AbortRequest()
+    request.all.SetInParent()
+    return request
+
+
+async def test_a_turn_whose_engine_stops_goes_on_at_the_exact_token_elsewhere(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        turning = await begin(pool, "a")
+        number = holder(pool)
+        await pool.engines[number].serving.stop(0.0)
+        turn = await turning
+        assert len(turn.tokens) == 200
+        check(turn)
+        assert pool.engine.requests_lost >= 1
+        assert pool.member(1 - number).given == 1
+        await until(lambda: pool.member(number).state is State.LOST)
+
+
+async def test_with_no_engine_left_turns_wait_for_one_that_comes(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, step_seconds=SLOW))
+        turning = await begin(pool, "a", 100)
+        await pool.engines[0].serving.stop(0.0)
+        await until(lambda: pool.engine.stats().waiting == 1)
+        folder = tmp_path / "another"
+        folder.mkdir()
+        another = await stack.enter_async_context(serve(folder))
+        pool.engine.set_addresses([another.address])
+        turn = await turning
+        assert len(turn.tokens) == 100
+        check(turn)
+
+
+async def test_a_turn_of_which_only_the_end_is_lost_ends_as_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        for member in pool.engine.members:
+            original = member.server.generate
+
+            async def without_end(message, metadata, original=original):  # type: ignore[no-untyped-def]
+                async for event in original(message, metadata):
+                    if event.WhichOneof("event") == "finished":
+                        from penstock.server.engine_server import Unanswered
+
+                        raise Unanswered("gone")
+                    yield event
+
+            monkeypatch.setattr(member.server, "generate", without_end)
+        full = await pool.hub.generate("length", PROMPT)
+        assert full.finished.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        check(full)
+        await pool.serving()
+        stop = full.tokens[4]
+        first = full.tokens.index(stop)
+        params = sampling(16, stop_token_ids=[stop])
+        ended = await pool.hub.generate("stop", PROMPT, sampling_params=params)
+        assert ended.finished.finish_reason == trajectory_pb2.FINISH_REASON_STOP
+        assert ended.tokens == full.tokens[: first + 1]
+        await pool.serving()
+        text = "".join(chr(token) for token in full.tokens[2:5])
+        params = sampling(16, stop=[text])
+        ended = await pool.hub.generate("text", PROMPT, sampling_params=params)
+        assert ended.finished.finish_reason == trajectory_pb2.FINISH_REASON_STOP
+        assert ended.tokens == full.tokens[: len(ended.tokens)] and len(ended.tokens) <= 5
+
+
+async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
+        folder = tmp_path / "other"
+        folder.mkdir()
+        other = await stack.enter_async_context(serve(folder, max_context=64))
+        pool.engine.set_addresses([pool.engines[0].address, other.address])
+        pool.engines.append(other)
+        await until(lambda: pool.member(1).state is State.REFUSED)
+        info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
+        assert [replica.state for replica in info.replicas] == [
+            rollout_service_pb2.REPLICA_STATE_SERVING,
+            rollout_service_pb2.REPLICA_STATE_UNAVAILABLE,
+        ]
+        assert "max_context_length is 64" in info.replicas[1].problem
+
+
+# Weights
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_version_is_active_once_every_engine_has_it(tmp_path: Path, at_once: bool) -> None:
+    rules = replace(QUICK, switches_at_once=at_once)
+    async with serve_pool(tmp_path, 3, step_seconds=SLOW, rules=rules) as pool:
+        turns = [await begin(pool, f"t{number}", 60) for number in range(3)]
+        answers = await pool.hub.upload(3)
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        assert [engine.engine.version for engine in pool.engines] == [3, 3, 3]
+        assert [member.version for member in pool.engine.members] == [3, 3, 3]
+        assert pool.hub.serving.switch.active_version == 3
+        for turn in await asyncio.gather(*turns):
+            check(turn)
+            assert set(turn.versions) == {0, 3}
+        after = await pool.hub.generate("after", PROMPT)
+        assert set(after.versions) == {3}
+
+
+async def test_a_staged_version_is_on_every_engine_before_it_is_switched_to(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        exchange = await hello(pool.hub.wire, weight_version=0)
+        await pool.hub.upload(1, staged=True)
+        await until(lambda: all(e.serving.weights.staged_versions == [1] for e in pool.engines))
+        assert [engine.engine.version for engine in pool.engines] == [0, 0]
+        exchange.send(switch_weights=SwitchWeights(weight_version=1))
+        receipt = await exchange.receive("weight_receipt")
+        assert receipt.active_weight_version == 1
+        assert [engine.engine.version for engine in pool.engines] == [1, 1]
+
+
+async def test_generation_goes_on_elsewhere_while_engines_switch_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        slow = pool.engines[0].engine
+        gate = asyncio.Event()
+        original = slow.load
+
+        async def held(weights):  # type: ignore[no-untyped-def]
+            await gate.wait()
+            await original(weights)
+
+        slow.load = held  # type: ignore[method-assign]
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: pool.member(0).state is State.SWITCHING)
+        turn = await pool.hub.generate("meanwhile", PROMPT)
+        check(turn)
+        gate.set()
+        await uploading
+        assert [engine.engine.version for engine in pool.engines] == [1, 1]
+
+
+async def test_an_engine_that_refuses_a_version_is_brought_up_to_date_and_serves_again(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        pool.engines[0].engine.fail_loads = 1
+        answers = await pool.hub.upload(1)
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        await pool.serving()
+        assert [member.version for member in pool.engine.members] == [1, 1]
+        assert pool.engines[0].engine.payloads[-1] == pool.engines[1].engine.payloads[-1]
+        for number in range(6):
+            turn = await pool.hub.generate(f"t{number}", PROMPT)
+            tokens, _ = expected_tokens(PROMPT, [1] * 16)
+            assert turn.tokens == tokens and set(turn.versions) == {1}
+
+
+async def test_a_version_that_every_engine_refuses_is_refused(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        await pool.hub.upload(1)
+        for engine in pool.engines:
+            engine.engine.fail_loads = 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pool.hub.upload(2)
+        assert read_failure(refused.value).reason == "WEIGHT_LOAD_FAILED"
+        assert pool.hub.serving.switch.active_version == 1
+        await pool.serving()
+        turn = await pool.hub.generate("after", PROMPT)
+        check(turn)
+        assert set(turn.versions) == {1}
+        await pool.hub.upload(2)
+        assert [member.version for member in pool.engine.members] == [2, 2]
+
+
+async def test_an_engine_that_joins_late_is_given_the_active_version(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
+        await pool.hub.upload(5)
+        folder = tmp_path / "late"
+        folder.mkdir()
+        late = await stack.enter_async_context(serve(folder))
+        pool.engine.set_addresses([pool.engines[0].address, late.address])
+        pool.engines.append(late)
+        await pool.serving()
+        assert late.engine.version == 5
+        assert late.engine.payloads[-1] == pool.engines[0].engine.payloads[-1]
+
+
+async def test_an_engine_server_that_is_further_on_is_brought_to_the_pool_s_version(
+    tmp_path: Path,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
+        await pool.hub.upload(2)
+        folder = tmp_path / "further"
+        folder.mkdir()
+        further = await stack.enter_async_context(serve(folder))
+        await further.upload(9, trainer_epoch=7)
+        pool.engine.set_addresses([further.address])
+        pool.engines[0] = further
+        await pool.serving()
+        assert further.engine.version == 10
+        turn = await pool.hub.generate("a", PROMPT)
+        assert set(turn.versions) == {2}
+        assert turn.tokens == expected_tokens(PROMPT, [10] * 16)[0]
+
+
+async def test_a_hub_that_starts_again_trusts_no_weights_it_has_not_given(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = tmp_path / "engine"
+        folder.mkdir()
+        engine = await stack.enter_async_context(serve(folder))
+        journal = f"journal.folder={tmp_path / 'journal'}"
+        async with serve_hub(tmp_path / "hub", [engine.address], journal) as (hub, pooled):
+            await until(lambda: pooled.serving_count == 1)
+            await hub.upload(4)
+        async with serve_hub(tmp_path / "hub", [engine.address], journal) as (hub, pooled):
+            member = pooled.members[0]
+            await until(lambda: "trainer" in member.problem)
+            assert member.state is State.JOINING
+            exchange = await hello(hub.wire, weight_version=4, epoch=1 << 62)
+            await hub.upload(4)
+            await until(lambda: member.state is State.SERVING)
+            turn = await hub.generate("a", PROMPT)
+            assert set(turn.versions) == {4}
+            exchange.half_close()
+
+
+async def test_somebody_else_s_weights_are_noticed_and_replaced(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 1, step_seconds=SLOW) as pool:
+        await pool.hub.upload(1)
+        turning = await begin(pool, "a", 100)
+        epoch = pool.engine._epoch + 1
+        await pool.engines[0].upload(50, trainer_epoch=epoch)
+        await until(lambda: pool.member(0).state is not State.SERVING)
+        # This hub is not the newest to that engine server any more.
+        await until(lambda: "STALE_EPOCH" in pool.member(0).problem)
+        await pool.hub.wire.Abort(_all())
+        turn = await turning
+        check(turn)
+        assert set(turn.versions) == {1}
+
+
+async def test_a_pinned_turn_is_of_one_version_or_none(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        await pool.hub.upload(1)
+        turning = await begin(pool, "pinned", 100, required_weight_version=1)
+        await pool.hub.upload(2)
+        turn = await turning
+        assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
+        assert set(turn.versions) == {1}
+        check(turn)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pool.hub.generate("old", PROMPT, required_weight_version=1)
+        assert read_failure(refused.value).reason == "WEIGHT_VERSION_NOT_ACTIVE"
+
+
+@pytest.mark.parametrize("policy", ["ABORT", "DRAIN", "RECOMPUTE"])
+async def test_turns_in_flight_by_policy(tmp_path: Path, policy: str) -> None:
+    in_flight = getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy}")
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        turns = [await begin(pool, f"t{number}", 60) for number in range(2)]
+        await pool.hub.upload(1, in_flight=in_flight)
+        for turn in await asyncio.gather(*turns):
+            check(turn)
+            aborted = turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
+            assert aborted == (policy == "ABORT")
+            assert set(turn.versions) == ({0, 1} if policy == "RECOMPUTE" else {0})
+
+
+async def test_a_single_turn_belongs_to_nothing(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.generate("a", group_id="g", group_size=1, single_turn=True)
+        assert read_failure(refused.value).metadata["field"] == "single_turn"
+        await server.generate("b", single_turn=True)
+        assert not server.serving.store.records()
+        # Its id is free again.
+        await server.generate("b", single_turn=True)
+        call = server.wire.Generate(
+            GenerateRequest(
+                trajectory_id="c",
+                tokens=sequence(PROMPT),
+                sampling_params=sampling(400),
+                single_turn=True,
+            )
+        )
+        await call.read()
+        call.cancel()
+        await until(lambda: not server.serving.store.records())

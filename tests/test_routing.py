@@ -1,0 +1,154 @@
+"""Where turns go in a pool, and how many an engine is given: the pure policies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds, slowness
+from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
+
+RULES = RoutingRules(margin=0.25)
+
+
+def load(name: str, turns: int, limit: int = 8, slow: float = 1.0, given: int = 0) -> EngineLoad:
+    return EngineLoad(name, turns, limit, slow, given)
+
+
+loads = st.lists(
+    st.builds(
+        EngineLoad,
+        name=st.uuids().map(str),
+        turns=st.integers(0, 20),
+        limit=st.integers(1, 16),
+        slowness=st.floats(1.0, 8.0),
+        given=st.integers(0, 100),
+    ),
+    max_size=8,
+    unique_by=lambda engine: engine.name,
+)
+
+
+def test_the_least_busy_takes_it_by_its_part_of_the_limit() -> None:
+    found = place([load("a", 4, limit=8), load("b", 6, limit=32)], [], RULES)
+    assert found is not None and found.name == "b"
+
+
+def test_among_equals_the_one_that_had_fewest_so_far() -> None:
+    found = place([load("a", 2, given=9), load("b", 2, given=3)], [], RULES)
+    assert found is not None and found.name == "b"
+
+
+def test_home_is_kept_up_to_the_margin_and_no_further() -> None:
+    kept = place([load("home", 2), load("idle", 0)], ["home"], RULES)
+    assert kept is not None and kept.name == "home"
+    left = place([load("home", 3), load("idle", 0)], ["home"], RULES)
+    assert left is not None and left.name == "idle"
+
+
+def test_the_trajectory_s_home_comes_before_the_group_s() -> None:
+    found = place([load("group", 0), load("own", 1)], ["own", "group"], RULES)
+    assert found is not None and found.name == "own"
+
+
+def test_a_home_that_is_gone_or_full_is_passed_over() -> None:
+    found = place([load("full", 8), load("other", 7)], ["gone", "full"], RULES)
+    assert found is not None and found.name == "other"
+
+
+def test_a_slow_engine_is_as_busy_with_fewer_turns() -> None:
+    found = place([load("slow", 2, slow=3.0), load("quick", 5)], [], RULES)
+    assert found is not None and found.name == "quick"
+
+
+@given(loads, st.lists(st.sampled_from("abc"), max_size=2), st.floats(0.0, 1.0))
+def test_it_goes_to_one_with_room_that_is_at_most_the_margin_busier_than_the_least(
+    engines: list[EngineLoad], homes: list[str], margin: float
+) -> None:
+    names = [engine.name for engine in engines[: len(homes)]]
+    found = place(engines, names, RoutingRules(margin))
+    free = [engine for engine in engines if engine.turns < engine.limit]
+    if not free:
+        assert found is None
+        return
+    assert found in free
+    least = min(engine.busy for engine in free)
+    assert found.busy - least <= (margin if found.name in names else 0.0)
+
+
+def test_slowness_is_against_the_median_and_never_below_one() -> None:
+    assert slowness([0.01, 0.01, 0.04, None, 0.005]) == pytest.approx([1, 1, 4, 1, 1])
+    assert slowness([]) == []
+    assert slowness([None]) == [1.0]
+
+
+def test_retries_double_up_to_a_bound() -> None:
+    assert [retry_seconds(n) for n in range(4)] == [0.0, 0.2, 0.4, 0.8]
+    assert retry_seconds(500) == 10.0
+
+
+# How many
+
+
+LIMITS = LimitRules(first=8, fewest=1, most=64)
+
+
+def report(
+    turns: int, running: int = 0, waiting: int = 0, usage: float = 0.1, preemptions: int = 0
+) -> LoadReport:
+    return LoadReport(turns, running, waiting, usage, preemptions)
+
+
+def test_a_limit_that_is_reached_with_room_grows() -> None:
+    limit = TurnLimit.begin(LIMITS)
+    assert limit.after(report(8, 8), LIMITS).value == 9
+    assert TurnLimit(64).after(report(64, 64), LIMITS).value == 64
+
+
+def test_a_limit_that_is_not_reached_stays() -> None:
+    assert TurnLimit(8).after(report(5, 5), LIMITS).value == 8
+
+
+def test_turns_that_wait_in_the_engine_teach_nothing_better() -> None:
+    assert TurnLimit(8).after(report(8, 4, 4), LIMITS).value == 8
+
+
+def test_a_preemption_counts_once_and_lowers_it_below_what_there_was() -> None:
+    limit = TurnLimit(40).after(report(20, 20, preemptions=3), LIMITS)
+    assert limit.value == 15
+    assert limit.after(report(15, 15, usage=0.9, preemptions=3), LIMITS).value == 15
+
+
+def test_a_full_cache_lowers_it_and_an_almost_full_one_does_not_raise_it() -> None:
+    assert TurnLimit(8).after(report(8, 8, usage=0.97), LIMITS).value == 6
+    assert TurnLimit(8).after(report(8, 8, usage=0.9), LIMITS).value == 8
+
+
+def test_the_count_of_another_process_is_no_preemption() -> None:
+    assert TurnLimit(8, preemptions=90).after(report(4), LIMITS).value == 8
+
+
+@given(
+    st.lists(
+        st.builds(
+            LoadReport,
+            turns=st.integers(0, 100),
+            running=st.integers(0, 100),
+            waiting=st.integers(0, 100),
+            kv_cache_usage=st.floats(0.0, 1.0),
+            preemptions=st.integers(0, 5),
+        ),
+        max_size=50,
+    )
+)
+def test_the_limit_stays_within_its_bounds(reports: list[LoadReport]) -> None:
+    limit = TurnLimit.begin(LIMITS)
+    for each in reports:
+        limit = limit.after(each, LIMITS)
+        assert LIMITS.fewest <= limit.value <= LIMITS.most
+
+
+def test_rules_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="fewest"):
+        LimitRules(first=2, fewest=3)
