@@ -5,19 +5,23 @@ What vLLM has is imported only by who needs it: that takes seconds.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import click
 
 from penstock.server.config import ConfigError, Pool, ServeConfig
+from penstock.server.own_tasks import OwnTasks
 
 if TYPE_CHECKING:
     from penstock.server.conversation import OutputParser
     from penstock.server.engine import Engine
-    from penstock.server.pool import PoolEngine, PoolRules
+    from penstock.server.pool import PoolRules
     from penstock.wire.security import Security
+
+logger = logging.getLogger(__name__)
 
 
 class EngineSource(Protocol):
@@ -97,7 +101,7 @@ class HubSource:
             )
         _check_parsers(config)
         self._config = config
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks = OwnTasks()
 
     @property
     def model(self) -> str:
@@ -122,30 +126,27 @@ class HubSource:
         """Waits for the first engine server that answers. Raises CredentialsUnusable."""
         from penstock.server.discovery import Discovery
         from penstock.server.pool import PoolEngine
+        from penstock.wire.security import CredentialsUnusable
 
         pool = self._config.pool
         discovery = Discovery(pool.engines)
         engine = PoolEngine(await discovery.look(), pool_security(pool), pool_rules(pool))
-        self._watching = asyncio.create_task(
-            discovery.run(pool.discover_seconds, engine.set_addresses), name="discovery"
-        )
+
+        def tell(addresses: Sequence[str]) -> None:
+            try:
+                engine.set_addresses(addresses)
+            except CredentialsUnusable as error:
+                logger.warning("what was looked up is not used: %s", error)
+
+        self._tasks.start(discovery.run(pool.discover_seconds, tell), "discovery")
         click.echo(f"penstock hub waiting for an engine of {', '.join(pool.engines)}")
         sys.stdout.flush()
         try:
-            await self._described(engine)
+            await engine.described()
         except BaseException:
             await engine.close()
             raise
         return engine
-
-    async def _described(self, engine: PoolEngine) -> None:
-        assert self._watching is not None
-        waiting = asyncio.ensure_future(engine.described())
-        await asyncio.wait([waiting, self._watching], return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done() and self._watching.done():
-            # Nothing to watch, unless it failed.
-            self._watching.result()
-        await waiting
 
 
 def pool_security(pool: Pool) -> Security:

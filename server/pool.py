@@ -251,11 +251,11 @@ class PoolEngine:
                 self._described.set()
             if member.heard(info):
                 self.placing.forget(member)
-            if problem := difference(self.description, found):
-                member.state, member.problem = State.REFUSED, problem
+            member.refusal = difference(self.description, found)
         elif member.changes == changes:
             member.heard(info)
-        if member.state is State.REFUSED:
+        if member.refusal:
+            member.state, member.problem = State.REFUSED, member.refusal
             return
         if info.draining:
             member.state, member.problem = State.DRAINING, "was told to stop"

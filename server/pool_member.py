@@ -64,6 +64,8 @@ class Member:
     state: State = State.LOST
     problem: str = "has not answered yet"
     """Why it is not in rotation."""
+    refusal: str = ""
+    """Why its process cannot be one of the pool; empty where it can."""
     server_id: str = ""
     """Its process; empty before the first answer."""
     host_id: str = ""

@@ -227,6 +227,11 @@ async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
             rollout_service_pb2.REPLICA_STATE_UNAVAILABLE,
         ]
         assert "max_context_length is 64" in info.replicas[1].problem
+        # Out of reach for a moment, it is still the same.
+        pool.member(1).fail("out of reach")
+        await until(lambda: pool.member(1).state is State.REFUSED)
+        await pool.hub.generate("a", PROMPT)
+        assert not pool.member(1).given
 
 
 # Weights
