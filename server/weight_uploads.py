@@ -106,7 +106,8 @@ class WeightUploads:
 
     async def _take(self, announced: Announced, requests: Requests, respond: Respond) -> None:
         if await self._repeated(announced, requests, respond):
-            await self._activate_when_told(announced, requests, respond)
+            # Its payload may come once more, from who does not wait to be told that it need not.
+            await self._activate_when_told(announced, requests, respond, skip_payload=True)
             return
         self._check_order(announced)
         self._versions.check_kind(announced)
@@ -122,10 +123,19 @@ class WeightUploads:
             await self._activate_when_told(announced, requests, respond)
 
     async def _activate_when_told(
-        self, announced: Announced, requests: Requests, respond: Respond
+        self,
+        announced: Announced,
+        requests: Requests,
+        respond: Respond,
+        *,
+        skip_payload: bool = False,
     ) -> None:
         """Switches to what this stream has staged, where it goes on to say so."""
-        request = None if announced.immediate else await anext(requests, None)
+        if announced.immediate:
+            return
+        request = await anext(requests, None)
+        while skip_payload and request is not None and _is_payload(request):
+            request = await anext(requests, None)
         if request is None:
             return
         if isinstance(request, Header | Chunk) or not request.HasField("activate"):
@@ -405,6 +415,12 @@ class WeightUploads:
             active_weight_version=self._versions.active_version,
             changed_tensor_count=accepted.changed_tensor_count if accepted else 0,
         )
+
+
+def _is_payload(request: UploadMessage) -> bool:
+    return isinstance(request, Chunk) or (
+        not isinstance(request, Header) and request.HasField("commit")
+    )
 
 
 def _claim(announced: Announced) -> Claim:
