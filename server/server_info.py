@@ -23,6 +23,14 @@ ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 TensorDescription = twin(rollout_service_pb2.TensorDescription)
 
 
+SOURCES_OF_A_HUB = (
+    weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
+    weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
+    weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
+)
+SOURCES = (*SOURCES_OF_A_HUB, weights_pb2.WEIGHT_SOURCE_KIND_COLLECTIVE)
+
+
 class ServerInfo:
     """Serves GetServerInfo."""
 
@@ -63,12 +71,7 @@ class ServerInfo:
             staged_weight_versions=self._weights.staged_versions,
             max_context_length=description.max_context_length,
             vocab_size=description.vocab_size,
-            weight_sources=[
-                weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
-                weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
-                weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
-                weights_pb2.WEIGHT_SOURCE_KIND_COLLECTIVE,
-            ],
+            weight_sources=SOURCES if self._pool is None else SOURCES_OF_A_HUB,
             load=load,
             replicas=self._replicas(load),
             weight_dtype=description.weight_dtype,
