@@ -73,16 +73,20 @@ class EngineServer:
                 await self.__dict__[name].close()
 
     async def info(
-        self, *, with_tensors: bool = False
+        self, *, with_tensors: bool = False, wait: bool = False
     ) -> rollout_service_pb2.GetServerInfoResponse:
-        """What it is and how full."""
+        """What it is and how full; with `wait` it is waited for until it can be reached, for a while."""
         call = self._channel.unary_unary(
             f"{_SERVICE}/GetServerInfo",
             request_serializer=codec.encode,
             response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
         )
         with _answers():
-            return await call(GetServerInfoRequest(with_tensors=with_tensors), timeout=INFO_SECONDS)
+            return await call(
+                GetServerInfoRequest(with_tensors=with_tensors),
+                timeout=INFO_SECONDS,
+                wait_for_ready=wait,
+            )
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
         """Returns when it works on none of them any more."""

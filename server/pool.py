@@ -242,7 +242,8 @@ class PoolEngine:
 
     async def _look(self, member: Member) -> None:
         changes = member.changes
-        info = await member.server.info()
+        # One that comes back is seen as soon as it listens.
+        info = await member.server.info(wait=member.state is State.LOST)
         if info.server_id != member.server_id or self._description is None:
             info = await member.server.info(with_tensors=True)
             found = describe(info)
@@ -482,8 +483,8 @@ class PoolEngine:
         if before is not None:
             await before.close()
         for member in self._members.values():
-            if member.answers and member.state is not State.DRAINING:
-                # Who does not take it says so at the switch.
+            if member.state in (State.SERVING, State.SWITCHING):
+                # Who does not take it says so at the switch. Who joins is brought up to date after it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
     async def switch(self, weights: StagedWeights, policy: InFlight) -> Switched:

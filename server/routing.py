@@ -73,6 +73,6 @@ def slowness(seconds_per_token: Sequence[float | None]) -> list[float]:
     ]
 
 
-def retry_seconds(failures: int, first: float = 0.2, longest: float = 10.0) -> float:
+def retry_seconds(failures: int, first: float = 0.2, longest: float = 2.0) -> float:
     """How long an engine is left alone that failed so many times in a row; 0 for none."""
     return min(longest, first * 2.0 ** (min(failures, 64) - 1)) if failures else 0.0

@@ -85,7 +85,7 @@ def test_slowness_is_against_the_median_and_never_below_one() -> None:
 
 def test_retries_double_up_to_a_bound() -> None:
     assert [retry_seconds(n) for n in range(4)] == [0.0, 0.2, 0.4, 0.8]
-    assert retry_seconds(500) == 10.0
+    assert retry_seconds(500) == 2.0
 
 
 # How many
