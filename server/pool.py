@@ -104,6 +104,8 @@ class PoolRules:
     """Between two looks at an engine."""
     flush_seconds: float = 0.1
     """Longest time that tokens wait on an engine server."""
+    switch_seconds: float = 600.0
+    """Longest time that one engine takes to switch, its turns in flight included, before it is given up."""
 
 
 class PoolEngine:
@@ -179,7 +181,13 @@ class PoolEngine:
             member.state, member.problem = State.DRAINING, "is not listed any more"
             self._keepers.pop(address).cancel()
             del self._pokes[address]
+            self._retire(member)
         self._rotate()
+
+    def _retire(self, member: Member) -> None:
+        """Closes the connections of one that is not listed any more, once it has no turns."""
+        if self._members.get(member.address) is not member and not member.turns:
+            self._tasks.start(member.server.close(), f"closing {member.address}")
 
     async def described(self) -> EngineDescription:
         """Waits for the first engine that answers; the pool is what it is."""
@@ -232,7 +240,7 @@ class PoolEngine:
                 await asyncio.sleep(member.retry_seconds)
 
     def _tell(self, member: Member, before: tuple[State, str]) -> None:
-        if (member.state, member.problem) == before:
+        if (member.state, member.problem) == before or member.state is State.SWITCHING:
             return
         if member.state is State.SERVING:
             logger.info("engine %s takes turns, version %s", member.address, member.version)
@@ -273,6 +281,7 @@ class PoolEngine:
 
     async def _bring_up(self, member: Member, *, trusted: bool) -> None:
         """Gives it the active version, where it has another one, and then turns."""
+        active = self._active
         if not (trusted and self._is_current(member)):
             if not self.may_bring_up():
                 member.problem = "waits for the trainer's version"
@@ -282,7 +291,7 @@ class PoolEngine:
         # Another version may have become active meanwhile: then it is looked at again at once.
         if self._is_current(member):
             member.state, member.problem, member.failures = State.SERVING, "", 0
-        else:
+        elif self._active != active:
             self._poke(member)
 
     async def _give(self, member: Member) -> None:
@@ -341,6 +350,7 @@ class PoolEngine:
             finally:
                 self._placed.pop(name, None)
                 member.turns.discard(name)
+                self._retire(member)
                 self.placing.wake()
         finally:
             self._aborting.discard(name)
@@ -542,9 +552,10 @@ class PoolEngine:
             self._rotate()
             if policy is InFlight.ABORT:
                 self._aborting |= member.turns
-            answer = await there.activate(POLICIES[policy.value])
-        except Unanswered as error:
-            self._lose(member, str(error))
+            async with asyncio.timeout(self._rules.switch_seconds):
+                answer = await there.activate(POLICIES[policy.value])
+        except (Unanswered, TimeoutError) as error:
+            self._lose(member, str(error) or f"did not switch to version {version} in time")
             self._poke(member)
             return
         except Refused as error:

@@ -131,7 +131,6 @@ class Member:
         elif self.state is State.LOST:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
             self.state, self.problem = State.JOINING, ""
-        self.failures = 0
         self.host_id = info.host_id
         self.load = info.load
         accepted = [info.active_weight_version, *info.staged_weight_versions]

@@ -89,9 +89,11 @@ class Fanout:
         self.weight_version = payload.weight_version
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Stages it there, unless that was begun before. The task raises Unanswered and Refused."""
+        """Stages it there, unless that was begun before and has not failed. The task raises Unanswered
+        and Refused."""
         task = self._sending.get(member)
-        if task is None:
+        failed = task is not None and task.done() and (task.cancelled() or task.exception())
+        if task is None or failed:
             name = f"version {self.weight_version} to {member.address}"
             task = self._sending[member] = asyncio.create_task(self._stage(member), name=name)
         return task

@@ -377,6 +377,84 @@ async def test_a_hub_that_starts_again_trusts_no_weights_it_has_not_given(tmp_pa
             exchange.half_close()
 
 
+async def test_an_engine_that_always_refuses_is_left_alone_for_longer_each_time(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        pool.engines[0].engine.fail_loads = 1000
+        await pool.hub.upload(1)
+        await until(lambda: pool.member(0).failures >= 3)
+        tries = pool.engines[0].engine.fail_loads
+        assert pool.member(0).retry_seconds >= 0.8
+        assert 1000 - tries <= pool.member(0).failures + 1
+        turn = await pool.hub.generate("a", PROMPT)
+        assert set(turn.versions) == {1}
+        pool.engines[0].engine.fail_loads = 0
+        await pool.serving()
+        assert pool.member(0).failures == 0
+
+
+async def test_who_joins_while_the_version_is_not_held_waits_for_the_next_one(
+    tmp_path: Path,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, "weights.hold_active=false"))
+        await pool.hub.upload(1)
+        folder = tmp_path / "late"
+        folder.mkdir()
+        late = await stack.enter_async_context(serve(folder))
+        pool.engine.set_addresses([pool.engines[0].address, late.address])
+        pool.engines.append(late)
+        await until(lambda: "not held" in pool.member(1).problem)
+        looks = 0
+        original = pool.member(1).server.info
+
+        async def counted(**wanted: bool) -> object:
+            nonlocal looks
+            looks += 1
+            return await original(**wanted)
+
+        pool.member(1).server.info = counted  # type: ignore[method-assign]
+        await asyncio.sleep(0.5)
+        # Ten at the pace of these tests, and not as many as there is time for.
+        assert looks < 30
+
+
+async def test_an_engine_that_hangs_in_a_switch_is_given_up(tmp_path: Path) -> None:
+    rules = replace(QUICK, switch_seconds=0.3)
+    async with serve_pool(tmp_path, 2, rules=rules) as pool:
+        gate = asyncio.Event()
+        original = pool.engines[0].engine.load
+
+        async def held(weights):  # type: ignore[no-untyped-def]
+            await gate.wait()
+            await original(weights)
+
+        pool.engines[0].engine.load = held  # type: ignore[method-assign]
+        answers = await pool.hub.upload(1)
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        assert pool.member(0).state is not State.SERVING
+        turn = await pool.hub.generate("a", PROMPT)
+        assert set(turn.versions) == {1}
+        gate.set()
+        await pool.serving()
+        assert pool.member(0).version == 1
+
+
+async def test_an_engine_that_is_not_listed_any_more_ends_its_turns_and_is_let_go(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        turning = await begin(pool, "a", 40)
+        number = holder(pool)
+        member = pool.member(number)
+        pool.engine.set_addresses([pool.engines[1 - number].address])
+        check(await turning)
+        assert not pool.engine.requests_lost and not member.turns
+        assert (await pool.hub.generate("b", PROMPT)).finished.policy_token_count == 16
+        assert member.given == 1
+
+
 async def test_somebody_else_s_weights_are_noticed_and_replaced(tmp_path: Path) -> None:
     async with serve_pool(tmp_path, 1, step_seconds=SLOW) as pool:
         await pool.hub.upload(1)
