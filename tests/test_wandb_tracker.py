@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,16 @@ def history(file: Path) -> list[dict[str, str]]:
     return found
 
 
+def steps_of(file: Path, count: int) -> list[str]:
+    """The steps of its points, once there are so many: W&B's own process writes them in its own time."""
+    until = time.monotonic() + 30
+    while len(found := [point["step"] for point in history(file)]) < count:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return found
+
+
 def test_an_offline_run_has_the_points_and_goes_on_under_its_id(tmp_path: Path) -> None:
     run(tmp_path, 1, 2, 3, resumes=False)
     run(tmp_path, 3, 4, resumes=True)
@@ -81,8 +92,8 @@ def test_an_offline_run_has_the_points_and_goes_on_under_its_id(tmp_path: Path) 
     first, second = sorted((tmp_path / "trackers" / "wandb").rglob("*.wandb"))
     assert first.name == second.name == f"run-{name}.wandb"
     # Its own count of steps would refuse the third a second time.
-    assert [point["step"] for point in history(first)] == ["1", "2", "3"]
-    assert [point["step"] for point in history(second)] == ["3", "4"]
+    assert steps_of(first, 3) == ["1", "2", "3"]
+    assert steps_of(second, 2) == ["3", "4"]
     assert history(second)[-1]["train/reward_mean"] == "1"
     assert history(second)[-1]["train/reward_by_source/a b"] == "1"
 
