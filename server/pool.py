@@ -54,6 +54,7 @@ from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_member import Member, State, describe, difference
 from penstock.server.pool_placing import Placing
 from penstock.server.pool_uploads import POLICIES, Fanout, Payload
+from penstock.server.requests import sampling_message
 from penstock.server.routing import RoutingRules, slowness
 from penstock.server.turn_limit import LimitRules
 from penstock.server.weight_manifest import WeightRefused
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 
 FINISHES: Mapping[int, Finish] = {
@@ -422,23 +422,13 @@ class PoolEngine:
     def _message(
         self, name: str, request: EngineRequest, member: Member
     ) -> tuple[rollout_service_pb2.GenerateRequest, list[tuple[str, str]]]:
-        sampling = request.sampling
         options = StreamOptions()
         flush = 0.0 if request.stream_interval == 1 else self._rules.flush_seconds
         options.flush_interval.FromNanoseconds(int(flush * 1e9))
         message = GenerateRequest(
             trajectory_id=name,
             tokens=TokenSequence(token_ids=codec.array_bytes(request.token_ids)),
-            sampling_params=SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=sampling.stop_token_ids,
-                stop=sampling.stop,
-                seed=sampling.seed,
-                ignore_eos=sampling.ignore_eos,
-            ),
+            sampling_params=sampling_message(request.sampling),
             stream_options=options,
             priority=request.priority,
             single_turn=True,

@@ -13,14 +13,17 @@ import numpy as np
 from google.protobuf import duration_pb2, json_format, struct_pb2
 
 from penstock.server.conversation import Message, Tool, ToolCall
+from penstock.server.engine import Sampling
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.turns import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire.codec import MalformedMessage, token_ids
+from penstock.wire.codec import MalformedMessage, token_ids, twin
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+_SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 MAX_ID_LENGTH = 256
 MAX_GROUP_SIZE = 4_096
@@ -131,6 +134,20 @@ def sampling(
         stop=tuple(params.stop),
         seed=params.seed % 2**63 if params.HasField("seed") else None,
         ignore_eos=params.ignore_eos,
+    )
+
+
+def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.SamplingParams:
+    """The other way round, as a twin message."""
+    return _SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
     )
 
 

@@ -17,7 +17,7 @@ from penstock.server.conversation import Tool
 from penstock.server.engine import Delta, Finish
 from penstock.server.history import HeldMessage, History
 from penstock.server.journal import Deferred, EncodedRecord, Journal, JournalRecord, Record
-from penstock.server.requests import MIN_TEMPERATURE
+from penstock.server.requests import MIN_TEMPERATURE, sampling_message
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
@@ -27,7 +27,6 @@ _TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
 _TurnChanged = codec.twin(journal_pb2.TurnChanged)
 _HeldMessage = codec.twin(journal_pb2.HeldMessage)
 _Tool = codec.twin(conversation_pb2.Tool)
-_SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 FORMS = {
     PromptKind.TOKENS: journal_pb2.PROMPT_FORM_TOKENS,
@@ -115,7 +114,7 @@ def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
     return _TurnChanged(
         trajectory_id=record.trajectory_id,
         turn_index=turn.index,
-        sampling_params=_params(turn.sampling),
+        sampling_params=sampling_message(turn.sampling),
         budget=turn.budget,
         context_token_count=turn.context_token_count,
         policy_token_count=turn.policy_token_count,
@@ -233,19 +232,6 @@ def _write_tool(tool: Tool) -> conversation_pb2.Tool:
 
 def _read_tool(tool: conversation_pb2.Tool) -> Tool:
     return Tool(tool.name, tool.description, json_format.MessageToDict(tool.parameters))
-
-
-def _params(sampling: TurnSampling) -> rollout_service_pb2.SamplingParams:
-    return _SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        stop=sampling.stop,
-        seed=sampling.seed,
-        ignore_eos=sampling.ignore_eos,
-    )
 
 
 def _sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
