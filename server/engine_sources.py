@@ -18,7 +18,7 @@ from penstock.server.own_tasks import OwnTasks
 if TYPE_CHECKING:
     from penstock.server.conversation import OutputParser
     from penstock.server.engine import Engine
-    from penstock.server.pool import PoolRules
+    from penstock.server.pool_rules import PoolRules
     from penstock.wire.security import Security
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def pool_security(pool: Pool) -> Security:
 
 def pool_rules(pool: Pool) -> PoolRules:
     """How a hub runs them."""
-    from penstock.server.pool import PoolRules
+    from penstock.server.pool_rules import PoolRules
     from penstock.server.routing import RoutingRules
     from penstock.server.turn_limit import LimitRules
 

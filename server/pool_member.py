@@ -9,7 +9,7 @@ States, and what moves it (docs/pool.md has the picture):
     REFUSED    is not the model of this pool, or knows too little -> JOINING, as another process
     LOST       nobody answers                                     -> JOINING
 
-State only, and the arithmetic of it: what asks the engine server, and when, is in `pool`.
+State only, and the arithmetic of it: what asks the engine server, and when, is in `pool_roster`.
 
 Version numbers: `wire_versions` maps what the engine server calls a version to what the pool calls it. An
 engine server that was never given weights by anybody samples the model as it was loaded, which is version 0

@@ -269,8 +269,8 @@ class Serving:
         return adapters, versions, WeightUploads(versions, stage, collective, description)
 
     def _wire_pool(self, pool: PoolEngine) -> None:
-        pool.open_version = self.weights.open_version
-        pool.may_bring_up = lambda: not self.switch.awaiting_trainer
+        pool.weights.open_version = self.weights.open_version
+        pool.weights.may_bring_up = lambda: not self.switch.awaiting_trainer
         self.weights.on_accepted = pool.stage
         observe_pool(self.metrics, pool)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from penstock.server import config
 from penstock.server.authorization import open_gate
 from penstock.server.log_journal import open_journal
-from penstock.server.pool import PoolEngine, PoolRules
+from penstock.server.pool import PoolEngine
 from penstock.server.pool_member import Member, State
+from penstock.server.pool_rules import PoolRules
 from penstock.server.serving import Serving, bind
 from penstock.wire.security import open_channel
 from tests.fakes import ByteRenderer

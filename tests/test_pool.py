@@ -70,7 +70,7 @@ async def test_a_turn_is_what_an_engine_samples_and_nothing_is_left_of_it_there(
         check(more, [*PROMPT, *turn.tokens, 7, 8])
         for engine in pool.engines:
             assert not engine.serving.store.records()
-        assert not pool.engine._placed and not pool.engine._requests
+        assert pool.engine.turns.is_idle
 
 
 async def test_a_trajectory_stays_where_its_cache_is_and_its_siblings_go_there_too(
@@ -459,7 +459,7 @@ async def test_somebody_else_s_weights_are_noticed_and_replaced(tmp_path: Path) 
     async with serve_pool(tmp_path, 1, step_seconds=SLOW) as pool:
         await pool.hub.upload(1)
         turning = await begin(pool, "a", 100)
-        epoch = pool.engine._epoch + 1
+        epoch = pool.engine.weights._epoch + 1
         await pool.engines[0].upload(50, trainer_epoch=epoch)
         await until(lambda: pool.member(0).state is not State.SERVING)
         # This hub is not the newest to that engine server any more.

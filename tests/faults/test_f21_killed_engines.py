@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 
 from penstock.server.engine_server import EngineServer
-from penstock.server.pool import PoolEngine, PoolRules
+from penstock.server.pool import PoolEngine
+from penstock.server.pool_rules import PoolRules
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from tests.fakes import sampled

@@ -1,0 +1,217 @@
+"""The turns of a pool: each on one engine server, as one attempt that is forgotten there when it ends.
+
+placed (`pool_placing`) -> streamed -> ended. Where an engine is lost, drains or is full, `RequestLost` has
+the turn made again from the exact token; `turns` does that. What an engine server refuses for the request's
+own sake is told to whoever asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from penstock.server.engine import Delta, EngineRequest, Finish, RequestLost
+from penstock.server.engine_server import GenerateRequest, Refused, Unanswered
+from penstock.server.pool_member import Member
+from penstock.server.pool_placing import Placing
+from penstock.server.pool_roster import Roster
+from penstock.server.requests import sampling_message
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
+
+TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
+
+FINISHES: Mapping[int, Finish] = {
+    trajectory_pb2.FINISH_REASON_STOP: Finish.STOP,
+    trajectory_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
+    trajectory_pb2.FINISH_REASON_ABORTED: Finish.ABORTED,
+}
+NO_TOKENS = np.zeros(0, np.int32)
+NO_LOGPROBS = np.zeros(0, np.float32)
+# What a member that is full, and does not say for how long, is left alone for.
+FULL_SECONDS = 0.5
+
+
+class PoolTurns:
+    """Requests under way, wherever they are."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        placing: Placing,
+        active: Callable[[], int],
+        flush_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`active` has the pool's version; tokens wait on an engine server for at most `flush_seconds`."""
+        self._roster = roster
+        self._placing = placing
+        self._active = active
+        self._flush_seconds = flush_seconds
+        self._clock = clock
+        self._prefix = uuid.uuid4().hex[:12]
+        self._count = 0
+        self._placed: dict[str, tuple[Member, str]] = {}
+        self._requests: set[str] = set()
+        """Those whose deltas somebody may still read."""
+        self._aborting: set[str] = set()
+        self.lost_count = 0
+        """Requests that were made again elsewhere."""
+
+    @property
+    def placed_count(self) -> int:
+        """Requests that an engine has."""
+        return len(self._placed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is kept of any request."""
+        return not (self._placed or self._requests or self._aborting)
+
+    def expect_aborts(self, member: Member) -> None:
+        """The engine is about to abort the turns it has: those end, and are not made again elsewhere."""
+        self._aborting |= member.turns
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
+        """What is sampled for a request, from its place on."""
+        name = request.request_id
+        self._requests.add(name)
+        deltas = self._deltas(request)
+        # One that is closed before it has begun never comes to its end.
+        weakref.finalize(deltas, self._requests.discard, name)
+        return deltas
+
+    async def _deltas(self, request: EngineRequest) -> AsyncGenerator[Delta]:
+        name = request.request_id
+        try:
+            member = None if name in self._aborting else await self._placing.place(request)
+            if member is None:
+                yield Delta(NO_TOKENS, NO_LOGPROBS, self._active(), Finish.ABORTED)
+                return
+            try:
+                async with contextlib.aclosing(self._sample(member, request)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            except Unanswered as error:
+                self._lost_at(member, error)
+                self._lose_request(error)
+            except Refused as error:
+                self._refused_at(member, error)
+                self._lose_request(error)
+            finally:
+                self._placed.pop(name, None)
+                member.turns.discard(name)
+                self._roster.retire(member)
+                self._placing.wake()
+        finally:
+            self._aborting.discard(name)
+            self._requests.discard(name)
+
+    def _lost_at(self, member: Member, error: Unanswered) -> None:
+        before = member.state, member.problem
+        self._roster.lose(member, str(error))
+        self._roster.tell(member, before)
+        self._roster.poke(member)
+
+    def _refused_at(self, member: Member, error: Refused) -> None:
+        """Whether another engine may take it; raises the refusal where none would."""
+        if error.is_full:
+            seconds = error.failure.retry_after_seconds or FULL_SECONDS
+            member.close_for(seconds)
+            asyncio.get_running_loop().call_later(seconds, self._placing.wake)
+        elif error.failure.reason != Reason.CREDENTIAL_ENDED:
+            raise error
+
+    def _lose_request(self, error: Exception) -> NoReturn:
+        self.lost_count += 1
+        raise RequestLost(str(error)) from error
+
+    async def _sample(self, member: Member, request: EngineRequest) -> AsyncGenerator[Delta]:
+        """One turn on an engine server; raises Unanswered, Refused and RequestLost."""
+        self._count += 1
+        there = f"{self._prefix}.{self._count}"
+        name = request.request_id
+        self._placed[name] = member, there
+        message, metadata = self._message(there, request, member)
+        tokens, began = 0, self._clock()
+        async with contextlib.aclosing(member.server.generate(message, metadata)) as events:
+            async for event in events:
+                kind = event.WhichOneof("event")
+                if kind == "started":
+                    began = self._clock()
+                    if name in self._aborting:
+                        # It came before the engine server knew of the turn.
+                        await member.server.abort([there])
+                elif kind == "segment":
+                    segment = event.segment
+                    delta = self._delta(member, segment)
+                    tokens += len(delta.token_ids)
+                    yield delta
+                else:
+                    finish = FINISHES[event.finished.finish_reason]
+                    member.paced(self._clock() - began, tokens)
+                    if finish is Finish.ABORTED and name not in self._aborting:
+                        # By the engine server itself, which stops, or switches.
+                        self._lose_request(Unanswered("the engine aborted it"))
+                    cached = event.finished.cached_token_count
+                    version = self._active() if member.version is None else member.version
+                    yield Delta(NO_TOKENS, NO_LOGPROBS, version, finish, cached)
+                    return
+        raise Unanswered("it ended a turn without a reason")
+
+    def _delta(self, member: Member, segment: trajectory_pb2.Segment) -> Delta:
+        version = member.pool_version(segment.weight_version)
+        if version is None:
+            # Somebody else gives it weights.
+            member.version = None
+            member.leave_rotation("samples weights that are not the pool's")
+            self._roster.rotate()
+            self._roster.poke(member)
+            raise Unanswered(f"it samples version {segment.weight_version}, which nobody gave it")
+        return Delta(codec.token_ids(segment), codec.logprobs(segment), version)
+
+    def _message(
+        self, name: str, request: EngineRequest, member: Member
+    ) -> tuple[rollout_service_pb2.GenerateRequest, list[tuple[str, str]]]:
+        options = StreamOptions()
+        flush = 0.0 if request.stream_interval == 1 else self._flush_seconds
+        options.flush_interval.FromNanoseconds(int(flush * 1e9))
+        message = GenerateRequest(
+            trajectory_id=name,
+            tokens=TokenSequence(token_ids=codec.array_bytes(request.token_ids)),
+            sampling_params=sampling_message(request.sampling),
+            stream_options=options,
+            priority=request.priority,
+            single_turn=True,
+        )
+        return message, list(request.trace_headers.items())
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these, wherever they are, with what they have."""
+        by_member: dict[Member, list[str]] = {}
+        for name in request_ids:
+            if name not in self._requests or self._placing.leave(name):
+                continue
+            self._aborting.add(name)
+            if (placed := self._placed.get(name)) is not None:
+                by_member.setdefault(placed[0], []).append(placed[1])
+        await asyncio.gather(
+            *(self._abort_there(member, names) for member, names in by_member.items())
+        )
+
+    async def _abort_there(self, member: Member, names: Sequence[str]) -> None:
+        try:
+            await member.server.abort(names)
+        except (Unanswered, Refused) as error:
+            logger.info("engine %s did not abort %d turns: %s", member.address, len(names), error)

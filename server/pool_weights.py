@@ -1,0 +1,234 @@
+"""The weights of a pool: staged everywhere, switched to in parts, given to who comes late.
+
+    stage     a version goes to every engine as soon as the hub has it (`pool_uploads`), while all sample
+    switch    one part of the engines after the other; it ends when none in rotation has an older one
+    bring_up  one that joins is given the active version before it takes turns
+
+Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both decide that
+without an `await` between the look and the act.
+
+What a failure does. An engine that refuses a version has gone back to the one before: it leaves the
+rotation and is brought up to date. What all refuse is refused as a whole. Who is lost meanwhile is not
+waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import NoReturn
+
+from penstock.server.engine import StagedWeights
+from penstock.server.engine_server import Refused, StagedThere, Unanswered
+from penstock.server.errors import DomainError
+from penstock.server.own_tasks import OwnTasks
+from penstock.server.pool_member import Member, State
+from penstock.server.pool_roster import Roster
+from penstock.server.pool_rules import PoolRules
+from penstock.server.pool_uploads import POLICIES, Fanout, Payload
+from penstock.server.weight_probe import Probe, ProbeResult
+from penstock.server.weight_switch import InFlight, Switched
+from penstock.server.weight_upload import Staged
+from penstock.v1 import weights_pb2
+from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
+
+BRING_UPS = 8
+
+OpenVersion = Callable[[int], AbstractAsyncContextManager[StagedWeights | None]]
+
+
+class PoolWeights:
+    """Which version the pool samples, and how every engine comes to it."""
+
+    def __init__(
+        self, roster: Roster, rules: PoolRules, expect_aborts: Callable[[Member], None]
+    ) -> None:
+        """`expect_aborts` is told of an engine that is about to abort its turns."""
+        self._roster = roster
+        self._rules = rules
+        self._expect_aborts = expect_aborts
+        # Newer than that of any hub before, which engine servers then no longer listen to.
+        self._epoch = time.time_ns()
+        self._fanout: Fanout | None = None
+        self._staging: asyncio.Task[None] | None = None
+        self._tasks = OwnTasks()
+        self._bringing_up = asyncio.Semaphore(BRING_UPS)
+        self.active = 0
+        """The pool's version."""
+        self.open_version: OpenVersion | None = None
+        """Opens the bytes of a version for who comes late."""
+        self.may_bring_up: Callable[[], bool] = lambda: True
+        """Whether the active version is what should be sampled."""
+
+    def is_current(self, member: Member) -> bool:
+        """Whether it samples the active version or a newer one."""
+        return member.version is not None and member.version >= self.active
+
+    async def bring_up(self, member: Member, trusted: bool) -> None:
+        """Gives it the active version, where it has another one, and then turns."""
+        active = self.active
+        if not (trusted and self.is_current(member)):
+            if not self.may_bring_up():
+                member.problem = "waits for the trainer's version"
+                return
+            async with self._bringing_up:
+                await self._give(member)
+        # Another version may have become active meanwhile: then it is looked at again at once.
+        if self.is_current(member):
+            member.state, member.problem, member.failures = State.SERVING, "", 0
+        elif self.active != active:
+            self._roster.poke(member)
+
+    async def _give(self, member: Member) -> None:
+        version = self.active
+        opened = self.open_version(version) if self.open_version is not None else _nothing()
+        async with opened as weights:
+            if weights is None:
+                member.problem = f"version {version} is not held: it waits for the next one"
+                return
+            fanout = Fanout(await asyncio.to_thread(Payload, weights), self._epoch)
+            try:
+                there = await fanout.begin(member)
+                await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
+                member.has(version)
+            except Refused as error:
+                fanout.settle(member, accepted=False)
+                member.leave_rotation(f"did not take version {version}: {error}")
+            finally:
+                await fanout.close()
+
+    def stage(self, staged: Staged, probe: Probe | None) -> None:
+        """Begins to stage a version everywhere; what was staged and not switched to is left."""
+        staged.retain()
+        self._staging = self._tasks.start(
+            self._stage(staged.weights, probe),
+            f"staging version {staged.weight_version}",
+            staged.release,
+        )
+
+    async def _stage(self, weights: StagedWeights, probe: Probe | None) -> None:
+        payload = await asyncio.to_thread(Payload, weights)
+        before, self._fanout = self._fanout, Fanout(payload, self._epoch, probe)
+        if before is not None:
+            await before.close()
+        for member in self._roster.members:
+            if member.state in (State.SERVING, State.SWITCHING):
+                # Who does not take it says so at the switch. Who joins is brought up to date after it.
+                self._fanout.begin(member).add_done_callback(_heard)
+
+    async def switch(self, weights: StagedWeights, policy: InFlight) -> Switched:
+        """Until every engine in rotation has it. Raises DomainError where all refuse it."""
+        version = weights.weight_version
+        if self._staging is not None:
+            await asyncio.wait([self._staging])
+            self._staging = None
+        if self._fanout is None or self._fanout.weight_version != version:
+            await self._stage(weights, None)
+        assert self._fanout is not None
+        fanout, self._fanout = self._fanout, None
+        answers: list[weights_pb2.UpdateWeightsResponse] = []
+        refusals: list[tuple[Member, Refused]] = []
+        before = self.active
+        try:
+            while behind := [m for m in self._roster.rotation if m.version != version]:
+                part = len(behind)
+                if not self._rules.switches_at_once:
+                    part = max(1, int(len(self._roster.rotation) * self._rules.switch_part))
+                turns = [
+                    self._switch_one(m, fanout, policy, answers, refusals) for m in behind[:part]
+                ]
+                await asyncio.gather(*turns)
+            if refusals and not answers:
+                self._all_refused(refusals, version, before)
+            # No await since the look at the rotation.
+            self.active = version
+        finally:
+            await fanout.close()
+            self._roster.rotate()
+            for member in self._roster.members:
+                if member.state is State.JOINING:
+                    self._roster.poke(member)
+        pause = max((answer.pause.ToNanoseconds() / 1e9 for answer in answers), default=0.0)
+        probes = [answer.probe for answer in answers if answer.HasField("probe")]
+        worst = max(probes, key=lambda probe: probe.mean_difference, default=None)
+        result = worst and ProbeResult(worst.mean_difference, worst.max_difference)
+        return Switched(version, pause, result)
+
+    async def _switch_one(
+        self,
+        member: Member,
+        fanout: Fanout,
+        policy: InFlight,
+        answers: list[weights_pb2.UpdateWeightsResponse],
+        refusals: list[tuple[Member, Refused]],
+    ) -> None:
+        version = fanout.weight_version
+        try:
+            # It goes on taking turns until it has all of it.
+            there = await asyncio.shield(fanout.begin(member))
+            if member.state is not State.SERVING:
+                return
+            member.state, member.problem = State.SWITCHING, f"switches to version {version}"
+            self._roster.rotate()
+            if policy is InFlight.ABORT:
+                self._expect_aborts(member)
+            async with asyncio.timeout(self._rules.switch_seconds):
+                answer = await there.activate(POLICIES[policy.value])
+        except (Unanswered, TimeoutError) as error:
+            self._roster.lose(member, str(error) or f"did not switch to version {version} in time")
+            self._roster.poke(member)
+            return
+        except Refused as error:
+            logger.warning("engine %s refused version %s: %s", member.address, version, error)
+            fanout.settle(member, accepted=False)
+            member.changes += 1
+            member.leave_rotation(f"did not take version {version}: {error}")
+            refusals.append((member, error))
+            self._roster.rotate()
+            return
+        member.has(version)
+        answers.append(answer)
+        if member.state is State.SWITCHING:
+            member.state, member.problem = State.SERVING, ""
+            self._roster.rotate()
+
+    def _all_refused(
+        self, refusals: Sequence[tuple[Member, Refused]], version: int, before: int
+    ) -> NoReturn:
+        """Nobody took it: everybody samples what they did, and goes on."""
+        for member, _ in refusals:
+            if member.state is State.JOINING and member.version == before:
+                member.state, member.problem, member.failures = State.SERVING, "", 0
+        failure = refusals[0][1].failure
+        known = (Reason.PROBE_MISMATCH, Reason.WEIGHT_LOAD_FAILED)
+        reason = next((r for r in known if r.value == failure.reason), Reason.WEIGHT_LOAD_FAILED)
+        raise DomainError(
+            reason,
+            f"none of {len(refusals)} engines took version {version}, version {before} goes on: "
+            f"{failure.message}",
+            {**failure.metadata, "weight_version": version, "active": before},
+        )
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        await self._tasks.cancel()
+        if self._fanout is not None:
+            await self._fanout.close()
+            self._fanout = None
+
+
+@contextlib.asynccontextmanager
+async def _nothing() -> AsyncGenerator[None]:
+    yield None
+
+
+def _heard(task: asyncio.Task[StagedThere]) -> None:
+    """Its error is told where it is waited for."""
+    if not task.cancelled():
+        task.exception()
