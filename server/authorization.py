@@ -50,6 +50,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "penstock.v1.RolloutService/Continue": _AGENT,
     "penstock.v1.RolloutService/Abort": _EVERY,
     "penstock.v1.RolloutService/UpdateWeights": _TRAINER,
+    "penstock.v1.RolloutService/FetchWeights": _TRAINER,
     "penstock.v1.RolloutService/GetServerInfo": _EVERY,
     "penstock.v1.RolloutService/GetTrajectory": _EVERY,
     "penstock.v1.TaskService/SubmitTasks": _TRAINER,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -35,6 +35,9 @@ from penstock.server.memory_budget import default_bytes
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
+
+if TYPE_CHECKING:
+    from penstock.wire.security import Security as ClientSecurity
 
 
 class ConfigError(Exception):
@@ -125,7 +128,44 @@ class ConversationSection(_Section):
     """vLLM's name of the parser that finds reasoning, such as "qwen3"; empty leaves it text."""
 
 
-class Pool(_Section):
+class _Calling(_Section):
+    """What is shown to other servers, and trusted of them."""
+
+    tls: bool = False
+    """Whether they are spoken to by TLS; implied by `ca` and `certificate`."""
+    ca: Path | None = None
+    """PEM file of the authority that signed their certificates."""
+    certificate: Path | None = None
+    """PEM file of this server's own, for mutual TLS."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    server_name: str = ""
+    """Name that their certificates are for, where it is not the address's."""
+    token_file: Path | None = None
+    """File with a token there: of the role admin for a hub, of trainer or admin for a peer."""
+
+    def shown(self) -> ClientSecurity:
+        """The same, as channels are made with it."""
+        from penstock.wire.security import Security
+
+        return Security(
+            tls=self.tls,
+            ca=self.ca,
+            certificate=self.certificate,
+            key=self.key,
+            server_name=self.server_name,
+            token_file=self.token_file,
+        )
+
+
+class Peers(_Calling):
+    """Servers that an upload says to take a version from; docs/pool.md."""
+
+    silent_seconds: float = Field(default=30.0, gt=0)
+    """How long one may send nothing before the upload is refused."""
+
+
+class Pool(_Calling):
     """Engine servers behind a hub; docs/pool.md."""
 
     engines: tuple[str, ...] = ()
@@ -147,18 +187,9 @@ class Pool(_Section):
     """Between two looks at an engine's load; longer in a large pool."""
     discover_seconds: float = Field(default=5.0, gt=0)
     """Between two looks for addresses."""
-    tls: bool = False
-    """Whether engine servers are spoken to by TLS; implied by `ca` and `certificate`."""
-    ca: Path | None = None
-    """PEM file of the authority that signed their certificates."""
-    certificate: Path | None = None
-    """PEM file of the hub's own, for mutual TLS."""
-    key: Path | None = None
-    """PEM file of its private key."""
-    server_name: str = ""
-    """Name that their certificates are for, where it is not the address's."""
-    token_file: Path | None = None
-    """File with a token of the role admin there."""
+    branches: int = Field(default=2, ge=0)
+    """Hosts that the hub, and each host, hands a version on to. 1 makes a chain of them, 2 and more a tree;
+    with 0 the hub sends it to each by itself."""
 
     @field_validator("engines", mode="before")
     @classmethod
@@ -258,6 +289,7 @@ class ServeConfig(_Section):
     conversation: ConversationSection = ConversationSection()
     limits: Limits = Limits()
     pool: Pool = Pool()
+    peers: Peers = Peers()
     security: Security = Security()
 
     @property

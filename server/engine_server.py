@@ -127,6 +127,10 @@ class StagedThere:
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
+    async def ready(self) -> bool:
+        """Whether the engine server takes it; false where it had it before, or refuses it."""
+        return await self._staging.ready()
+
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
         """Returns when it is verified there."""
         with _answers():

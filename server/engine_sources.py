@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.server.conversation import OutputParser
     from penstock.server.engine import Engine
     from penstock.server.pool_rules import PoolRules
-    from penstock.wire.security import Security
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class HubSource:
 
         pool = self._config.pool
         discovery = Discovery(pool.engines)
-        engine = PoolEngine(await discovery.look(), pool_security(pool), pool_rules(pool))
+        engine = PoolEngine(await discovery.look(), pool.shown(), pool_rules(pool))
 
         def tell(addresses: Sequence[str]) -> None:
             try:
@@ -149,20 +148,6 @@ class HubSource:
         return engine
 
 
-def pool_security(pool: Pool) -> Security:
-    """What a hub shows its engine servers."""
-    from penstock.wire.security import Security
-
-    return Security(
-        tls=pool.tls,
-        ca=pool.ca,
-        certificate=pool.certificate,
-        key=pool.key,
-        server_name=pool.server_name,
-        token_file=pool.token_file,
-    )
-
-
 def pool_rules(pool: Pool) -> PoolRules:
     """How a hub runs them."""
     from penstock.server.pool_rules import PoolRules
@@ -175,6 +160,7 @@ def pool_rules(pool: Pool) -> PoolRules:
         switches_at_once=pool.switch == "all",
         switch_part=pool.switch_part,
         look_seconds=pool.look_seconds,
+        branches=pool.branches,
     )
 
 

@@ -27,7 +27,7 @@ from penstock.server.engine import EngineDescription, TensorMeta
 from penstock.server.engine_server import EngineServer
 from penstock.server.routing import EngineLoad, retry_seconds
 from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
-from penstock.v1 import rollout_service_pb2
+from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
 
 ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
@@ -69,6 +69,8 @@ class Member:
     server_id: str = ""
     """Its process; empty before the first answer."""
     host_id: str = ""
+    hands_on: bool = False
+    """Whether it takes versions from other engine servers, and gives them."""
     version: int | None = None
     """The pool's number of what it samples; None where that is not known."""
     changes: int = 0
@@ -132,6 +134,7 @@ class Member:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
             self.state, self.problem = State.JOINING, ""
         self.host_id = info.host_id
+        self.hands_on = weights_pb2.WEIGHT_SOURCE_KIND_PEER in info.weight_sources
         self.load = info.load
         accepted = [info.active_weight_version, *info.staged_weight_versions]
         self.newest_wire_version = max(accepted)
@@ -153,6 +156,11 @@ class Member:
         if wire_version == 0:
             return 0
         return self.wire_versions.get(wire_version)
+
+    def wire_version(self, pool_version: int) -> int | None:
+        """Newest number under which it was given a version of the pool's."""
+        found = [wire for wire, pool in self.wire_versions.items() if pool == pool_version]
+        return max(found, default=None)
 
     def reserve(self, pool_version: int) -> int:
         """A number under which the engine server takes a version: larger than any it has accepted or is

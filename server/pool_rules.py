@@ -18,6 +18,8 @@ class PoolRules:
     """Whether all engines switch at the same time, and no turn begins meanwhile."""
     switch_part: float = 0.5
     """Part of the engines that switch at the same time otherwise; at least one does."""
+    branches: int = 2
+    """Hosts that each host hands a version on to; with none the hub sends it to each."""
     look_seconds: float = 1.0
     """Between two looks at an engine."""
     flush_seconds: float = 0.1

@@ -1,28 +1,33 @@
 """One weight version on its way from the hub to its engine servers.
 
-Once per host: the engine server that comes first there, its *leader*, gets the bytes through the stream;
-the others take them from its memory. On the hub's own host all take them from the hub's. Who cannot read
-what it is offered is sent the bytes, so that a wrong guess about hosts costs time and nothing else.
+Once per host: the engine server that comes first there, its *leader*, gets the bytes, from the hub or
+from another host's leader (`pool_branches`); the others take them from its memory. On the hub's own host
+all take them from the hub's. Who cannot read what it is offered is sent the bytes, so that a wrong guess
+about hosts costs time and nothing else.
 
-Every engine server verifies every byte by itself.
+Every engine server verifies every byte by itself, against the hub's checksums.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import xxhash
 
 from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
+from penstock.server.pool_branches import Branches
 from penstock.server.pool_member import Member
 from penstock.server.weight_probe import Probe
 from penstock.v1 import weights_pb2
 from penstock.wire.memory_file import host_id, host_namespace
 from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
 
 POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
     "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
@@ -74,17 +79,38 @@ class Payload:
         os.close(self._descriptor)
 
 
+Source = weights_pb2.SharedMemorySource | weights_pb2.PeerSource | None
+"""Where an engine server takes a version from; None is the stream."""
+
+UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_MISMATCH)
+"""Refusals after which the hub sends the bytes by itself."""
+
+
 class Fanout:
     """One version for any number of engine servers, each asked once."""
 
-    def __init__(self, payload: Payload, epoch: int, probe: Probe | None = None) -> None:
-        """`epoch` is the hub's: engine servers refuse uploads of an older hub from then on."""
+    def __init__(
+        self,
+        payload: Payload,
+        epoch: int,
+        branches: int,
+        probe: Probe | None = None,
+        *,
+        holders: Iterable[Member] = (),
+    ) -> None:
+        """`epoch` is the hub's: engine servers refuse uploads of an older hub from then on. `holders`
+        sample the version already, and are asked for it before the hub sends it."""
         self._payload = payload
         self._epoch = epoch
         self._probe = None if probe is None else probe.message()
         self._host_id = host_id()
+        holders = list(holders)
+        self._branches = Branches(branches, spare_hub=bool(holders))
+        self._branches.add(holders)
         self._leaders: dict[str, asyncio.Future[weights_pb2.SharedMemorySource | None]] = {}
         self._numbers: dict[Member, int] = {}
+        self._accepted: dict[Member, asyncio.Future[bool]] = {}
+        """Whether an engine server takes it, once it has answered."""
         self._sending: dict[Member, asyncio.Task[StagedThere]] = {}
         self.weight_version = payload.weight_version
 
@@ -128,8 +154,11 @@ class Fanout:
         leading = self._leaders[member.host_id] = asyncio.get_running_loop().create_future()
         memory = None
         try:
-            there, answer = await self._send(member, None)
-            memory = answer.memory if answer.HasField("memory") else None
+            there, answer = await self._lead(member)
+            if answer.HasField("memory"):
+                memory = weights_pb2.SharedMemorySource(
+                    name=answer.memory.name, host_namespace=answer.memory.host_namespace
+                )
             return there
         finally:
             leading.set_result(memory)
@@ -141,13 +170,51 @@ class Fanout:
         try:
             return (await self._send(member, memory))[0]
         except Refused as error:
-            unreadable = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID)
-            if error.failure.reason not in unreadable:
+            if error.failure.reason not in UNREADABLE:
                 raise
             return (await self._send(member, None))[0]
 
+    async def _lead(self, member: Member) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
+        """The first of its host: from another host, or from here."""
+        tried: set[Member] = set()
+        while member.hands_on and (peer := self._branches.take(tried)) is not None:
+            tried.add(peer)
+            try:
+                return await self._grow(member, peer)
+            except Refused as error:
+                if error.failure.reason not in UNREADABLE:
+                    raise
+                logger.warning("engine %s: %s", member.address, error)
+        return await self._grow(member, None)
+
+    async def _grow(
+        self, member: Member, peer: Member | None
+    ) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
+        """A host more in the tree, where it stays unless this fails; from the hub where the peer has not
+        the version."""
+        accepted = self._accepted[member] = asyncio.get_running_loop().create_future()
+        self._branches.add([member])
+        try:
+            source = None if peer is None else await self._source_at(peer)
+            return await self._send(member, source)
+        except BaseException:
+            self._branches.drop(member)
+            raise
+        finally:
+            if not accepted.done():
+                accepted.set_result(False)
+
+    async def _source_at(self, peer: Member) -> weights_pb2.PeerSource | None:
+        """The version at another host, once that has begun to receive it; None where it does not."""
+        number = peer.wire_version(self.weight_version)
+        if (accepted := self._accepted.get(peer)) is not None:
+            number = self._numbers[peer] if await asyncio.shield(accepted) else None
+        if number is None:
+            return None
+        return weights_pb2.PeerSource(address=peer.address, weight_version=number)
+
     async def _send(
-        self, member: Member, memory: weights_pb2.SharedMemorySource | None
+        self, member: Member, source: Source
     ) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
         version = self._numbers.get(member)
         if version is None:
@@ -159,12 +226,17 @@ class Fanout:
             trainer_epoch=self._epoch,
             probe=self._probe,
         )
-        if memory is None:
+        if source is None:
             header.inline.length_bytes = self._payload.length_bytes
+        elif isinstance(source, weights_pb2.PeerSource):
+            header.peer.CopyFrom(source)
         else:
-            header.shared_memory.CopyFrom(memory)
-        there = member.server.stage(header, () if memory is not None else (self._payload.view,))
+            header.shared_memory.CopyFrom(source)
+        there = member.server.stage(header, () if source is not None else (self._payload.view,))
         try:
+            ready = await there.ready()
+            if (accepted := self._accepted.get(member)) is not None and not accepted.done():
+                accepted.set_result(ready)
             answer = await there.staged()
         except BaseException:
             there.cancel()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -92,7 +93,10 @@ class PoolWeights:
             if weights is None:
                 member.problem = f"version {version} is not held: it waits for the next one"
                 return
-            fanout = Fanout(await asyncio.to_thread(Payload, weights), self._epoch)
+            payload = await asyncio.to_thread(Payload, weights)
+            holders = [other for other in self._roster.rotation if other.version == version]
+            random.shuffle(holders)
+            fanout = Fanout(payload, self._epoch, self._rules.branches, holders=holders)
             try:
                 there = await fanout.begin(member)
                 await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
@@ -114,7 +118,10 @@ class PoolWeights:
 
     async def _stage(self, weights: StagedWeights, probe: Probe | None) -> None:
         payload = await asyncio.to_thread(Payload, weights)
-        before, self._fanout = self._fanout, Fanout(payload, self._epoch, probe)
+        before, self._fanout = (
+            self._fanout,
+            Fanout(payload, self._epoch, self._rules.branches, probe),
+        )
         if before is not None:
             await before.close()
         for member in self._roster.members:

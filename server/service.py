@@ -44,6 +44,11 @@ READERS: Mapping[str, Callable[[bytes], object]] = {
     "penstock.v1.RolloutService/UpdateWeights": read_upload_message,
 }
 
+# What writes the answers of a method, likewise: those of this one are bytes when they come.
+WRITERS: Mapping[str, Callable[[Any], bytes]] = {
+    "penstock.v1.RolloutService/FetchWeights": bytes,
+}
+
 LINGER_SECONDS = 10.0
 LINGER_PAUSE_SECONDS = 0.05
 
@@ -206,13 +211,14 @@ def _method_handler(
 ) -> grpc.RpcMethodHandler[Any, Any]:
     name = f"{service.full_name}/{method.name}"
     deserialize = cast("Any", _deserializer(name, GetMessageClass(method.input_type)))
+    write = WRITERS.get(name, encode)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(
             cast("Any", _stream_stream(name, handler, stalled_seconds)), deserialize, encode
         )
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(
-            cast("Any", _unary_stream(name, handler, stalled_seconds)), deserialize, encode
+            cast("Any", _unary_stream(name, handler, stalled_seconds)), deserialize, write
         )
     return grpc.unary_unary_rpc_method_handler(
         cast("Any", _unary_unary(name, handler)), deserialize, encode

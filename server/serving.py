@@ -60,6 +60,8 @@ from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.turns import TurnRunner
 from penstock.server.weight_collective import Collective
+from penstock.server.weight_handout import WeightHandout
+from penstock.server.weight_peers import Peers
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import InFlight, Switched, WeightSwitch
 from penstock.server.weight_uploads import WeightUploads
@@ -266,7 +268,9 @@ class Serving:
             max_staged=wanted.max_staged,
         )
         collective = Collective(engine, wanted.collective_seconds)
-        return adapters, versions, WeightUploads(versions, stage, collective, description)
+        peers = Peers(config.peers.shown(), config.peers.silent_seconds)
+        uploads = WeightUploads(versions, stage, collective, description, peers)
+        return adapters, versions, uploads
 
     def _wire_pool(self, pool: PoolEngine) -> None:
         pool.weights.open_version = self.weights.open_version
@@ -331,6 +335,8 @@ class Serving:
         def update_weights(requests: Any, call: Call) -> object:
             return self.uploads.update_weights(requests, call.write)
 
+        handout = WeightHandout(self.weights.complete, lambda: self.uploads.arriving)
+
         def exchange(requests: Any, call: Call) -> object:
             return self.trainer.exchange(requests, call.write)
 
@@ -341,6 +347,7 @@ class Serving:
             ),
             "RolloutService/Abort": lambda request, _: rollouts.abort(request),
             "RolloutService/UpdateWeights": update_weights,
+            "RolloutService/FetchWeights": lambda request, _: handout.fetch_weights(request),
             "RolloutService/GetServerInfo": lambda request, _: self.info.get_server_info(request),
             "RolloutService/GetTrajectory": lambda request, _: rollouts.get_trajectory(request),
             "TaskService/SubmitTasks": lambda request, _: tasks.submit_tasks(request),

@@ -15,6 +15,7 @@ from penstock.server.weight_manifest import Encoding, ManifestTensor
 from penstock.server.weight_probe import Probe, read_probe
 from penstock.server.weight_switch import InFlight
 from penstock.v1 import weights_pb2
+from penstock.wire.channel import split_address
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Header
 
@@ -69,7 +70,16 @@ class CollectiveSource:
     backend: str
 
 
-Source = InlineSource | SharedSource | CheckpointSource | CollectiveSource
+@dataclass(frozen=True, slots=True)
+class PeerSource:
+    """Bytes of a full version at another server."""
+
+    address: str
+    weight_version: int
+    """What that server calls it."""
+
+
+Source = InlineSource | SharedSource | CheckpointSource | CollectiveSource | PeerSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +135,14 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
     header = received.message
     adapter = read_adapter(header, description) if header.HasField("adapter") else None
     source = _read_source(header)
-    if isinstance(source, CheckpointSource) and header.base_weight_version:
+    if isinstance(source, CheckpointSource | PeerSource) and header.base_weight_version:
         raise FieldInvalid(
             "header.base_weight_version",
-            "must be zero with a checkpoint, which is complete",
+            "must be zero with a checkpoint or a peer, which have all of it",
             header.base_weight_version,
         )
+    if isinstance(source, PeerSource) and adapter is not None:
+        raise FieldInvalid("header.peer", "may not be the source of an adapter")
     if isinstance(source, SharedSource) and source.progress_offset_bytes is not None:
         _check_filling(header)
     immediate = _read_activation(header.activation)
@@ -190,9 +202,22 @@ def _read_source(header: weights_pb2.WeightHeader) -> Source:
         return CheckpointSource(header.checkpoint.path)
     if kind == "collective":
         return CollectiveSource(header.collective.backend)
+    if kind == "peer":
+        return _read_peer(header.peer)
     if kind is None:
         raise FieldInvalid("header.source", "must be set")
     raise FieldInvalid("header.source", "is not one this server takes; see GetServerInfo", kind)
+
+
+def _read_peer(peer: weights_pb2.PeerSource) -> PeerSource:
+    try:
+        split_address(peer.address)
+    except ValueError as error:
+        raise FieldInvalid("header.peer.address", str(error), peer.address) from error
+    if peer.weight_version < 1:
+        problem = "must be a version that was uploaded"
+        raise FieldInvalid("header.peer.weight_version", problem, peer.weight_version)
+    return PeerSource(peer.address, peer.weight_version)
 
 
 def _check_filling(header: weights_pb2.WeightHeader) -> None:

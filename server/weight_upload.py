@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from penstock.server.broadcast import Broadcast
 from penstock.server.engine import StagedTensor, StagedWeights
 from penstock.server.intervals import Intervals
 from penstock.server.stage_memory import Buffer
@@ -65,7 +66,8 @@ class Upload:
         filling: Filling | None = None,
     ) -> None:
         """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
-        self._manifest = manifest
+        self.manifest = manifest
+        """As it was announced."""
         self._payload = payload
         self._target = target
         self._parts = parts
@@ -76,6 +78,7 @@ class Upload:
         self._running = RunningCheck(manifest)
         self._in_order_bytes = 0
         self._released = False
+        self._progress = Broadcast()
         self.weight_version = weight_version
         self.length_bytes = (payload or target).length_bytes
         """What travels, or is read."""
@@ -110,6 +113,20 @@ class Upload:
             # While it is in the cache.
             self._in_order_bytes = end
             self._running.follow(room, end)
+            self._progress.notify()
+
+    def arriving(self) -> tuple[Buffer, memoryview] | None:
+        """Where the bytes of a full version lie that comes in chunks; None for any other upload."""
+        payload = self._payload
+        if not self._inline or self._parts is not None or payload is None or payload.view is None:
+            return None
+        return payload, payload.view
+
+    async def come(self, length_bytes: int) -> bool:
+        """Returns once so many bytes from the beginning on are there; False where they never will be."""
+        while self._in_order_bytes < length_bytes and not self._released:
+            await self._progress.wait()
+        return self._in_order_bytes >= length_bytes
 
     async def verify(self, xxh3: Sequence[int] = ()) -> Staged:
         """The complete version: nothing missing, each tensor with its checksum, and finite.
@@ -119,13 +136,13 @@ class Upload:
         """
         hashes = dict(
             zip(
-                (tensor.name for tensor in self._manifest),
-                xxh3 or [tensor.xxh3 for tensor in self._manifest],
+                (tensor.name for tensor in self.manifest),
+                xxh3 or [tensor.xxh3 for tensor in self.manifest],
                 strict=True,
             )
         )
         try:
-            self._check_complete()
+            self.check_complete()
             if self._filling is not None:
                 await self._filling.finish(list(hashes.values()))
             places = await self._fill_target()
@@ -150,21 +167,23 @@ class Upload:
         if not self._released:
             self._released = True
             release_all([self._target, *self._sources])
+            self._progress.notify()
 
     async def _fill_target(self) -> tuple[StagedTensor, ...]:
         target, parts = self._target, self._parts
         if parts is None:
             if self._filling is None:
                 begun = self._running.begun
-                await run_to_its_end(lambda: verify_tensors(target, self._manifest, begun))
+                await run_to_its_end(lambda: verify_tensors(target, self.manifest, begun))
             return tuple(
                 StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
-                for t in self._manifest
+                for t in self.manifest
             )
         await run_to_its_end(lambda: assemble(target, parts))
         return tuple(part.tensor for part in parts)
 
-    def _check_complete(self) -> None:
+    def check_complete(self) -> None:
+        """That every byte of an inline payload has come. Raises WeightRefused."""
         if self._inline and (gap := self._received.first_gap(self.length_bytes)):
             raise WeightRefused(
                 Reason.FIELD_INVALID,

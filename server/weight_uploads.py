@@ -1,9 +1,9 @@
 """UpdateWeights: header -> payload -> commit, verified.
 
 Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload (chunks of this
-stream, a shared file, or a folder) -> commit -> every tensor verified, off the event loop, while
-generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE. What of a shared file its
-uploader is still filling is verified as it comes, and the commit has the checksums.
+stream, a shared file, a folder, or another server) -> commit -> every tensor verified, off the event loop,
+while generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE. What of a shared
+file its uploader is still filling is verified as it comes, and the commit has the checksums.
 
 What a failure does: anything refused, and a stream that ends without a commit, releases what was
 staged and leaves the version in use exactly as it was. The same version and header again is answered with
@@ -37,11 +37,13 @@ from penstock.server.weight_header import (
     CheckpointSource,
     CollectiveSource,
     InlineSource,
+    PeerSource,
     SharedSource,
     read_header,
     read_in_flight,
 )
 from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_peers import Peers
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_switch import InFlight, Switched
 from penstock.server.weight_upload import Staged, Upload
@@ -68,14 +70,18 @@ class WeightUploads:
         stage: WeightStage,
         collective: Collective,
         description: EngineDescription,
+        peers: Peers,
     ) -> None:
         self._versions = versions
         self._stage = stage
         self._collective = collective
         self._description = description
+        self._peers = peers
         # A trainer that is gone would otherwise leave its memory taken.
         self._slot = UploadSlot(stage.forget_shared)
         self._tasks = OwnTasks()
+        self.arriving: Upload | None = None
+        """What is received just now."""
         self.on_trainer_version: Callable[[int], None] | None = None
         """Called when an immediate upload says which version the trainer holds."""
 
@@ -229,17 +235,23 @@ class WeightUploads:
     ) -> Version | None:
         """Stages and verifies one payload; None where the stream ended without a commit."""
         version = announced.weight_version
-        upload = await self._begin(announced)
+        upload = self.arriving = await self._begin(announced)
         try:
             await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
+            if isinstance(announced.source, PeerSource):
+                await self._peers.fetch(announced.source, announced.manifest, upload)
             checksums = await self._payload(announced, upload, requests)
             if checksums is None:
                 return None
             staged = await upload.verify(checksums)
+            # No await between the two: what arrives is handed on, and what was accepted.
+            accepted = self._versions.accept(announced, staged, upload.length_bytes)
+            self.arriving = None
+            return accepted
         finally:
+            self.arriving = None
             # Nothing, once it is staged.
             await upload.end()
-        return self._versions.accept(announced, staged, upload.length_bytes)
 
     async def _begin(self, announced: Announced) -> Upload:
         base = self._base_of(announced)
@@ -276,6 +288,9 @@ class WeightUploads:
                 expected,
                 progress_offset_bytes=source.progress_offset_bytes,
             )
+        if isinstance(source, PeerSource):
+            end = max((t.offset_bytes + t.length_bytes for t in manifest), default=0)
+            return await self._stage.begin_inline(version, manifest, end)
         assert isinstance(source, CheckpointSource)
         return await self._stage.begin_checkpoint(version, manifest, source.path)
 
@@ -386,7 +401,8 @@ class WeightUploads:
         version = announced.weight_version
         response = self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
         # Any other is laid out as this server likes.
-        plain = isinstance(announced.source, InlineSource) and not announced.base_version
+        plain = isinstance(announced.source, InlineSource | PeerSource)
+        plain = plain and not announced.base_version
         memory = self._versions.memory_of(version) if plain and not announced.adapter else None
         if memory is not None:
             response.memory.name = str(memory.path)

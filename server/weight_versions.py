@@ -116,6 +116,14 @@ class WeightVersions:
         """Whether a version is staged or active."""
         return weight_version == self.active_version or weight_version in self._staged
 
+    def complete(self, weight_version: int) -> Staged | None:
+        """A full version whose bytes are here and verified: staged or held."""
+        version, staged = self._staged.get(weight_version, (None, None))
+        if version is not None and version.announced.adapter is None:
+            return staged
+        held = self._held.get(weight_version)
+        return held if held is not None and held.hashes else None
+
     def memory_of(self, weight_version: int) -> Buffer | None:
         """Where a staged version lies in memory of this server, for others of this host to read."""
         _, staged = self._staged.get(weight_version, (None, None))

@@ -70,14 +70,22 @@ async def serve_pool(
     *settings: str,
     step_seconds: float = 0.0,
     rules: PoolRules = QUICK,
+    hosts: Sequence[str] = (),
+    of_engines: Sequence[str] = (),
 ) -> AsyncGenerator[Pool]:
-    """So many engine servers around fake engines, and a hub with all of them in rotation."""
+    """So many engine servers around fake engines, and a hub with all of them in rotation; each on the host
+    of that name, or all on this one. `of_engines` are the settings of those servers."""
     async with contextlib.AsyncExitStack() as stack:
         engines: list[Harness] = []
         for number in range(count):
             own = folder / f"engine-{number}"
             own.mkdir()
-            engines.append(await stack.enter_async_context(serve(own, step_seconds=step_seconds)))
+            engine = await stack.enter_async_context(
+                serve(own, *of_engines, step_seconds=step_seconds)
+            )
+            if hosts:
+                engine.serving.info._host_id = hosts[number]
+            engines.append(engine)
         addresses = [engine.address for engine in engines]
         hub, engine = await stack.enter_async_context(
             serve_hub(folder / "hub", addresses, *settings, rules=rules)

@@ -25,6 +25,8 @@ type RolloutServiceClient interface {
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
 	// Uploads one weight version and, on commit, stages it or switches to it.
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (RolloutService_UpdateWeightsClient, error)
+	// Hands out the bytes of a full version that this server has or is being given, to another server.
+	FetchWeights(ctx context.Context, in *FetchWeightsRequest, opts ...grpc.CallOption) (RolloutService_FetchWeightsClient, error)
 	// Describes the server: model, versions, limits, load.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
 	// Returns a trajectory as the server holds it, open or closed.
@@ -143,6 +145,38 @@ func (x *rolloutServiceUpdateWeightsClient) Recv() (*UpdateWeightsResponse, erro
 	return m, nil
 }
 
+func (c *rolloutServiceClient) FetchWeights(ctx context.Context, in *FetchWeightsRequest, opts ...grpc.CallOption) (RolloutService_FetchWeightsClient, error) {
+	stream, err := c.cc.NewStream(ctx, &_RolloutService_serviceDesc.Streams[3], "/penstock.v1.RolloutService/FetchWeights", opts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &rolloutServiceFetchWeightsClient{stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+type RolloutService_FetchWeightsClient interface {
+	Recv() (*FetchWeightsResponse, error)
+	grpc.ClientStream
+}
+
+type rolloutServiceFetchWeightsClient struct {
+	grpc.ClientStream
+}
+
+func (x *rolloutServiceFetchWeightsClient) Recv() (*FetchWeightsResponse, error) {
+	m := new(FetchWeightsResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 func (c *rolloutServiceClient) GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error) {
 	out := new(GetServerInfoResponse)
 	err := c.cc.Invoke(ctx, "/penstock.v1.RolloutService/GetServerInfo", in, out, opts...)
@@ -173,6 +207,8 @@ type RolloutServiceServer interface {
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
 	// Uploads one weight version and, on commit, stages it or switches to it.
 	UpdateWeights(RolloutService_UpdateWeightsServer) error
+	// Hands out the bytes of a full version that this server has or is being given, to another server.
+	FetchWeights(*FetchWeightsRequest, RolloutService_FetchWeightsServer) error
 	// Describes the server: model, versions, limits, load.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
 	// Returns a trajectory as the server holds it, open or closed.
@@ -195,6 +231,9 @@ func (UnimplementedRolloutServiceServer) Abort(context.Context, *AbortRequest) (
 }
 func (UnimplementedRolloutServiceServer) UpdateWeights(RolloutService_UpdateWeightsServer) error {
 	return status.Errorf(codes.Unimplemented, "method UpdateWeights not implemented")
+}
+func (UnimplementedRolloutServiceServer) FetchWeights(*FetchWeightsRequest, RolloutService_FetchWeightsServer) error {
+	return status.Errorf(codes.Unimplemented, "method FetchWeights not implemented")
 }
 func (UnimplementedRolloutServiceServer) GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetServerInfo not implemented")
@@ -301,6 +340,27 @@ func (x *rolloutServiceUpdateWeightsServer) Recv() (*UpdateWeightsRequest, error
 	return m, nil
 }
 
+func _RolloutService_FetchWeights_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(FetchWeightsRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(RolloutServiceServer).FetchWeights(m, &rolloutServiceFetchWeightsServer{stream})
+}
+
+type RolloutService_FetchWeightsServer interface {
+	Send(*FetchWeightsResponse) error
+	grpc.ServerStream
+}
+
+type rolloutServiceFetchWeightsServer struct {
+	grpc.ServerStream
+}
+
+func (x *rolloutServiceFetchWeightsServer) Send(m *FetchWeightsResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
 func _RolloutService_GetServerInfo_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetServerInfoRequest)
 	if err := dec(in); err != nil {
@@ -370,6 +430,11 @@ var _RolloutService_serviceDesc = grpc.ServiceDesc{
 			Handler:       _RolloutService_UpdateWeights_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "FetchWeights",
+			Handler:       _RolloutService_FetchWeights_Handler,
+			ServerStreams: true,
 		},
 	},
 	Metadata: "penstock/v1/rollout_service.proto",

@@ -56,6 +56,11 @@ class RolloutServiceStub:
                 request_serializer=penstock_dot_v1_dot_weights__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_weights__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.FetchWeights = channel.unary_stream(
+                '/penstock.v1.RolloutService/FetchWeights',
+                request_serializer=penstock_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/penstock.v1.RolloutService/GetServerInfo',
                 request_serializer=penstock_dot_v1_dot_rollout__service__pb2.GetServerInfoRequest.SerializeToString,
@@ -100,6 +105,13 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchWeights(self, request, context):
+        """Hands out the bytes of a full version that this server has or is being given, to another server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Describes the server: model, versions, limits, load.
         """
@@ -136,6 +148,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=penstock_dot_v1_dot_weights__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_weights__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'FetchWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchWeights,
+                    request_deserializer=penstock_dot_v1_dot_weights__pb2.FetchWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -257,6 +274,33 @@ class RolloutService:
             '/penstock.v1.RolloutService/UpdateWeights',
             penstock_dot_v1_dot_weights__pb2.UpdateWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_weights__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.RolloutService/FetchWeights',
+            penstock_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class RolloutServiceStub:
     """Stops turns in flight and returns once the engine no longer works on them."""
     UpdateWeights: _grpc.StreamStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
     """Uploads one weight version and, on commit, stages it or switches to it."""
+    FetchWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]
+    """Hands out the bytes of a full version that this server has or is being given, to another server."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]
     """Describes the server: model, versions, limits, load."""
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]
@@ -60,6 +62,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Stops turns in flight and returns once the engine no longer works on them."""
     UpdateWeights: _aio.StreamStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Uploads one weight version and, on commit, stages it or switches to it."""
+    FetchWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]  # type: ignore[assignment]
+    """Hands out the bytes of a full version that this server has or is being given, to another server."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: model, versions, limits, load."""
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
@@ -99,6 +103,14 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.UpdateWeightsResponse], _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]]:
         """Uploads one weight version and, on commit, stages it or switches to it."""
+
+    @_abc_1.abstractmethod
+    def FetchWeights(
+        self,
+        request: _weights_pb2.FetchWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weights_pb2.FetchWeightsResponse], _abc.AsyncIterator[_weights_pb2.FetchWeightsResponse]]:
+        """Hands out the bytes of a full version that this server has or is being given, to another server."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -169,6 +169,8 @@ class _WeightSourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Weig
     """CheckpointSource."""
     WEIGHT_SOURCE_KIND_COLLECTIVE: _WeightSourceKind.ValueType  # 4
     """CollectiveSource."""
+    WEIGHT_SOURCE_KIND_PEER: _WeightSourceKind.ValueType  # 5
+    """PeerSource."""
 
 class WeightSourceKind(_WeightSourceKind, metaclass=_WeightSourceKindEnumTypeWrapper):
     """Where a server can take weights from."""
@@ -183,6 +185,8 @@ WEIGHT_SOURCE_KIND_CHECKPOINT: WeightSourceKind.ValueType  # 3
 """CheckpointSource."""
 WEIGHT_SOURCE_KIND_COLLECTIVE: WeightSourceKind.ValueType  # 4
 """CollectiveSource."""
+WEIGHT_SOURCE_KIND_PEER: WeightSourceKind.ValueType  # 5
+"""PeerSource."""
 Global___WeightSourceKind: _TypeAlias = WeightSourceKind  # noqa: Y015
 
 class _TensorEncoding:
@@ -364,6 +368,7 @@ class WeightHeader(_message.Message):
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     COLLECTIVE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     ACTIVATION_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
@@ -400,6 +405,10 @@ class WeightHeader(_message.Message):
         """Broadcast by a collective that both sides join."""
 
     @_builtins.property
+    def peer(self) -> Global___PeerSource:
+        """At another server, which hands it out with FetchWeights."""
+
+    @_builtins.property
     def probe(self) -> Global___WeightProbe:
         """Scored by the engine after the switch and before any new turn; unset means no such check."""
 
@@ -419,17 +428,18 @@ class WeightHeader(_message.Message):
         shared_memory: Global___SharedMemorySource | None = ...,
         checkpoint: Global___CheckpointSource | None = ...,
         collective: Global___CollectiveSource | None = ...,
+        peer: Global___PeerSource | None = ...,
         activation: Global___Activation.ValueType = ...,
         in_flight: Global___InFlightPolicy.ValueType = ...,
         trainer_epoch: _builtins.int = ...,
         probe: Global___WeightProbe | None = ...,
         adapter: Global___LoraAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "checkpoint", b"checkpoint", "collective", b"collective", "inline", b"inline", "probe", b"probe", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "checkpoint", b"checkpoint", "collective", b"collective", "inline", b"inline", "peer", b"peer", "probe", b"probe", "shared_memory", b"shared_memory", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "adapter", b"adapter", "base_weight_version", b"base_weight_version", "checkpoint", b"checkpoint", "collective", b"collective", "in_flight", b"in_flight", "inline", b"inline", "probe", b"probe", "shared_memory", b"shared_memory", "source", b"source", "tensors", b"tensors", "trainer_epoch", b"trainer_epoch", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "adapter", b"adapter", "base_weight_version", b"base_weight_version", "checkpoint", b"checkpoint", "collective", b"collective", "in_flight", b"in_flight", "inline", b"inline", "peer", b"peer", "probe", b"probe", "shared_memory", b"shared_memory", "source", b"source", "tensors", b"tensors", "trainer_epoch", b"trainer_epoch", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inline", "shared_memory", "checkpoint", "collective"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inline", "shared_memory", "checkpoint", "collective", "peer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -735,6 +745,88 @@ class CollectiveSource(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CollectiveSource: _TypeAlias = CollectiveSource  # noqa: Y015
+
+@_typing.final
+class PeerSource(_message.Message):
+    """Bytes of a full version that another server has, or is being given just now. Offsets and lengths of the
+    header are where they go here; there they may lie in another order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where that server listens: host and port."""
+    weight_version: _builtins.int
+    """What that server calls the version."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerSource: _TypeAlias = PeerSource  # noqa: Y015
+
+@_typing.final
+class FetchWeightsRequest(_message.Message):
+    """Asks for the bytes of a full version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    """What the server that is asked calls it."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """Each tensor that is wanted: its name, length and checksum, and where it goes in the payload. The rest is
+        not looked at.
+        """
+
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
+
+@_typing.final
+class FetchWeightsResponse(_message.Message):
+    """A slice of the payload that was asked for; slices come in order and without a gap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> Global___WeightChunk:
+        """Numbered as in UpdateWeightsRequest, so that a slice is the same bytes on its way in and out."""
+
+    def __init__(
+        self,
+        *,
+        chunk: Global___WeightChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
 
 @_typing.final
 class CollectiveJoin(_message.Message):

@@ -106,13 +106,19 @@ class Staging:
     ) -> None:
         """Sends the header, whose activation is staged, and what `upload` sends."""
         loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[bool] = loop.create_future()
         self._staged: asyncio.Future[weights_pb2.UpdateWeightsResponse] = loop.create_future()
         self._activation: asyncio.Future[weights_pb2.WeightActivation | None] = loop.create_future()
         self._payload = payload
         self._last = asyncio.ensure_future(
-            _call(channel, header, self._requests, self._hear, self._activation)
+            _call(channel, header, self._requests, self._hear, self._activation, self._ready)
         )
         self._last.add_done_callback(self._end)
+
+    async def ready(self) -> bool:
+        """Whether the server takes it; false where it had it before, or refuses it."""
+        await asyncio.wait([self._ready, self._last], return_when=asyncio.FIRST_COMPLETED)
+        return self._ready.done() and self._ready.result()
 
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
         """The server's answer once the version is verified there. Raises AioRpcError and NotStaged."""
@@ -152,10 +158,12 @@ async def _call(
     body: Callable[[], AsyncIterator[Request]],
     on_staged: Callable[[weights_pb2.UpdateWeightsResponse], None] | None = None,
     activation: asyncio.Future[weights_pb2.WeightActivation | None] | None = None,
+    ready: asyncio.Future[bool] | None = None,
 ) -> weights_pb2.UpdateWeightsResponse:
     """One call; `body` has what comes once the server is ready, at last the commit. `on_staged` is told
-    of each answer but READY, and `activation` what to send after it."""
-    ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    of each answer but READY, `activation` has what to send after it, and `ready` is told what the first
+    answer said."""
+    ready = ready or asyncio.get_running_loop().create_future()
     method: grpc.aio.StreamStreamMultiCallable[bytes, weights_pb2.UpdateWeightsResponse] = (
         channel.stream_stream(
             UPDATE_WEIGHTS,
@@ -209,16 +217,16 @@ async def _chunk_requests(
     payload: Iterable[Piece], on_sent: Callable[[int], None] | None
 ) -> AsyncIterator[Request]:
     offset = 0
-    for pieces in _chunks(payload):
+    for pieces in chunk_pieces(payload):
         length = sum(map(len, pieces))
-        yield _chunk(offset, length, pieces)
+        yield chunk_message(offset, length, pieces)
         offset += length
         if on_sent is not None:
             on_sent(length)
     yield weights_pb2.WeightCommit()
 
 
-def _chunks(payload: Iterable[Piece]) -> Iterator[list[Piece]]:
+def chunk_pieces(payload: Iterable[Piece]) -> Iterator[list[Piece]]:
     """The payload in chunks of CHUNK_BYTES, each as the pieces it is made of."""
     pieces: list[Piece] = []
     room = CHUNK_BYTES
@@ -235,7 +243,7 @@ def _chunks(payload: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def _chunk(offset: int, length: int, pieces: Iterable[Piece]) -> bytes:
+def chunk_message(offset: int, length: int, pieces: Iterable[Piece]) -> bytes:
     """A serialized UpdateWeightsRequest with one chunk."""
     digest = xxhash.xxh3_64()
     for piece in pieces:

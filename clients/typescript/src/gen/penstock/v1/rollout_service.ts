@@ -22,7 +22,13 @@ import {
 import { Duration } from "../../google/protobuf/duration.js";
 import { ChatMessage, Conversation } from "./conversation.js";
 import { FinishReason, Segment, TokenSequence, Trajectory } from "./trajectory.js";
-import { UpdateWeightsRequest, UpdateWeightsResponse, WeightSourceKind } from "./weights.js";
+import {
+  FetchWeightsRequest,
+  FetchWeightsResponse,
+  UpdateWeightsRequest,
+  UpdateWeightsResponse,
+  WeightSourceKind,
+} from "./weights.js";
 
 /** Whether an engine takes turns. */
 export enum ReplicaState {
@@ -2823,6 +2829,17 @@ export const RolloutServiceService = {
       Buffer.from(UpdateWeightsResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): UpdateWeightsResponse => UpdateWeightsResponse.decode(value),
   },
+  /** Hands out the bytes of a full version that this server has or is being given, to another server. */
+  fetchWeights: {
+    path: "/penstock.v1.RolloutService/FetchWeights" as const,
+    requestStream: false as const,
+    responseStream: true as const,
+    requestSerialize: (value: FetchWeightsRequest): Buffer => Buffer.from(FetchWeightsRequest.encode(value).finish()),
+    requestDeserialize: (value: Buffer): FetchWeightsRequest => FetchWeightsRequest.decode(value),
+    responseSerialize: (value: FetchWeightsResponse): Buffer =>
+      Buffer.from(FetchWeightsResponse.encode(value).finish()),
+    responseDeserialize: (value: Buffer): FetchWeightsResponse => FetchWeightsResponse.decode(value),
+  },
   /** Describes the server: model, versions, limits, load. */
   getServerInfo: {
     path: "/penstock.v1.RolloutService/GetServerInfo" as const,
@@ -2856,6 +2873,8 @@ export interface RolloutServiceServer extends UntypedServiceImplementation {
   abort: handleUnaryCall<AbortRequest, AbortResponse>;
   /** Uploads one weight version and, on commit, stages it or switches to it. */
   updateWeights: handleBidiStreamingCall<UpdateWeightsRequest, UpdateWeightsResponse>;
+  /** Hands out the bytes of a full version that this server has or is being given, to another server. */
+  fetchWeights: handleServerStreamingCall<FetchWeightsRequest, FetchWeightsResponse>;
   /** Describes the server: model, versions, limits, load. */
   getServerInfo: handleUnaryCall<GetServerInfoRequest, GetServerInfoResponse>;
   /** Returns a trajectory as the server holds it, open or closed. */
@@ -2900,6 +2919,16 @@ export interface RolloutServiceClient extends Client {
     metadata: Metadata,
     options?: Partial<CallOptions>,
   ): ClientDuplexStream<UpdateWeightsRequest, UpdateWeightsResponse>;
+  /** Hands out the bytes of a full version that this server has or is being given, to another server. */
+  fetchWeights(
+    request: FetchWeightsRequest,
+    options?: Partial<CallOptions>,
+  ): ClientReadableStream<FetchWeightsResponse>;
+  fetchWeights(
+    request: FetchWeightsRequest,
+    metadata?: Metadata,
+    options?: Partial<CallOptions>,
+  ): ClientReadableStream<FetchWeightsResponse>;
   /** Describes the server: model, versions, limits, load. */
   getServerInfo(
     request: GetServerInfoRequest,

@@ -80,6 +80,8 @@ export enum WeightSourceKind {
   WEIGHT_SOURCE_KIND_CHECKPOINT = 3,
   /** WEIGHT_SOURCE_KIND_COLLECTIVE - CollectiveSource. */
   WEIGHT_SOURCE_KIND_COLLECTIVE = 4,
+  /** WEIGHT_SOURCE_KIND_PEER - PeerSource. */
+  WEIGHT_SOURCE_KIND_PEER = 5,
   UNRECOGNIZED = -1,
 }
 
@@ -183,6 +185,9 @@ export interface WeightHeader {
     | //
     /** Broadcast by a collective that both sides join. */
     { $case: "collective"; value: CollectiveSource }
+    | //
+    /** At another server, which hands it out with FetchWeights. */
+    { $case: "peer"; value: PeerSource }
     | undefined;
   /** What happens on commit. */
   activation: Activation;
@@ -314,6 +319,34 @@ export interface CheckpointSource {
 export interface CollectiveSource {
   /** Name of the engine's weight transfer backend. */
   backend: string;
+}
+
+/**
+ * Bytes of a full version that another server has, or is being given just now. Offsets and lengths of the
+ * header are where they go here; there they may lie in another order.
+ */
+export interface PeerSource {
+  /** Where that server listens: host and port. */
+  address: string;
+  /** What that server calls the version. */
+  weightVersion: bigint;
+}
+
+/** Asks for the bytes of a full version. */
+export interface FetchWeightsRequest {
+  /** What the server that is asked calls it. */
+  weightVersion: bigint;
+  /**
+   * Each tensor that is wanted: its name, length and checksum, and where it goes in the payload. The rest is
+   * not looked at.
+   */
+  tensors: TensorSpec[];
+}
+
+/** A slice of the payload that was asked for; slices come in order and without a gap. */
+export interface FetchWeightsResponse {
+  /** Numbered as in UpdateWeightsRequest, so that a slice is the same bytes on its way in and out. */
+  chunk: WeightChunk | undefined;
 }
 
 /** Joins a collective. */
@@ -773,6 +806,9 @@ export const WeightHeader: MessageFns<WeightHeader> = {
       case "collective":
         CollectiveSource.encode(message.source.value, writer.uint32(58).fork()).join();
         break;
+      case "peer":
+        PeerSource.encode(message.source.value, writer.uint32(106).fork()).join();
+        break;
     }
     if (message.activation !== 0) {
       writer.uint32(64).int32(message.activation);
@@ -864,6 +900,14 @@ export const WeightHeader: MessageFns<WeightHeader> = {
             message.source = { $case: "collective", value: CollectiveSource.decode(reader, reader.uint32()) };
             continue;
           }
+          case 13: {
+            if (tag !== 106) {
+              break;
+            }
+
+            message.source = { $case: "peer", value: PeerSource.decode(reader, reader.uint32()) };
+            continue;
+          }
           case 8: {
             if (tag !== 64) {
               break;
@@ -950,6 +994,12 @@ export const WeightHeader: MessageFns<WeightHeader> = {
       case "collective": {
         if (object.source?.value !== undefined && object.source?.value !== null) {
           message.source = { $case: "collective", value: CollectiveSource.fromPartial(object.source.value) };
+        }
+        break;
+      }
+      case "peer": {
+        if (object.source?.value !== undefined && object.source?.value !== null) {
+          message.source = { $case: "peer", value: PeerSource.fromPartial(object.source.value) };
         }
         break;
       }
@@ -1768,6 +1818,207 @@ export const CollectiveSource: MessageFns<CollectiveSource> = {
   fromPartial<I extends Exact<DeepPartial<CollectiveSource>, I>>(object: I): CollectiveSource {
     const message = createBaseCollectiveSource();
     message.backend = object.backend ?? "";
+    return message;
+  },
+};
+
+function createBasePeerSource(): PeerSource {
+  return { address: "", weightVersion: 0n };
+}
+
+export const PeerSource: MessageFns<PeerSource> = {
+  encode(message: PeerSource, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.address !== "") {
+      writer.uint32(10).string(message.address);
+    }
+    if (message.weightVersion !== 0n) {
+      if (BigInt.asIntN(64, message.weightVersion) !== message.weightVersion) {
+        throw new globalThis.Error("value provided for field message.weightVersion of type int64 too large");
+      }
+      writer.uint32(16).int64(message.weightVersion);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): PeerSource {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBasePeerSource();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.address = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.weightVersion = reader.int64() as bigint;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<PeerSource>, I>>(base?: I): PeerSource {
+    return PeerSource.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<PeerSource>, I>>(object: I): PeerSource {
+    const message = createBasePeerSource();
+    message.address = object.address ?? "";
+    message.weightVersion = (object.weightVersion !== undefined && object.weightVersion !== null)
+      ? BigInt(object.weightVersion)
+      : 0n;
+    return message;
+  },
+};
+
+function createBaseFetchWeightsRequest(): FetchWeightsRequest {
+  return { weightVersion: 0n, tensors: [] };
+}
+
+export const FetchWeightsRequest: MessageFns<FetchWeightsRequest> = {
+  encode(message: FetchWeightsRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.weightVersion !== 0n) {
+      if (BigInt.asIntN(64, message.weightVersion) !== message.weightVersion) {
+        throw new globalThis.Error("value provided for field message.weightVersion of type int64 too large");
+      }
+      writer.uint32(8).int64(message.weightVersion);
+    }
+    for (const v of message.tensors) {
+      TensorSpec.encode(v!, writer.uint32(18).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): FetchWeightsRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseFetchWeightsRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.weightVersion = reader.int64() as bigint;
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.tensors.push(TensorSpec.decode(reader, reader.uint32()));
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<FetchWeightsRequest>, I>>(base?: I): FetchWeightsRequest {
+    return FetchWeightsRequest.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<FetchWeightsRequest>, I>>(object: I): FetchWeightsRequest {
+    const message = createBaseFetchWeightsRequest();
+    message.weightVersion = (object.weightVersion !== undefined && object.weightVersion !== null)
+      ? BigInt(object.weightVersion)
+      : 0n;
+    message.tensors = object.tensors?.map((e) => TensorSpec.fromPartial(e)) || [];
+    return message;
+  },
+};
+
+function createBaseFetchWeightsResponse(): FetchWeightsResponse {
+  return { chunk: undefined };
+}
+
+export const FetchWeightsResponse: MessageFns<FetchWeightsResponse> = {
+  encode(message: FetchWeightsResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.chunk !== undefined) {
+      WeightChunk.encode(message.chunk, writer.uint32(18).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): FetchWeightsResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseFetchWeightsResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.chunk = WeightChunk.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<FetchWeightsResponse>, I>>(base?: I): FetchWeightsResponse {
+    return FetchWeightsResponse.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<FetchWeightsResponse>, I>>(object: I): FetchWeightsResponse {
+    const message = createBaseFetchWeightsResponse();
+    message.chunk = (object.chunk !== undefined && object.chunk !== null)
+      ? WeightChunk.fromPartial(object.chunk)
+      : undefined;
     return message;
   },
 };

@@ -1,0 +1,151 @@
+"""FetchWeights: a version that this server has, or is being given, handed on to another server.
+
+Order: what is asked for compared with what is there, by name, length and checksum -> slices of the
+payload as the caller lays it out, in order. Of a version that is still on its way in, a slice goes out once
+its bytes have come: along a chain of servers the last has a version hardly later than the first.
+
+Nothing is verified on the way: who receives it does that, against checksums that it has from whoever
+sent it here.
+
+What a failure does. A version that is not here, or is other weights, is refused before a byte is sent. One
+whose upload ends without being verified ends those that follow it. Memory that is read from here is kept
+until the call is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.weight_upload import Staged, Upload
+from penstock.v1 import weights_pb2
+from penstock.wire.reasons import Reason
+from penstock.wire.upload import CHUNK_BYTES, Piece, chunk_message
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """A version that is here, or on its way in."""
+
+    view: memoryview
+    places: Mapping[str, tuple[int, int, int]]
+    """Of each tensor: where it begins in `view`, its length, its XXH3-64."""
+    come: Callable[[int], Awaitable[bool]]
+    """Returns once that many bytes from the beginning of `view` on are there; False where they never will
+    be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A tensor, or what lies between two: `length` bytes from `begin` on, zeros where that is None."""
+
+    begin: int | None
+    length: int
+
+
+class WeightHandout:
+    """Hands out versions."""
+
+    def __init__(
+        self, find: Callable[[int], Staged | None], arriving: Callable[[], Upload | None]
+    ) -> None:
+        """`find` has a verified version by its number, `arriving` the upload that is under way."""
+        self._find = find
+        self._arriving = arriving
+
+    async def fetch_weights(
+        self, request: weights_pb2.FetchWeightsRequest
+    ) -> AsyncGenerator[bytes]:
+        """Serialized FetchWeightsResponse messages. Raises WEIGHT_VERSION_NOT_STAGED, TENSOR_UNKNOWN,
+        CHECKSUM_MISMATCH, FIELD_INVALID."""
+        with self._opened(request.weight_version) as readable:
+            slices = _slices(request, readable)
+            place = 0
+            for begin, length in _cut(slices):
+                if begin is not None and not await readable.come(begin + length):
+                    raise _missing(request.weight_version, "its upload ended without it")
+                piece: Piece = bytes(length)
+                if begin is not None:
+                    piece = readable.view[begin : begin + length]
+                yield chunk_message(place, length, (piece,))
+                place += length
+
+    @contextlib.contextmanager
+    def _opened(self, weight_version: int) -> Generator[Readable]:
+        staged, upload = self._find(weight_version), self._arriving()
+        if staged is not None and staged.buffer.view is not None:
+            buffer, readable = staged.buffer, _of_staged(staged, staged.buffer.view)
+        elif (
+            upload is not None
+            and upload.weight_version == weight_version
+            and (arriving := upload.arriving()) is not None
+        ):
+            buffer, view = arriving
+            places = {t.name: (t.offset_bytes, t.length_bytes, t.xxh3) for t in upload.manifest}
+            readable = Readable(view, places, upload.come)
+        else:
+            raise _missing(weight_version, "it is not here")
+        buffer.retain()
+        try:
+            yield readable
+        finally:
+            buffer.release()
+
+
+def _of_staged(staged: Staged, view: memoryview) -> Readable:
+    places = {
+        tensor.name: (tensor.offset_bytes, tensor.length_bytes, staged.hashes[tensor.name])
+        for tensor in staged.weights.tensors
+    }
+    return Readable(view, places, _at_once)
+
+
+async def _at_once(_: int) -> bool:
+    return True
+
+
+def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> list[_Slice]:
+    """The payload that is asked for, from its beginning to the end of its last tensor."""
+    slices: list[_Slice] = []
+    end = 0
+    for spec in sorted(request.tensors, key=lambda spec: spec.offset_bytes):
+        found = readable.places.get(spec.name)
+        if found is None:
+            raise DomainError(
+                Reason.TENSOR_UNKNOWN,
+                f"version {request.weight_version} has no tensor {spec.name!r}",
+                {"tensor": spec.name},
+            )
+        begin, length, xxh3 = found
+        if (spec.length_bytes, spec.xxh3) != (length, xxh3):
+            raise DomainError(
+                Reason.CHECKSUM_MISMATCH,
+                f"{spec.name}: {length} bytes with XXH3 {xxh3:016x} are here as version "
+                f"{request.weight_version}, asked for are {spec.length_bytes} with {spec.xxh3:016x}",
+                {"tensor": spec.name},
+            )
+        if spec.offset_bytes < end:
+            problem = f"of {spec.name} is inside another tensor, which ends at {end}"
+            raise FieldInvalid("tensors.offset_bytes", problem, spec.offset_bytes)
+        slices.append(_Slice(None, spec.offset_bytes - end))
+        slices.append(_Slice(begin, length))
+        end = spec.offset_bytes + length
+    return slices
+
+
+def _cut(slices: Sequence[_Slice]) -> Generator[tuple[int | None, int]]:
+    """Each slice in pieces of at most CHUNK_BYTES: where it begins, and how long it is."""
+    for whole in slices:
+        for done in range(0, whole.length, CHUNK_BYTES):
+            begin = None if whole.begin is None else whole.begin + done
+            yield begin, min(CHUNK_BYTES, whole.length - done)
+
+
+def _missing(weight_version: int, problem: str) -> DomainError:
+    return DomainError(
+        Reason.WEIGHT_VERSION_NOT_STAGED,
+        f"version {weight_version} cannot be handed out: {problem}",
+        {"weight_version": weight_version},
+    )

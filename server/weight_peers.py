@@ -1,0 +1,104 @@
+"""Fetching a version from another server that has it, or is being given it.
+
+connected -> asked for every tensor by name, length and checksum -> slices written into the upload as they
+come. Whatever goes wrong with the peer is SOURCE_UNAVAILABLE, and the upload is as if it had never been;
+who sent the header may send the bytes instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+
+from penstock.server.weight_header import PeerSource
+from penstock.server.weight_manifest import ManifestTensor, WeightRefused
+from penstock.server.weight_upload import Upload
+from penstock.v1 import weights_pb2
+from penstock.wire import codec
+from penstock.wire.failure import read_failure
+from penstock.wire.reasons import Reason
+from penstock.wire.security import CredentialsUnusable, Security, open_channel
+from penstock.wire.upload_messages import Chunk, read_upload_message
+
+FETCH_WEIGHTS = "/penstock.v1.RolloutService/FetchWeights"
+
+
+class Peers:
+    """Other servers, as this one asks them for weights."""
+
+    def __init__(self, security: Security, silent_seconds: float) -> None:
+        """`silent_seconds` is how long a peer may send nothing, the time to connect included."""
+        self._security = security
+        self._silent_seconds = silent_seconds
+
+    async def fetch(
+        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: Upload
+    ) -> None:
+        """Writes the whole payload into `upload`. Raises WeightRefused: SOURCE_UNAVAILABLE."""
+        try:
+            await self._fetch(source, manifest, upload)
+        except grpc.aio.AioRpcError as error:
+            failure = read_failure(error)
+            name = failure.reason or failure.code.name
+            raise _unavailable(source, f"{name}: {failure.message}") from error
+        except TimeoutError as error:
+            problem = f"it sent nothing for {self._silent_seconds:g} s"
+            raise _unavailable(source, problem) from error
+        except CredentialsUnusable as error:
+            raise _unavailable(source, str(error)) from error
+        except (WeightRefused, codec.MalformedMessage) as error:
+            raise _unavailable(source, f"what it sent is refused: {error}") from error
+
+    async def _fetch(
+        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: Upload
+    ) -> None:
+        channel = open_channel(source.address, self._security, own_connection=True)
+        async with channel:
+            method: grpc.aio.UnaryStreamMultiCallable[weights_pb2.FetchWeightsRequest, object] = (
+                channel.unary_stream(
+                    FETCH_WEIGHTS,
+                    request_serializer=codec.encode,
+                    response_deserializer=read_upload_message,
+                )
+            )
+            call = method(_request(source, manifest))
+            try:
+                while True:
+                    async with asyncio.timeout(self._silent_seconds):
+                        answer = await call.read()
+                    if answer is grpc.aio.EOF:
+                        break
+                    if not isinstance(answer, Chunk):
+                        raise _unavailable(source, "it sent something else than a chunk")
+                    upload.write_chunk(answer.offset_bytes, answer.data, answer.xxh3)
+            finally:
+                call.cancel()
+            upload.check_complete()
+
+
+def _request(
+    source: PeerSource, manifest: Sequence[ManifestTensor]
+) -> weights_pb2.FetchWeightsRequest:
+    return weights_pb2.FetchWeightsRequest(
+        weight_version=source.weight_version,
+        tensors=[
+            weights_pb2.TensorSpec(
+                name=tensor.name,
+                offset_bytes=tensor.offset_bytes,
+                length_bytes=tensor.length_bytes,
+                xxh3=tensor.xxh3,
+            )
+            for tensor in manifest
+        ],
+    )
+
+
+def _unavailable(source: PeerSource, problem: str) -> WeightRefused:
+    return WeightRefused(
+        Reason.SOURCE_UNAVAILABLE,
+        f"version {source.weight_version} of {source.address}: {problem}",
+        address=source.address,
+        problem=problem,
+    )
