@@ -23,11 +23,12 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 
 @dataclass
 class Server:
-    """`tests.fake_serve`, over as many starts as it takes, all on one port."""
+    """`tests.fake_serve`, or another, over as many starts as it takes, all on one port."""
 
     folder: Path
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict[str, str])
+    command: tuple[str, ...] = ("-m", "tests.fake_serve")
     address: str = "127.0.0.1:0"
     engine_pid: int = 0
     """Of its newest start, with --engine-process."""
@@ -55,7 +56,7 @@ class Server:
                 found.append(match[1])
             serves(line)
 
-        command = (sys.executable, "-m", "tests.fake_serve", "--listen", self.address)
+        command = (sys.executable, *self.command, "--listen", self.address)
         command += (*self.options, *options)
         path = self.folder / "server.log"
         environment = {**ENVIRONMENT, **self.environment}

@@ -4,7 +4,9 @@ The hub and its worker are in this process; each engine server is a process of i
 the middle of whatever it does, uploads of weights among it, and started again on the same port. At least
 one is left alive. Afterwards, or meanwhile:
 
-- every token the hub holds is what its version samples there, and no attempt failed for want of an engine;
+- every token the hub holds is what its version samples there, by the fake engine's own rule or, with vLLM,
+  by Hugging Face's forward under the weights that the hub was given;
+- no attempt failed for want of an engine;
 - each accepted group is trained once, by its ledger, and no token with a lag above `max_lag`;
 - groups are finished all the time: the longest pause is told.
 """
@@ -15,10 +17,10 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -26,10 +28,12 @@ import pytest
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool import PoolEngine
 from penstock.server.pool_rules import PoolRules
+from penstock.server.weight_upload import Staged
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from tests.fakes import sampled
 from tests.faults.report import COUNT, Report
+from tests.faults.scoring import Scorer
 from tests.faults.trainers import (
     GROUPS_PER_STEP,
     Accepted,
@@ -38,17 +42,47 @@ from tests.faults.trainers import (
     at_work,
     check_lineage,
 )
+from tests.faults.trajectories import Seen
 from tests.harness import Harness
 from tests.pools import serve_hub
 from tests.processes import Server
 from tests.test_trainer_end_to_end import configure
+from tests.tiny_model import make_tiny_model
 
 MAX_LAG = 2
 STEP_SECONDS = "0.004"
 STUCK_SECONDS = 60.0
-WHERE = "F21 fake"
+# Each of vLLM's starts takes a core for a quarter of a minute.
+VLLM_COUNT = 100
 TEST = "tests/faults/test_f21_killed_engines.py::"
 RULES = PoolRules(look_seconds=0.2, flush_seconds=0.02)
+
+
+class Explains(Protocol):
+    """What says whether the tokens of a trajectory are what its versions sample."""
+
+    def begin(self, hub: Harness, pool: PoolEngine) -> None:
+        """From now on."""
+        ...
+
+    def check(self, record: Any) -> int:
+        """Returns how many tokens it looked at. Raises AssertionError, KeyError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which engine servers a pool is of."""
+
+    name: str
+    command: tuple[str, ...]
+    options: tuple[str, ...]
+    explains: Callable[[Path], Explains]
+    in_flight: str
+    """What a switch does to the turns that are there."""
+    seconds: float
+    """That one kill may take."""
+    test: str
 
 
 @dataclass
@@ -84,20 +118,16 @@ class Engines:
 class Watch:
     """What the hub closes, looked at as it does."""
 
+    explains: Explains
     closed: int = 0
     tokens: int = 0
-    sampled_by: dict[int, int] = field(default_factory=dict[int, int])
-    """What the engine server called the version that sampled the token after a prefix, by its hash: the
-    fake engine samples by that number, which differs from the hub's where it had to be given one version
-    twice."""
     problems: list[str] = field(default_factory=list[str])
     pauses: list[float] = field(default_factory=list[float])
     _last: float | None = None
 
     def over(self, hub: Harness, pool: PoolEngine) -> None:
         """From now on."""
-        for member in pool.members:
-            self._listen(member.server)
+        self.explains.begin(hub, pool)
         store = hub.serving.store
         close = store.close
 
@@ -106,13 +136,28 @@ class Watch:
             self.pauses.append(now - (self._last or now))
             self._last = now
             try:
-                self._check(record)
+                self.tokens += self.explains.check(record)
+                self.closed += 1
             except (AssertionError, KeyError) as error:
                 # The hub goes on, and the test ends.
                 self.problems.append(f"{record.trajectory_id}: {error!r}")
             close(record, outcome)
 
         store.close = look  # type: ignore[method-assign]
+
+
+@dataclass
+class ByRule:
+    """The fake engine's tokens follow from what came before and the version."""
+
+    sampled_by: dict[int, int] = field(default_factory=dict[int, int])
+    """What the engine server called the version that sampled the token after a prefix, by its hash: the
+    fake engine samples by that number, which differs from the hub's where it had to be given one version
+    twice."""
+
+    def begin(self, _: Harness, pool: PoolEngine) -> None:
+        for member in pool.members:
+            self._listen(member.server)
 
     def _listen(self, server: EngineServer) -> None:
         """Notes what the engine server says of each token."""
@@ -130,29 +175,99 @@ class Watch:
 
         server.generate = heard  # type: ignore[method-assign]
 
-    def _check(self, record: Any) -> None:
-        prefix = b""
+    def check(self, record: Any) -> int:
+        prefix, count = b"", 0
         for segment in record.segments:
             logprobs = np.frombuffer(segment.logprobs, np.float32)
             for place, token in enumerate(np.frombuffer(segment.tokens, np.int32)):
                 if segment.author == trajectory_pb2.AUTHOR_POLICY:
                     wanted = sampled(prefix, self.sampled_by[hash(prefix)])
                     assert (int(token), float(logprobs[place])) == pytest.approx(wanted)
-                    self.tokens += 1
+                    count += 1
                 prefix += token.tobytes()
-        self.closed += 1
+        return count
+
+
+class ByForward:
+    """vLLM's tokens have the log-probabilities that their version's weights give them."""
+
+    def __init__(self, model: Path) -> None:
+        from safetensors.numpy import load_file
+
+        self._weights: dict[int, dict[str, Any]] = {0: load_file(model / "model.safetensors")}
+        self._scorer = Scorer(model, self._weights.__getitem__)
+
+    def begin(self, hub: Harness, _: PoolEngine) -> None:
+        versions = hub.serving.weights
+        accepted = versions.on_accepted
+        assert accepted is not None
+
+        def note(staged: Staged, probe: Any) -> None:
+            self._weights[staged.weight_version] = _tensors(staged)
+            accepted(staged, probe)
+
+        versions.on_accepted = note
+
+    def check(self, record: Any) -> int:
+        seen = Seen()
+        for segment in record.segments:
+            tokens = np.frombuffer(segment.tokens, np.int32).tolist()
+            if segment.author != trajectory_pb2.AUTHOR_POLICY:
+                seen.give(tokens)
+                continue
+            seen.tokens += tokens
+            seen.versions += [segment.weight_version] * len(tokens)
+            seen.logprobs += np.frombuffer(segment.logprobs, np.float32).tolist()
+        self._scorer.check(seen)
+        return len(seen.sampled)
+
+
+def _tensors(staged: Staged) -> dict[str, Any]:
+    data = staged.weights.path.read_bytes()
+    return {
+        tensor.name: np.frombuffer(
+            data, np.float32, tensor.length_bytes // 4, tensor.offset_bytes
+        ).reshape(tensor.shape)
+        for tensor in staged.weights.tensors
+    }
+
+
+FAKE = Kind(
+    "F21 fake",
+    ("-m", "tests.fake_serve"),
+    ("--step-seconds", STEP_SECONDS),
+    lambda _: ByRule(),
+    in_flight="keep",
+    seconds=20.0,
+    test="test_killed_engines_cost_a_pool_nothing_but_time",
+)
+VLLM = Kind(
+    "F21 vLLM",
+    ("-m", "penstock.client", "serve"),
+    (
+        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(20 << 20)),
+    ),
+    ByForward,
+    # What computed a turn's cache is then what its tokens say.
+    in_flight="recompute",
+    seconds=120.0,
+    test="test_killed_vllm_engines_cost_a_pool_nothing_but_time",
+)
 
 
 @contextlib.asynccontextmanager
-async def engine_processes(folder: Path, model: Path, count: int) -> AsyncGenerator[list[Server]]:
+async def engine_processes(
+    folder: Path, model: Path, kind: Kind, count: int
+) -> AsyncGenerator[list[Server]]:
     """So many engine servers, each a process."""
-    options = ("--model", str(model), "--step-seconds", STEP_SECONDS)
+    options = ("--model", str(model), *kind.options)
     servers: list[Server] = []
     try:
         for number in range(count):
             own = folder / f"engine-{number}"
             own.mkdir(parents=True)
-            servers.append(Server(own, options))
+            servers.append(Server(own, options, command=kind.command))
         await asyncio.gather(*(server.start() for server in servers))
         yield servers
     finally:
@@ -167,28 +282,59 @@ async def test_killed_engines_cost_a_pool_nothing_but_time(
 ) -> None:
     # Where nobody says how often, a pool of two is enough to see whether it works at all.
     for engines in (2,) if report.count is None else (2, 4):
-        name = f"one of {engines} engines killed while it trains"
-        run = Engines(random.Random(f"{report.seed} {name}"))
-        count = report.count or COUNT
-        try:
-            figures = await kill_and_train(
-                model, nursery, tmp_path / f"{engines}", run, engines, count
-            )
-        except BaseException as error:
-            test = f"{TEST}test_killed_engines_cost_a_pool_nothing_but_time"
-            again = report.failed(WHERE, name, report.seed, test, run.kills, count)
-            error.add_note(f"again: {again}")
-            raise
-        assert run.kills == count
-        report.survived(WHERE, name, count, unit="kills", figures=figures)
+        await kill_some(FAKE, engines, report.count or COUNT, model, nursery, tmp_path, report)
+
+
+@pytest.mark.timeout(0)
+async def test_killed_vllm_engines_cost_a_pool_nothing_but_time(
+    nursery: Nursery, tmp_path: Path, report: Report
+) -> None:
+    if report.count is None:
+        pytest.skip("vLLM has to start twice for each; `make faults` does it")
+    pytest.importorskip("vllm")
+    model = make_tiny_model(tmp_path / "model")
+    for engines in (2, 4):
+        count = min(report.count, VLLM_COUNT)
+        await kill_some(VLLM, engines, count, model, nursery, tmp_path, report)
+
+
+async def kill_some(
+    kind: Kind,
+    engines: int,
+    count: int,
+    model: Path,
+    nursery: Nursery,
+    folder: Path,
+    report: Report,
+) -> None:
+    """One pool that survives so many kills, as the report then says."""
+    name = f"one of {engines} engines killed while it trains"
+    run = Engines(random.Random(f"{report.seed} {name}"))
+    try:
+        figures = await kill_and_train(
+            kind, model, nursery, folder / f"{engines}", run, engines, count
+        )
+    except BaseException as error:
+        test = f"{TEST}{kind.test}"
+        again = report.failed(kind.name, name, report.seed, test, run.kills, count)
+        error.add_note(f"again: {again}")
+        raise
+    assert run.kills == count
+    report.survived(kind.name, name, count, unit="kills", figures=figures)
 
 
 async def kill_and_train(
-    model: Path, nursery: Nursery, folder: Path, run: Engines, engines: int, count: int
+    kind: Kind,
+    model: Path,
+    nursery: Nursery,
+    folder: Path,
+    run: Engines,
+    engines: int,
+    count: int,
 ) -> str:
     """One pool, from its first engine to the last look at what it did; returns what was measured."""
-    watch, accepted = Watch(), Accepted()
-    async with engine_processes(folder, model, engines) as servers:
+    watch, accepted = Watch(kind.explains(model)), Accepted()
+    async with engine_processes(folder, model, kind, engines) as servers:
         run.servers = servers
         addresses = [server.address for server in servers]
         async with (
@@ -197,7 +343,7 @@ async def kill_and_train(
         ):
             watch.over(hub, pool)
             accepted.watch(hub)  # type: ignore[arg-type]
-            steps = await train(hub, nursery, folder, model, accepted, run, count)
+            steps = await train(kind, hub, nursery, folder, model, accepted, run, count)
             assert not watch.problems, watch.problems[:5]
             assert set(hub.serving.closing.failures) <= {"RUNTIME_ERROR"}
     return (
@@ -208,6 +354,7 @@ async def kill_and_train(
 
 
 async def train(
+    kind: Kind,
     hub: Harness,
     nursery: Nursery,
     folder: Path,
@@ -225,12 +372,13 @@ async def train(
         data={"group_size": 2, "sampling": {"max_tokens": 48}},
         train={"groups_per_step": GROUPS_PER_STEP},
         staleness={"max_lag": MAX_LAG},
+        weights={"in_flight": kind.in_flight},
         checkpoint={"every_steps": 20},
     )
     stand = Stand(hub, folder, config, accepted, 0)  # type: ignore[arg-type]
     await nursery.begin(config, stand.log, resume=False)
     try:
-        async with asyncio.timeout(120 + 20 * count):
+        async with asyncio.timeout(120 + kind.seconds * count):
             await run.fell(count)
             after = len(accepted.tasks) + 2 * GROUPS_PER_STEP
             while len(accepted.tasks) < after:
