@@ -59,6 +59,10 @@ class Sampling:
     ignore_eos: bool = False
 
 
+WHOLE = 1 << 20
+"""Stream interval of a request that nobody reads before it ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One attempt at a turn."""

@@ -15,7 +15,7 @@ from opentelemetry.context import Context
 from penstock.server import requests
 from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
-from penstock.server.engine import Engine
+from penstock.server.engine import WHOLE, Engine
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, group_changed
 from penstock.server.memory_budget import MemoryBudget
@@ -48,7 +48,7 @@ class StreamRules:
     """Tokens the engine gathers before it hands them over."""
     prompt_interval: int = 1
     """The same, where the caller asks for a flush interval shorter than `flush_seconds`."""
-    final_interval: int = 1 << 20
+    final_interval: int = WHOLE
     """The same, where the caller wants only the end: all of them."""
 
 

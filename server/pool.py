@@ -59,7 +59,7 @@ class PoolEngine:
         self._roster = Roster(security or Security(), rules, clock)
         self.placing = Placing(lambda: self._roster.rotation, rules.routing)
         self.turns = PoolTurns(
-            self._roster, self.placing, lambda: self.weights.active, rules.flush_seconds, clock
+            self._roster, self.placing, lambda: self.weights.active, rules, clock
         )
         self.weights = PoolWeights(self._roster, rules, self.turns.expect_aborts)
         self._roster.is_current = self.weights.is_current

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # At most so many looks a second at a large pool.
 LOOKS_PER_SECOND = 200.0
+# Between two comparisons of how fast the engines are: each looks at all of them.
+COMPARE_SECONDS = 1.0
 
 
 class Roster:
@@ -45,6 +47,7 @@ class Roster:
         self._description: EngineDescription | None = None
         self._described = asyncio.Event()
         self._tasks = OwnTasks()
+        self._compared_at = -COMPARE_SECONDS
         self.rotation: list[Member] = []
         """Engines that take turns; another list whenever that changes."""
         self.is_current: Callable[[Member], bool] = lambda member: member.version is not None
@@ -99,11 +102,20 @@ class Roster:
 
     def rotate(self) -> None:
         """Whoever is in rotation by now."""
-        self.rotation = [m for m in self._members.values() if m.state is State.SERVING]
+        serving = State.SERVING
+        self.rotation = [m for m in self._members.values() if m.state is serving]
+        self._compare()
+        self.on_change()
+
+    def _compare(self) -> None:
+        """How slow each is, where that was not looked at just before."""
+        now = self._clock()
+        if now < self._compared_at + COMPARE_SECONDS:
+            return
+        self._compared_at = now
         known = slowness([member.seconds_per_token for member in self.rotation])
         for member, slow in zip(self.rotation, known, strict=True):
             member.slowness = slow
-        self.on_change()
 
     async def _keep(self, member: Member) -> None:
         """Looks at one engine for as long as it is listed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.server.engine import WHOLE
 from penstock.server.routing import RoutingRules
 from penstock.server.turn_limit import LimitRules
 
@@ -22,7 +23,22 @@ class PoolRules:
     """Hosts that each host hands a version on to; with none the hub sends it to each."""
     look_seconds: float = 1.0
     """Between two looks at an engine."""
-    flush_seconds: float = 0.1
-    """Longest time that tokens wait on an engine server."""
+    flush_seconds: float = 0.2
+    """Longest time that tokens wait on an engine server, of a turn that is read as it is sampled. Shorter
+    than the engine server's own it would hand over token by token."""
+    whole_flush_seconds: float = 1.0
+    """The same, of a turn that nobody reads before it ends: what is sampled again of each when an engine
+    is lost."""
+    segments_per_second: float = 2_000.0
+    """Most that all turns of the latter kind take together: with more turns they wait longer."""
     switch_seconds: float = 600.0
     """Longest time that one engine takes to switch, its turns in flight included, before it is given up."""
+
+    def flush_for(self, stream_interval: int, turns: int) -> float:
+        """Seconds that the tokens of a request may wait on the engine server, where so many turns are in
+        flight; `stream_interval` is the request's own."""
+        if stream_interval == 1:
+            return 0.0
+        if stream_interval < WHOLE:
+            return self.flush_seconds
+        return max(self.whole_flush_seconds, turns / self.segments_per_second)

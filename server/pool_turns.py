@@ -22,6 +22,7 @@ from penstock.server.engine_server import GenerateRequest, Refused, Unanswered
 from penstock.server.pool_member import Member
 from penstock.server.pool_placing import Placing
 from penstock.server.pool_roster import Roster
+from penstock.server.pool_rules import PoolRules
 from penstock.server.requests import sampling_message
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
@@ -51,14 +52,14 @@ class PoolTurns:
         roster: Roster,
         placing: Placing,
         active: Callable[[], int],
-        flush_seconds: float,
+        rules: PoolRules,
         clock: Callable[[], float],
     ) -> None:
-        """`active` has the pool's version; tokens wait on an engine server for at most `flush_seconds`."""
+        """`active` has the pool's version."""
         self._roster = roster
         self._placing = placing
         self._active = active
-        self._flush_seconds = flush_seconds
+        self._rules = rules
         self._clock = clock
         self._prefix = uuid.uuid4().hex[:12]
         self._count = 0
@@ -185,8 +186,8 @@ class PoolTurns:
         self, name: str, request: EngineRequest, member: Member
     ) -> tuple[rollout_service_pb2.GenerateRequest, list[tuple[str, str]]]:
         options = StreamOptions()
-        flush = 0.0 if request.stream_interval == 1 else self._flush_seconds
-        options.flush_interval.FromNanoseconds(int(flush * 1e9))
+        seconds = self._rules.flush_for(request.stream_interval, len(self._placed))
+        options.flush_interval.FromNanoseconds(int(seconds * 1e9))
         message = GenerateRequest(
             trajectory_id=name,
             tokens=TokenSequence(token_ids=codec.array_bytes(request.token_ids)),

@@ -18,7 +18,7 @@ from penstock.wire.security import open_channel
 from tests.fakes import ByteRenderer
 from tests.harness import Harness, Wire, serve, until
 
-QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0)
+QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0, whole_flush_seconds=0.0)
 
 
 @dataclass

@@ -55,7 +55,7 @@ STUCK_SECONDS = 60.0
 # Each of vLLM's starts takes a core for a quarter of a minute.
 VLLM_COUNT = 100
 TEST = "tests/faults/test_f21_killed_engines.py::"
-RULES = PoolRules(look_seconds=0.2, flush_seconds=0.02)
+RULES = PoolRules(look_seconds=0.2, flush_seconds=0.02, whole_flush_seconds=0.02)
 
 
 class Explains(Protocol):
