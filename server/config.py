@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 from penstock.server.memory_budget import default_bytes
+from penstock.server.routing import Policy
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
@@ -176,6 +177,9 @@ class Pool(_Calling):
     the same time."""
     switch_part: float = Field(default=0.5, gt=0, le=1)
     """Part of the engines that switch at the same time with "rolling"; at least one does."""
+    routing: Policy = "sticky"
+    """Which engine takes a turn: with "sticky" the one that has its prefix in its cache, unless that is
+    much busier than another; with "least_loaded" the least busy one; with "round_robin" each in turn."""
     margin: float = Field(default=0.25, ge=0)
     """How much busier than the least busy engine one may be that has a turn's prefix in its cache, as a
     part of its limit."""

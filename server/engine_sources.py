@@ -155,7 +155,7 @@ def pool_rules(pool: Pool) -> PoolRules:
     from penstock.server.turn_limit import LimitRules
 
     return PoolRules(
-        RoutingRules(pool.margin),
+        RoutingRules(pool.margin, pool.routing),
         LimitRules(first=pool.first_turns, most=pool.most_turns),
         switches_at_once=pool.switch == "all",
         switch_part=pool.switch_part,

@@ -9,6 +9,9 @@ The hub drives these, and so does the simulator. Order of what decides:
 3. Else it goes to the least busy one; among equals to the one with the fewest turns so far, so that
    idle engines take turns.
 
+So it is with the policy *sticky*. *least_loaded* knows no homes, and *round_robin* takes the engine with
+the fewest turns so far, however busy: what there is to compare with.
+
 How busy an engine is, is the part of its limit that it has, times how slow it is: an engine that takes
 twice as long for a token as the others is as full with half as many turns.
 """
@@ -18,6 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
+
+Policy = Literal["sticky", "least_loaded", "round_robin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class RoutingRules:
 
     margin: float = 0.25
     """How much busier than the least busy engine home may be, as a part of its limit."""
+    policy: Policy = "sticky"
 
 
 def place(
@@ -55,7 +62,11 @@ def place(
     free = [engine for engine in engines if engine.turns < engine.limit]
     if not free:
         return None
+    if rules.policy == "round_robin":
+        return min(free, key=lambda engine: (engine.given, engine.name))
     least = min(free, key=lambda engine: (engine.busy, engine.given, engine.name))
+    if rules.policy == "least_loaded":
+        return least
     known = {engine.name: engine for engine in free}
     for name in homes:
         home = known.get(name)

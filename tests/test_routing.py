@@ -77,6 +77,28 @@ def test_it_goes_to_one_with_room_that_is_at_most_the_margin_busier_than_the_lea
     assert found.busy - least <= (margin if found.name in names else 0.0)
 
 
+def test_without_homes_the_least_busy_takes_it() -> None:
+    rules = RoutingRules(margin=10.0, policy="least_loaded")
+    found = place([load("home", 3), load("idle", 0)], ["home"], rules)
+    assert found is not None and found.name == "idle"
+
+
+def test_round_robin_gives_each_engine_as_many_whatever_they_have() -> None:
+    rules = RoutingRules(policy="round_robin")
+    given = dict.fromkeys("abc", 0)
+    for _ in range(30):
+        engines = [
+            load(name, turns, given=given[name])
+            for name, turns in zip("abc", (7, 0, 3), strict=True)
+        ]
+        found = place(engines, ["a"], rules)
+        assert found is not None
+        given[found.name] += 1
+    assert given == {"a": 10, "b": 10, "c": 10}
+    full = place([load("full", 8), load("free", 7, given=9)], [], rules)
+    assert full is not None and full.name == "free"
+
+
 def test_slowness_is_against_the_median_and_never_below_one() -> None:
     assert slowness([0.01, 0.01, 0.04, None, 0.005]) == pytest.approx([1, 1, 4, 1, 1])
     assert slowness([]) == []
