@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -205,6 +206,10 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     if http is not None:
         click.echo(f"penstock endpoints on {http.url}")
     sys.stdout.flush()
+    # What start-up made, torch's modules among it, is there for good: half a second of standing still
+    # each time that garbage is looked for in it.
+    gc.collect()
+    gc.freeze()
     failing = asyncio.ensure_future(rollouts.failed())
     await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():

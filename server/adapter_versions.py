@@ -160,6 +160,9 @@ class AdapterVersions:
 
     def free_idle(self) -> None:
         """Begins to free every adapter that is not active and that no turn needs any more."""
+        if not self._loaded:
+            # Asked after each turn, of which there can be ten thousand to look at.
+            return
         needed = {turn.adapter_version for turn in self._turns.in_flight}
         needed.add(self._gate.active_adapter)
         for version in [version for version in self._loaded if version not in needed]:
