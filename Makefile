@@ -11,7 +11,7 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into format \
 	bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer bench-journal \
-	bench-overlap bench-corrections bench-parity bench-attempts
+	bench-overlap bench-corrections bench-parity bench-attempts bench-pool bench-prefix
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -98,7 +98,7 @@ gen-clients-into:
 			--ts_proto_out=$(CLIENT_STUBS)/clients/typescript/src/gen google/rpc/status.proto google/rpc/error_details.proto; \
 		$(BIN)/buf generate --template clients/buf.gen.yaml -o $(CLIENT_STUBS)
 
-bench: bench-codec bench-staleness bench-attempts bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -124,6 +124,12 @@ bench-buffer: setup ## finished groups through the durable buffer, next to a Ray
 
 bench-attempts: setup ## thousands of attempts that wait for their tools in one worker: memory, and p99 of Continue
 	@$(BIN)/python benchmarks/attempts.py $(ARGS)
+
+bench-pool: setup ## a hub next to direct calls, what it costs, and 1,024 engines with 10,000 agents
+	@$(BIN)/python -m benchmarks.pool $(ARGS)
+
+bench-prefix: setup ## prefix-cache hits of real vLLM behind a hub, by routing policy
+	@$(BIN)/python -m benchmarks.prefix_cache $(ARGS)
 
 VERL := .venv/share/verl
 

@@ -1,0 +1,185 @@
+"""The agents of `benchmarks/pool.py`: conversations of a few turns, as many at a time as they are told.
+
+    python -m benchmarks.pool_agents
+
+A line of JSON in (`Work`), a line of JSON out (`Done`), until standard input ends. Each agent asks for its
+turns as a whole, as `trajectory.turn()` does, closes each conversation, and goes on until the time is over
+and its turn has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+
+from penstock.v1 import rollout_service_pb2, task_service_pb2, trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+
+ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
+GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
+SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
+StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
+TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+CompleteTrajectoryRequest = codec.twin(task_service_pb2.CompleteTrajectoryRequest)
+Outcome = codec.twin(trajectory_pb2.Outcome)
+
+PROMPT = TokenSequence(token_ids=codec.array_bytes(np.full(64, 98, np.int32)))
+OBSERVATION = TokenSequence(token_ids=codec.array_bytes(np.full(16, 99, np.int32)))
+WHOLE = StreamOptions(final_only=True)
+# What tells the agents of one run from those of all others.
+names = itertools.count()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done."""
+
+    addresses: list[str]
+    """Agents are spread over these evenly, and stay where they are."""
+    agents: int
+    """Conversations at a time."""
+    tokens: int
+    """Of a turn."""
+    seconds: float
+    turns: int = 4
+    """Of a conversation."""
+    connections: int = 1
+    """To each address."""
+    ramp_seconds: float = 0.0
+    """Over which the agents begin."""
+    leave: bool = False
+    """Whether turns in flight at the end are left, and not waited for."""
+
+
+@dataclass
+class Done:
+    """What came of it."""
+
+    turns: int = 0
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    """Sum over the agents of what each got in its own time."""
+    turns_per_second: float = 0.0
+    """Of those that ended between the last agent's beginning and the end."""
+    cancelled: int = 0
+    """Calls that gRPC cancelled before they began, and that were made again."""
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list[float])
+    """Median and 99th percentile of a turn, in seconds."""
+
+
+class Server:
+    """Calls by one connection, as bytes: what is in an answer is not looked at."""
+
+    def __init__(self, address: str) -> None:
+        # Not shared with others of this process.
+        self.channel = grpc.aio.insecure_channel(
+            address, options=client_options(own_connection=True)
+        )
+        rollouts, tasks = "/penstock.v1.RolloutService", "/penstock.v1.TaskService"
+        self.generate = self.channel.unary_stream(f"{rollouts}/Generate", codec.encode)
+        self.continue_ = self.channel.unary_stream(f"{rollouts}/Continue", codec.encode)
+        self.complete = self.channel.unary_unary(f"{tasks}/CompleteTrajectory", codec.encode)
+
+
+async def work(work: Work) -> Done:
+    """Does it."""
+    servers = [Server(a) for _ in range(work.connections) for a in work.addresses]
+    begun_cpu, begun = time.process_time(), time.perf_counter()
+    deadline = begun + work.ramp_seconds + work.seconds
+    done, run, latencies = Done(), next(names), list[float]()
+
+    async def agent(number: int) -> None:
+        server = servers[number % len(servers)]
+        await asyncio.sleep(work.ramp_seconds * number / work.agents)
+        # Of all lengths at first, so that not all agents come back at the same time.
+        first = random.randrange(1, work.tokens + 1)
+        begun, tokens = time.perf_counter(), 0
+        while time.perf_counter() < deadline:
+            name = f"{run}-{number}-{done.turns}"
+            for index in range(work.turns):
+                count = first if tokens == 0 else work.tokens
+                await turn(server, name, index, count)
+                tokens += count
+                if time.perf_counter() > deadline:
+                    break
+            await close(server, name)
+        done.tokens += tokens
+        done.tokens_per_second += tokens / (time.perf_counter() - begun)
+
+    async def turn(server: Server, name: str, index: int, tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        given: Any = {
+            "trajectory_id": name,
+            "stream_options": WHOLE,
+            "sampling_params": sampling,
+        }
+        request = (
+            ContinueRequest(tokens=OBSERVATION, **given)
+            if index
+            else GenerateRequest(tokens=PROMPT, **given)
+        )
+        began, answers = time.perf_counter(), 0
+        while not answers:
+            try:
+                async for _ in server.continue_(request) if index else server.generate(request):
+                    answers += 1
+            except grpc.aio.AioRpcError as error:
+                # gRPC itself ends a call so, now and then, that has not come to the server's own code.
+                if error.code() != grpc.StatusCode.CANCELLED or answers:
+                    raise
+                done.cancelled += 1
+        assert answers >= 3, "a turn begins, has tokens and ends"
+        ended = time.perf_counter()
+        done.turns += 1
+        if begun + work.ramp_seconds <= ended <= deadline:
+            latencies.append(ended - began)
+
+    async def close(server: Server, name: str) -> None:
+        request = CompleteTrajectoryRequest(trajectory_id=name, outcome=Outcome(reward=1.0))
+        while True:
+            try:
+                await server.complete(request)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.CANCELLED:
+                    raise
+                done.cancelled += 1
+            else:
+                return
+
+    async with asyncio.TaskGroup() as group:
+        working = [group.create_task(agent(number)) for number in range(work.agents)]
+        if work.leave:
+            await asyncio.wait(working, timeout=deadline - time.perf_counter())
+            for task in working:
+                task.cancel()
+    done.turns_per_second = len(latencies) / work.seconds
+    done.cpu_seconds = time.process_time() - begun_cpu
+    done.seconds = time.perf_counter() - begun
+    done.latencies = [float(np.percentile(latencies, at)) for at in (50, 99)] if latencies else []
+    await asyncio.gather(*(server.channel.close() for server in servers))
+    return done
+
+
+async def main() -> None:
+    """One run after the other."""
+    loop = asyncio.get_running_loop()
+    print("ready", flush=True)
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        done = await work(Work(**json.loads(line)))
+        print(json.dumps(asdict(done)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,191 @@
+"""The part of `benchmarks/pool.py` with 1,024 engines and 10,000 agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.pool_agents import Work
+from benchmarks.pool_processes import Hub, Process, agents, engines, hub, work
+from rich.console import Console
+from rich.table import Table
+from tests.harness import header
+
+from penstock.wire.upload import upload
+
+MIB = 1 << 20
+TURN_TOKENS = 256
+TOKENS_PER_SECOND = 25.0
+"""Of a turn: so long that all agents have one in flight most of the time."""
+REST_SECONDS = 10.0
+AGENT_SECONDS = 30.0
+RAMP_SECONDS = 15.0
+VERSIONS = 5
+RESTARTS_PER_SECOND = 10.0
+RESTART_SECONDS = 20.0
+# One caller opens as much as all together; the defaults are for a caller among others.
+SETTINGS = (
+    "limits.concurrent_calls=40000",
+    "limits.open_trajectories=40000",
+    "limits.caller.calls=40000",
+    "limits.caller.turns_in_flight=40000",
+    "limits.caller.open_trajectories=40000",
+)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Over some time."""
+
+    seconds: float
+    hub: float
+    engines: float
+    """Processor seconds."""
+    asked: dict[str, int]
+    """What the engines were asked for meanwhile."""
+
+    @property
+    def hub_cores(self) -> float:
+        """Of the hub, in the mean."""
+        return self.hub / self.seconds
+
+    def rate(self, name: str) -> float:
+        """A second."""
+        return self.asked.get(name, 0) / self.seconds
+
+
+class Watch:
+    """Counts what is spent from its making on."""
+
+    def __init__(self, hub_process: Process, engine: Process, asked: dict[str, int]) -> None:
+        self._processes = hub_process, engine
+        self._asked = asked
+        self._began = time.perf_counter(), *(p.cpu_seconds for p in self._processes)
+
+    @classmethod
+    async def begin(cls, hub_process: Process, engine: Process) -> Watch:
+        """From now on."""
+        return cls(hub_process, engine, json.loads(await engine.ask("count")))
+
+    async def end(self) -> Spent:
+        """Up to now."""
+        now = time.perf_counter(), *(p.cpu_seconds for p in self._processes)
+        asked = json.loads(await self._processes[1].ask("count"))
+        seconds, own, engine = (
+            after - first for after, first in zip(now, self._began, strict=True)
+        )
+        counts = {name: count - self._asked.get(name, 0) for name, count in asked.items()}
+        return Spent(seconds, own, engine, counts)
+
+
+async def measure(folder: Path, tokenizer: Path, count: int, agent_count: int) -> float:
+    """Prints the table; returns the hub's share of a core with 10 updates a second."""
+    table = Table(title=f"a hub with {count:,} engines")
+    for name in ("", "a second", "hub cores", "of one", "hub MiB"):
+        table.add_column(name)
+    options = ("--count", str(count), "--tokens-per-second", str(TOKENS_PER_SECOND))
+    async with (
+        engines("many", *options) as (engine, addresses),
+        hub(folder, tokenizer, addresses[:1]) as small,
+    ):
+        alone = small.process.resident_bytes / MIB
+        table.add_row("one engine", "", "", "", f"{alone:.0f}")
+    async with (
+        engines("many", *options) as (engine, addresses),
+        hub(folder, tokenizer, addresses, *SETTINGS) as own,
+    ):
+        rest = await at_rest(own, engine, table)
+        await with_versions(own, engine, count, table)
+        share = await with_restarts(own, engine, count, rest, table)
+        # Last, for their turns are left in the middle.
+        await with_agents(own, engine, agent_count, table)
+    Console(width=150).print(table)
+    return share
+
+
+async def at_rest(own: Hub, engine: Process, table: Table) -> Spent:
+    """Nothing but looks."""
+    watch = await Watch.begin(own.process, engine)
+    await asyncio.sleep(REST_SECONDS)
+    spent = await watch.end()
+    table.add_row("at rest: looks", *row(spent, "looks", own))
+    return spent
+
+
+def row(spent: Spent, name: str, own: Hub, rest: float = 0.0) -> list[str]:
+    """How many a second, the hub's cores, and its time for one beyond what it spends at rest."""
+    each = (spent.hub - rest * spent.seconds) / max(1, spent.asked.get(name, 0))
+    memory = own.process.resident_bytes / MIB
+    cells = [f"{spent.rate(name):,.1f}", f"{spent.hub_cores:.2f}", f"{each * 1e6:,.0f} us"]
+    return [*cells, f"{memory:.0f}"]
+
+
+async def with_agents(own: Hub, engine: Process, agent_count: int, table: Table) -> None:
+    """Turns."""
+    async with agents() as agent:
+        wanted = Work(
+            [own.address],
+            agent_count,
+            TURN_TOKENS,
+            AGENT_SECONDS,
+            connections=8,
+            ramp_seconds=RAMP_SECONDS,
+            leave=True,
+        )
+        working = asyncio.create_task(work(agent, wanted))
+        await asyncio.sleep(RAMP_SECONDS)
+        watch = await Watch.begin(own.process, engine)
+        await asyncio.sleep(AGENT_SECONDS)
+        spent = await watch.end()
+        cells = row(spent, "turns", own)
+        done = await working
+    table.add_row(f"{agent_count:,} agents: turns", *cells)
+    table.add_row(
+        f"  p50 {done.latencies[0]:.2f} s, p99 {done.latencies[1]:.2f} s of a turn that the engine "
+        f"takes {TURN_TOKENS / TOKENS_PER_SECOND:.2f} s for; segments",
+        *row(spent, "segments", own),
+    )
+    table.add_row(
+        f"  cores: engines {spent.engines / spent.seconds:.2f}, agents "
+        f"{done.cpu_seconds / done.seconds:.2f}; turns ended",
+        f"{done.turns_per_second:,.1f}",
+        *("", "", ""),
+    )
+
+
+async def with_versions(own: Hub, engine: Process, count: int, table: Table) -> None:
+    """One weight version after the other, to every engine."""
+    watch = await Watch.begin(own.process, engine)
+    for version in range(1, VERSIONS + 1):
+        head, data = header(version)
+        await upload(own.channel, head, (data,))
+    spent = await watch.end()
+    table.add_row("one version after the other: updates", *row(spent, "updates", own))
+    each = spent.hub / VERSIONS
+    table.add_row(
+        "  versions, to every engine",
+        f"{VERSIONS / spent.seconds:,.2f}",
+        f"{spent.hub_cores:.2f}",
+        f"{each * 1e3:,.0f} ms",
+        "",
+    )
+    updated = spent.asked["updates"]
+    assert updated >= VERSIONS * count, f"{updated} of {VERSIONS * count} updates"
+
+
+async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent, table: Table) -> float:
+    """Engines that start again, and are given the version."""
+    await own.in_rotation(count)
+    engine.write(f"restart {RESTARTS_PER_SECOND}")
+    # Each is seen when it is looked at.
+    await asyncio.sleep(max(5.0, count / 150))
+    watch = await Watch.begin(own.process, engine)
+    await asyncio.sleep(RESTART_SECONDS)
+    spent = await watch.end()
+    engine.write("restart 0")
+    table.add_row("engines that start again: updates", *row(spent, "updates", own, rest.hub_cores))
+    await own.in_rotation(count)
+    return spent.hub_cores

@@ -1,0 +1,166 @@
+"""The processes of `benchmarks/pool.py`, and what each costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import grpc
+import psutil
+from benchmarks.pool_agents import Done, Work
+
+from penstock.v1 import rollout_service_pb2
+from penstock.wire import codec
+from penstock.wire.channel import client_options
+
+ROOT = Path(__file__).resolve().parents[1]
+GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
+
+
+class Process:
+    """One that answers a line on its standard input with a line."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._counted = psutil.Process(process.pid)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time since it began."""
+        times = self._counted.cpu_times()
+        return times.user + times.system
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory it holds."""
+        return self._counted.memory_info().rss
+
+    async def read(self) -> str:
+        """Its next line."""
+        assert self._process.stdout is not None
+        line = (await self._process.stdout.readline()).decode().strip()
+        assert line, "it ended"
+        return line
+
+    def write(self, line: str) -> None:
+        """Tells it something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+
+    async def ask(self, line: str) -> str:
+        """Its answer."""
+        self.write(line)
+        return await self.read()
+
+    def terminate(self) -> None:
+        """Tells it to stop, where its standard input does not."""
+        self._process.terminate()
+
+    async def end(self) -> None:
+        """By its standard input, or at last by force."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(20.0):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def started(*arguments: str, log: Path | None = None) -> AsyncGenerator[Process]:
+    """A Python process in the root of the checkout."""
+    with contextlib.ExitStack() as stack:
+        errors = None if log is None else stack.enter_context(log.open("ab"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            limit=1 << 20,
+        )
+        own = Process(process)
+        try:
+            yield own
+        finally:
+            await own.end()
+
+
+@contextlib.asynccontextmanager
+async def agents() -> AsyncGenerator[Process]:
+    """The process of the agents."""
+    async with started("-m", "benchmarks.pool_agents") as process:
+        assert await process.read() == "ready"
+        yield process
+
+
+async def work(process: Process, wanted: Work) -> Done:
+    """Has the agents work."""
+    return Done(**json.loads(await process.ask(json.dumps(asdict(wanted)))))
+
+
+@contextlib.asynccontextmanager
+async def engines(kind: str, *options: str) -> AsyncGenerator[tuple[Process, list[str]]]:
+    """A process with engine servers, and their addresses."""
+    async with started("-m", "benchmarks.pool_engines", kind, *options) as process:
+        ports = (await process.read()).split()[1:]
+        yield process, [f"127.0.0.1:{port}" for port in ports]
+
+
+class Hub:
+    """`penstock serve --engines`, as anybody would start it."""
+
+    def __init__(self, process: Process, address: str) -> None:
+        self.process = process
+        self.address = address
+        self.channel = grpc.aio.insecure_channel(
+            address, options=client_options(own_connection=True)
+        )
+
+    async def serving_count(self) -> int:
+        """Engines in rotation."""
+        call = self.channel.unary_unary(
+            "/penstock.v1.RolloutService/GetServerInfo",
+            codec.encode,
+            codec.decoder(rollout_service_pb2.GetServerInfoResponse),
+        )
+        info = await call(GetServerInfoRequest())
+        serving = rollout_service_pb2.REPLICA_STATE_SERVING
+        return sum(replica.state == serving for replica in info.replicas)
+
+    async def in_rotation(self, count: int, seconds: float = 120.0) -> None:
+        """Waits until so many are."""
+        async with asyncio.timeout(seconds):
+            while await self.serving_count() < count:  # noqa: ASYNC110 - nobody tells of it.
+                await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def hub(
+    folder: Path, tokenizer: Path, addresses: Sequence[str], *settings: str
+) -> AsyncGenerator[Hub]:
+    """One in front of these engine servers, once all are in rotation."""
+    listed = folder / "engines"
+    listed.write_text("".join(f"{address}\n" for address in addresses))
+    command = ["-m", "penstock.client", "serve", "--engines", f"file:{listed}"]
+    command += ["--model", str(tokenizer), "--listen", "127.0.0.1:0", "--http-listen", ""]
+    for setting in ("pool.discover_seconds=3600", *settings):
+        command += ["--set", setting]
+    async with started(*command, log=folder / "hub.log") as process:
+        while " on " not in (line := await process.read()):
+            pass
+        own = Hub(process, line.split(" on ")[1].split()[0])
+        try:
+            await own.in_rotation(len(addresses))
+            yield own
+        finally:
+            await own.channel.close()
+            process.terminate()
