@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from penstock.server.engine_server import EngineServer, StagedThere
 from penstock.server.pool_member import State
 from penstock.server.turn_limit import LimitRules
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
@@ -252,6 +254,29 @@ async def test_a_version_is_active_once_every_engine_has_it(tmp_path: Path, at_o
             assert set(turn.versions) == {0, 3}
         after = await pool.hub.generate("after", PROMPT)
         assert set(after.versions) == {3}
+
+
+async def test_engines_of_another_host_take_a_version_from_the_first_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources: list[str | None] = []
+    stage = EngineServer.stage
+
+    def note(
+        server: EngineServer, header: weights_pb2.WeightHeader, payload: tuple[memoryview, ...] = ()
+    ) -> StagedThere:
+        sources.append(header.WhichOneof("source"))
+        return stage(server, header, payload)
+
+    monkeypatch.setattr(EngineServer, "stage", note)
+    monkeypatch.setattr("penstock.server.pool_uploads.host_id", lambda: "elsewhere")
+    # Where the first of them stages it has to be memory.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        async with serve_pool(Path(folder), 3) as pool:
+            await pool.hub.upload(3)
+            assert [engine.engine.version for engine in pool.engines] == [3, 3, 3]
+            assert sources == ["inline", "shared_memory", "shared_memory"]
+            assert len({engine.engine.payloads[-1] for engine in pool.engines}) == 1
 
 
 async def test_a_staged_version_is_on_every_engine_before_it_is_switched_to(
