@@ -1,6 +1,6 @@
 """What a hub costs: throughput next to direct calls, its processor time, and a pool of 1,024 engines.
 
-    python -m benchmarks.pool [--part throughput] [--part cost] [--part fleet] [--rounds 3] [--seconds 6]
+    python -m benchmarks.pool [--part throughput] [--part cost] [--part fleet] [--rounds 3] [--seconds 5]
 
 Every part has the real `penstock serve --engines`, in a process of its own; the engines are fake, and so is
 what the agents do with what they get (`pool_engines`, `pool_agents`).
@@ -12,8 +12,8 @@ what the agents do with what they get (`pool_engines`, `pool_agents`).
   that of a turn and that of a token.
 - **fleet**: 1,024 addresses with nothing behind them. What the hub costs at rest; with one weight version
   after the other, as fast as it goes; with 10 engines a second that start again and are given their
-  weights; and with 10,000 agents. An *update* is one engine that is given one version, from the header to its answer
-  that it samples it.
+  weights; and with 10,000 agents. An *update* is one engine that is given one version, from the header to
+  its answer that it samples it.
 
 The last line is one JSON object: `hub_of_direct` is the least of the three medians, `us_per_turn` is of a
 turn without its tokens, `core_share_at_10_updates_per_second` is all that the hub uses with the 10 restarts
@@ -80,6 +80,7 @@ async def throughput(folder: Path, tokenizer: Path, rounds: int, seconds: float)
         table.add_column(name)
     for name in ("hub", "agents", "engines"):
         table.add_column(f"cores: {name}")
+    table.add_column("hub MiB")
     least = float("inf")
     for count in COUNTS:
         async with contextlib.AsyncExitStack() as stack:
@@ -101,6 +102,7 @@ async def throughput(folder: Path, tokenizer: Path, rounds: int, seconds: float)
                     processes = [process for process, _ in made]
                     pair[which] = await measured(agent, wanted[which], own.process, processes)
                 runs.append((pair[0], pair[1]))
+            memory = own.process.resident_bytes / (1 << 20)
         ratios = [h.done.tokens_per_second / d.done.tokens_per_second for d, h in runs]
         least = min(least, statistics.median(ratios))
         direct, through = [[pair[at] for pair in runs] for at in (0, 1)]
@@ -114,6 +116,7 @@ async def throughput(folder: Path, tokenizer: Path, rounds: int, seconds: float)
                 f"{median([getattr(r, name) for r in through]):.2f}"
                 for name in ("hub", "agents", "engines")
             ),
+            f"{memory:.0f}",
         )
     Console(width=150).print(table)
     return least
@@ -186,7 +189,7 @@ async def run(
 @click.command()
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="All without.")
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--seconds", default=6.0, show_default=True)
+@click.option("--seconds", default=5.0, show_default=True)
 @click.option("--engines", "count", default=1024, show_default=True, help="Of the fleet.")
 @click.option("--agents", "agent_count", default=10_000, show_default=True, help="Of the fleet.")
 def main(parts: tuple[str, ...], rounds: int, seconds: float, count: int, agent_count: int) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from benchmarks.pool_agents import Work
 from benchmarks.pool_processes import Hub, Process, agents, engines, hub, work
-from rich.console import Console
-from rich.table import Table
 from tests.harness import header
 
 from penstock.wire.upload import upload
@@ -82,36 +80,33 @@ class Watch:
 
 
 async def measure(folder: Path, tokenizer: Path, count: int, agent_count: int) -> float:
-    """Prints the table; returns the hub's share of a core with 10 updates a second."""
-    table = Table(title=f"a hub with {count:,} engines")
-    for name in ("", "a second", "hub cores", "of one", "hub MiB"):
-        table.add_column(name)
+    """Prints a line for each part; returns the hub's share of a core with 10 updates a second."""
+    print(f"a hub with {count:,} engines")
+    tell("", "a second", "hub cores", "of one", "hub MiB")
     options = ("--count", str(count), "--tokens-per-second", str(TOKENS_PER_SECOND))
-    async with (
-        engines("many", *options) as (engine, addresses),
-        hub(folder, tokenizer, addresses[:1]) as small,
-    ):
-        alone = small.process.resident_bytes / MIB
-        table.add_row("one engine", "", "", "", f"{alone:.0f}")
     async with (
         engines("many", *options) as (engine, addresses),
         hub(folder, tokenizer, addresses, *SETTINGS) as own,
     ):
-        rest = await at_rest(own, engine, table)
-        await with_versions(own, engine, count, table)
-        share = await with_restarts(own, engine, count, rest, table)
+        rest = await at_rest(own, engine)
+        await with_versions(own, engine, count)
+        share = await with_restarts(own, engine, count, rest)
         # Last, for their turns are left in the middle.
-        await with_agents(own, engine, agent_count, table)
-    Console(width=150).print(table)
+        await with_agents(own, engine, agent_count)
     return share
 
 
-async def at_rest(own: Hub, engine: Process, table: Table) -> Spent:
+def tell(name: str, *cells: str) -> None:
+    """A line of the table, as soon as it is known."""
+    print(f"{name:58}", *(f"{cell:>11}" for cell in cells), flush=True)
+
+
+async def at_rest(own: Hub, engine: Process) -> Spent:
     """Nothing but looks."""
     watch = await Watch.begin(own.process, engine)
     await asyncio.sleep(REST_SECONDS)
     spent = await watch.end()
-    table.add_row("at rest: looks", *row(spent, "looks", own))
+    tell("at rest: looks", *row(spent, "looks", own))
     return spent
 
 
@@ -123,7 +118,7 @@ def row(spent: Spent, name: str, own: Hub, rest: float = 0.0) -> list[str]:
     return [*cells, f"{memory:.0f}"]
 
 
-async def with_agents(own: Hub, engine: Process, agent_count: int, table: Table) -> None:
+async def with_agents(own: Hub, engine: Process, agent_count: int) -> None:
     """Turns."""
     async with agents() as agent:
         wanted = Work(
@@ -142,30 +137,27 @@ async def with_agents(own: Hub, engine: Process, agent_count: int, table: Table)
         spent = await watch.end()
         cells = row(spent, "turns", own)
         done = await working
-    table.add_row(f"{agent_count:,} agents: turns", *cells)
-    table.add_row(
-        f"  p50 {done.latencies[0]:.2f} s, p99 {done.latencies[1]:.2f} s of a turn that the engine "
-        f"takes {TURN_TOKENS / TOKENS_PER_SECOND:.2f} s for; segments",
-        *row(spent, "segments", own),
-    )
-    table.add_row(
-        f"  cores: engines {spent.engines / spent.seconds:.2f}, agents "
-        f"{done.cpu_seconds / done.seconds:.2f}; turns ended",
-        f"{done.turns_per_second:,.1f}",
-        *("", "", ""),
-    )
+    tell(f"{agent_count:,} agents: turns", *cells)
+    tell("  their segments", *row(spent, "segments", own))
+    tell("  turns that ended", f"{done.turns_per_second:,.1f}")
+    tell("  calls that gRPC cancelled, in all", str(done.cancelled))
+    takes = TURN_TOKENS / TOKENS_PER_SECOND
+    middle, last = done.latencies or (float("nan"), float("nan"))
+    tell(f"  a turn, of {takes:.1f} s: p50 and p99", f"{middle:.1f} s", f"{last:.1f} s")
+    used = spent.engines / spent.seconds, done.cpu_seconds / done.seconds
+    tell("  cores: engines and agents", *(f"{cores:.2f}" for cores in used))
 
 
-async def with_versions(own: Hub, engine: Process, count: int, table: Table) -> None:
+async def with_versions(own: Hub, engine: Process, count: int) -> None:
     """One weight version after the other, to every engine."""
     watch = await Watch.begin(own.process, engine)
     for version in range(1, VERSIONS + 1):
         head, data = header(version)
         await upload(own.channel, head, (data,))
     spent = await watch.end()
-    table.add_row("one version after the other: updates", *row(spent, "updates", own))
+    tell("one version after the other: updates", *row(spent, "updates", own))
     each = spent.hub / VERSIONS
-    table.add_row(
+    tell(
         "  versions, to every engine",
         f"{VERSIONS / spent.seconds:,.2f}",
         f"{spent.hub_cores:.2f}",
@@ -176,7 +168,7 @@ async def with_versions(own: Hub, engine: Process, count: int, table: Table) -> 
     assert updated >= VERSIONS * count, f"{updated} of {VERSIONS * count} updates"
 
 
-async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent, table: Table) -> float:
+async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent) -> float:
     """Engines that start again, and are given the version."""
     await own.in_rotation(count)
     engine.write(f"restart {RESTARTS_PER_SECOND}")
@@ -186,6 +178,6 @@ async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent, tabl
     await asyncio.sleep(RESTART_SECONDS)
     spent = await watch.end()
     engine.write("restart 0")
-    table.add_row("engines that start again: updates", *row(spent, "updates", own, rest.hub_cores))
+    tell("engines that start again: updates", *row(spent, "updates", own, rest.hub_cores))
     await own.in_rotation(count)
     return spent.hub_cores

@@ -152,15 +152,19 @@ async def hub(
     listed.write_text("".join(f"{address}\n" for address in addresses))
     command = ["-m", "penstock.client", "serve", "--engines", f"file:{listed}"]
     command += ["--model", str(tokenizer), "--listen", "127.0.0.1:0", "--http-listen", ""]
-    for setting in ("pool.discover_seconds=3600", *settings):
+    for setting in ("pool.discover_seconds=3600", "drain_seconds=0", *settings):
         command += ["--set", setting]
-    async with started(*command, log=folder / "hub.log") as process:
-        while " on " not in (line := await process.read()):
-            pass
-        own = Hub(process, line.split(" on ")[1].split()[0])
+    log = folder / "hub.log"
+    async with started(*command, log=log) as process:
         try:
+            while " on " not in (line := await process.read()):
+                pass
+            own = Hub(process, line.split(" on ")[1].split()[0])
             await own.in_rotation(len(addresses))
             yield own
-        finally:
             await own.channel.close()
+        except BaseException:
+            print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+            raise
+        finally:
             process.terminate()

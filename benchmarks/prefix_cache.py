@@ -28,7 +28,7 @@ from pathlib import Path
 import click
 import grpc
 import numpy as np
-from benchmarks.pool_processes import Hub, hub, started
+from benchmarks.pool_processes import Hub, Process, hub, started
 from rich.console import Console
 from rich.table import Table
 
@@ -173,16 +173,15 @@ async def measure(model: Path, count: int, shape: Shape, rounds: int) -> dict[st
     rng = random.Random(0)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        serving: list[str] = []
+        processes: list[Process] = []
         for number in range(count):
             command = ("-m", "penstock.client", "serve", "--model", str(model), *ENGINE)
             command += ("--listen", "127.0.0.1:0", "--http-listen", "")
             log = folder / f"engine-{number}.log"
             process = await stack.enter_async_context(started(*command, log=log))
             stack.callback(process.terminate)
-            while not (line := await process.read()).startswith("penstock serving"):
-                pass
-            serving.append(line.split(" on ")[1].split()[0])
+            processes.append(process)
+        serving = [await address_of(process) for process in processes]
         hubs: dict[str, Agents] = {}
         for policy in POLICIES:
             own = folder / policy
@@ -197,6 +196,13 @@ async def measure(model: Path, count: int, shape: Shape, rounds: int) -> dict[st
                     # What vLLM does for the first time.
                     seen[policy].__init__()
     return seen
+
+
+async def address_of(process: Process) -> str:
+    """Where a server listens, once it does."""
+    while not (line := await process.read()).startswith("penstock serving"):
+        pass
+    return line.split(" on ")[1].split()[0]
 
 
 def show(seen: dict[str, Seen]) -> None:
