@@ -166,6 +166,8 @@ class BareEngine:
             "server_id": self._server_id,
             "host_id": self._host_id,
             "load": {"kv_cache_usage": 0.2},
+            # It would take a version from the engine server of another host.
+            "weight_sources": [weights_pb2.WEIGHT_SOURCE_KIND_PEER],
             "replicas": [{"state": rollout_service_pb2.REPLICA_STATE_SERVING}],
             "tensors": tensors,
         }
