@@ -10,8 +10,8 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into format \
-	bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer bench-journal \
-	bench-overlap bench-corrections bench-parity bench-attempts bench-pool bench-prefix
+	cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer \
+	bench-journal bench-overlap bench-corrections bench-parity bench-attempts bench-pool bench-prefix
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -29,6 +29,12 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 	-@$(BIN)/python .ci/clients.py
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Ray is no part of set-up: without it the tests of it are skipped, and say so.
+cluster-test: setup ## `penstock up` on a Ray cluster of this machine, each actor killed; installs Ray
+	@$(BIN)/python .ci/add_extra.py ray
+	@$(BIN)/python -m pytest tests/test_cluster.py tests/test_ray_placement.py $(ARGS)
+	@$(BIN)/python -m pytest -q tests/faults/test_f23_cluster.py --fault-count $(or $(FAULTS),1)
+
 FAULTS :=
 EXAMPLES := 10000
 MACHINES := 2000
@@ -43,6 +49,7 @@ FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) \
 
 # The verdicts are put on the page whatever they are.
 faults: setup ## each fault as often as its table says, FAULTS=3: three times; SEED=7; writes docs/reliability.md
+	-@$(BIN)/python .ci/add_extra.py ray
 	@$(FAULTY) tests/faults tests/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 

@@ -79,7 +79,7 @@ async def run(folder: Path, setup: Setup) -> None:
     finally:
         for task in sampling:
             task.cancel()
-        trainer, workers, server = supervisor.started
+        trainer, workers, server, _ = supervisor.started
         await break_off([*server, *workers, *trainer])
 
 

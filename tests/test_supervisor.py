@@ -95,7 +95,7 @@ async def stage(
     finally:
         started.running.cancel()
         await asyncio.wait([started.running])
-        trainer, workers, server = supervisor.started
+        trainer, workers, server, _ = supervisor.started
         await break_off([*trainer, *workers, *server])
 
 

@@ -17,7 +17,7 @@ from penstock.client.__main__ import main
 from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
-from penstock.demo.up import Programs, make_cast
+from penstock.demo.up_cast import Programs, make_cast
 from penstock.demo.up_config import UpConfigInvalid, command_line, load
 from tests.faults.test_supervised_run import check
 

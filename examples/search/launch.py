@@ -25,7 +25,15 @@ import click
 import tomli_w
 
 from penstock.demo.model import ModelUnavailable, prepare_model
-from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed, end, ending
+from penstock.demo.processes import (
+    Command,
+    FirstMatch,
+    Process,
+    ProcessFailed,
+    end,
+    ending,
+    explain,
+)
 from penstock.demo.supervisor import RestartBudget, Restarts
 from penstock.demo.up_config import UpConfigInvalid, load
 
@@ -96,7 +104,7 @@ class RetrievalServers:
             status = await process.wait()
             seconds = budget.wait()
             if seconds is None:
-                raise ProcessFailed(process.explain(status))
+                raise ProcessFailed(explain(process, status))
             say(name, f"{ending(status)}; starting again in {seconds:g} s")
             await asyncio.sleep(seconds)
 

@@ -6,18 +6,18 @@ module anew, so nothing here may have an effect at import.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
+from penstock.client.loading import exit_with, load
 from penstock.client.security_options import security_options
+from penstock.client.up_command import up
 
 if TYPE_CHECKING:
     from penstock.client.environments.settings import EnvironmentSettings
@@ -42,7 +42,7 @@ def main() -> None:
 
     Three processes: `serve` samples from the model, `rollout` takes the turns of tasks and scores
     them, `train` submits the tasks, learns from what was scored and sends the new weights back.
-    `up` runs all three on this machine, and `demo` does with nothing to configure.
+    `up` runs all three, on this machine or a cluster, and `demo` does with nothing to configure.
     """
 
 
@@ -53,8 +53,8 @@ def serve(options: tuple[str, ...]) -> None:
 
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
-    run = _load("penstock.server.__main__", "main", _SERVE_EXTRAS)
-    _exit(run, _SERVE_EXTRAS, list(options))
+    run = load("penstock.server.__main__", "main", _SERVE_EXTRAS)
+    exit_with(run, _SERVE_EXTRAS, list(options))
 
 
 @main.command()
@@ -84,8 +84,8 @@ def train(
     has a default, which --dry-run prints. Reward, lag and times are shown for every step, and written
     to the run's folder.
     """
-    run = _load("penstock.trainer.__main__", "train", "trainer")
-    _exit(run, "trainer", config, list(overrides), resume, dry_run, ranks)
+    run = load("penstock.trainer.__main__", "train", "trainer")
+    exit_with(run, "trainer", config, list(overrides), resume, dry_run, ranks)
 
 
 @main.command()
@@ -242,7 +242,7 @@ def evaluate(options: tuple[str, ...]) -> None:
         extras, module = "server,trainer,cpu", "penstock.demo.evaluate"
     else:
         extras, module = "trainer", "penstock.trainer.evaluate_command"
-    _exit(_load(module, "main", extras), extras, list(options))
+    exit_with(load(module, "main", extras), extras, list(options))
 
 
 @main.group()
@@ -306,7 +306,7 @@ def push_weights(
     options = PushOptions(
         address, folder.resolve(), weight_version, source, in_flight, stage_only, security
     )
-    _exit(push, _UPLOAD_EXTRAS, options)
+    exit_with(push, _UPLOAD_EXTRAS, options)
 
 
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -314,30 +314,10 @@ def push_weights(
 def demo(options: tuple[str, ...]) -> None:
     """Run all three on this machine: a reward climbs."""
     extras = "server,trainer,cpu"
-    _exit(_load("penstock.demo.__main__", "main", extras), extras, list(options))
+    exit_with(load("penstock.demo.__main__", "main", extras), extras, list(options))
 
 
-@main.command()
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resume", is_flag=True, help="Go on with the run in the file's folder.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG; may be repeated.",
-)
-def up(config: Path, resume: bool, dry_run: bool, overrides: tuple[str, ...]) -> None:
-    """Run server, workers and trainer as CONFIG, a TOML file, says, and keep them running.
-
-    One that dies is started again; a server then waits for the weights of the run before it serves.
-    Ends when the trainer is done.
-    """
-    extras = "server,trainer,cpu"
-    run = _load("penstock.demo.up", "up", extras)
-    _exit(run, extras, config, list(overrides), resume, dry_run)
-
+main.add_command(up)
 
 _JOURNAL = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
@@ -355,8 +335,8 @@ def journal() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_journal(folder: Path, as_json: bool) -> None:
     """List what the journal in FOLDER holds: tasks, groups, open trajectories."""
-    run = _load("penstock.server.journal_command", "list_stored", "server")
-    _exit(run, "server", folder, as_json)
+    run = load("penstock.server.journal_command", "list_stored", "server")
+    exit_with(run, "server", folder, as_json)
 
 
 @journal.command("verify")
@@ -368,8 +348,8 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     The status is 0 where all is whole, 1 where a record is corrupt, 2 where there is no journal. A
     torn end is not corrupt: it was never acknowledged.
     """
-    run = _load("penstock.server.journal_command", "verify", "server")
-    _exit(run, "server", folder, as_json)
+    run = load("penstock.server.journal_command", "verify", "server")
+    exit_with(run, "server", folder, as_json)
 
 
 @journal.command("export")
@@ -387,8 +367,8 @@ def export_journal(folder: Path, out: Path, state: str) -> None:
 
     One row per trajectory; docs/journal.md names the columns.
     """
-    run = _load("penstock.server.journal_command", "export", "server")
-    _exit(run, "server", folder, out, state)
+    run = load("penstock.server.journal_command", "export", "server")
+    exit_with(run, "server", folder, out, state)
 
 
 _TOKEN_FILE = click.option(
@@ -427,7 +407,7 @@ def token() -> None:
 )
 def create_token(path: Path, name: str, role: str, expires: str) -> None:
     """Make a token. It is printed once, and the file keeps its hash."""
-    run = _load("penstock.client.tokens", "create", "server")
+    run = load("penstock.client.tokens", "create", "server")
     run(path, name, role, expires)
 
 
@@ -435,7 +415,7 @@ def create_token(path: Path, name: str, role: str, expires: str) -> None:
 @_TOKEN_FILE
 def list_tokens(path: Path) -> None:
     """List names, roles and how long they are good for."""
-    _load("penstock.client.tokens", "show", "server")(path)
+    load("penstock.client.tokens", "show", "server")(path)
 
 
 @token.command("revoke")
@@ -443,38 +423,13 @@ def list_tokens(path: Path) -> None:
 @click.option("--name", required=True, help="As it was created.")
 def revoke_token(path: Path, name: str) -> None:
     """Revoke a token: a server that runs refuses it at its next call."""
-    _load("penstock.client.tokens", "revoke", "server")(path, name)
+    load("penstock.client.tokens", "revoke", "server")(path, name)
 
 
 @main.command("version")
 def show_version() -> None:
     """Print the version."""
     click.echo(version("penstock"))
-
-
-def _load(module: str, function: str, extras: str) -> Callable[..., int]:
-    try:
-        return cast("Callable[..., int]", getattr(importlib.import_module(module), function))
-    except ModuleNotFoundError as error:
-        raise _missing(error, extras) from error
-
-
-def _exit(run: Callable[..., int], extras: str, *arguments: object) -> None:
-    try:
-        sys.exit(run(*arguments))
-    except ModuleNotFoundError as error:
-        raise _missing(error, extras) from error
-
-
-def _missing(error: ModuleNotFoundError, extras: str) -> Exception:
-    """A message that names the extra, unless a module of ours is what is missing: that is a defect."""
-    name = error.name or ""
-    if name.partition(".")[0] == "penstock":
-        return error
-    return click.UsageError(
-        f"{name} is not installed; install the extra {extras}, such as: "
-        f"pip install 'penstock[{extras.partition(' ')[0]}]'"
-    )
 
 
 if __name__ == "__main__":

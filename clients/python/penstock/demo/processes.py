@@ -3,6 +3,9 @@
 Whatever happens to the process that starts them, nothing stays behind: an ordinary end and Ctrl-C stop
 each of them and then its whole process group; one that is killed takes them along, because the kernel was
 asked to.
+
+`Running` is what the rest of the code sees of a process, be it one of this machine (`Process`) or of
+another (`ray_placement`).
 """
 
 from __future__ import annotations
@@ -14,22 +17,24 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 # What a process does first: it has the kernel end it when its parent ends, and becomes its program. As a
 # program of its own, because Python code between fork and exec can meet locks that threads held, gRPC's
-# for one, and then waits for them for ever.
+# for one, and then waits for them for ever. A process of Ray's blocks SIGINT, which would be inherited.
 BECOME = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(sys.argv[2]), 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
+os.execvp(sys.argv[3], sys.argv[3:])
 """
+THIS_HOST = "127.0.0.1"
 SECONDS_TO_END = 20.0
 """From SIGTERM to SIGKILL at the end of a run: a server drains."""
 
@@ -58,40 +63,115 @@ class Command:
     """Added to this process's own."""
     inherits_terminal: bool = False
     """Whether its standard output is this process's own, so that it can draw a live table."""
+    files: Mapping[Path, str] = field(default_factory=dict[Path, str])
+    """Written where it runs, before it starts."""
+    ranks: int = 1
+    """Processes that compute together, each told its place as torchrun does. More than one only where they
+    are placed one by one: `ray_placement`."""
+
+
+class Running(Protocol):
+    """One started process, wherever it is."""
+
+    @property
+    def command(self) -> Command:
+        """What was started."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process id there; zero where it never came to be."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Where the others reach it."""
+        ...
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended and all it printed is in the log."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, unless it has ended."""
+        ...
+
+    async def stop(self, patience: float) -> None:
+        """Asks it to end, and makes it after `patience` seconds; nothing of its group is left then."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it and whatever it started, at once."""
+        ...
+
+    def ending(self, status: int) -> str:
+        """What became of it, such as "was ended by SIGKILL"."""
+        ...
+
+    async def write(self, files: Mapping[Path, str]) -> None:
+        """Writes files where it runs, each at once; what has ended gets none."""
+        ...
+
+
+def last_lines(running: Running, most: int) -> list[str]:
+    """The end of its log, and of those of its earlier starts."""
+    try:
+        text = running.command.log.read_text(errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-most:]
+
+
+def explain(running: Running, status: int) -> str:
+    """What happened to it, with the end of its log."""
+    lines = last_lines(running, LOG_LINES_SHOWN)
+    tail = "\n".join(f"  | {line}" for line in lines) or "  | (it printed nothing)"
+    command = running.command
+    return f"the {command.name} {running.ending(status)}; the end of {command.log}:\n{tail}"
+
+
+Take = Callable[[bytes], Awaitable[None]]
+"""Takes a line, its end included."""
 
 
 class Process:
-    """One running process. Every line it prints goes to its log, and to `on_line` where given."""
+    """One running process of this machine."""
+
+    host = THIS_HOST
 
     def __init__(
         self,
         command: Command,
         process: subprocess.Popen[bytes],
-        log: BinaryIO,
-        on_line: Callable[[str], None] | None,
+        copying: Coroutine[None, None, None],
     ) -> None:
         self.command = command
         self._process = process
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._watch_end()
-        self._copying = asyncio.create_task(self._copy_output(log, on_line))
+        self._copying = asyncio.create_task(copying)
 
     @classmethod
     def start(cls, command: Command, on_line: Callable[[str], None] | None = None) -> Process:
-        """Starts it in a session of its own, where a terminal's Ctrl-C does not reach it.
+        """Starts it in a session of its own, where a terminal's Ctrl-C does not reach it. Every line it
+        prints goes to its log, and to `on_line` where given.
 
         To be called with a running event loop.
         """
+        write_files(command.files)
         log = command.log.open("ab")
-        process = subprocess.Popen(
-            (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command.arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=None if command.inherits_terminal else subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **command.environment},
-            start_new_session=True,
-        )
-        return cls(command, process, log, on_line)
+        output = None if command.inherits_terminal else subprocess.PIPE
+        process = _spawn(command, output, log, signal.SIGTERM)
+        return cls(command, process, _copy_to_log(process.stdout, log, on_line))
+
+    @classmethod
+    def start_piped(cls, command: Command, take: Take) -> Process:
+        """The same without a log: `take` is given every line, and it waits where that waits. It is killed
+        where this process ends: who could wait until it has ended is gone then.
+        """
+        write_files(command.files)
+        process = _spawn(command, subprocess.PIPE, subprocess.PIPE, signal.SIGKILL)
+        return cls(command, process, _copy_both(process, take))
 
     @property
     def pid(self) -> int:
@@ -125,15 +205,13 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def last_lines(self, most: int) -> list[str]:
-        """The end of its log, and of those of its earlier starts."""
-        return self.command.log.read_text(errors="replace").splitlines()[-most:]
+    def ending(self, status: int) -> str:
+        """What became of it."""
+        return ending(status)
 
-    def explain(self, status: int) -> str:
-        """What happened to it, with the end of its log."""
-        lines = self.last_lines(LOG_LINES_SHOWN)
-        tail = "\n".join(f"  | {line}" for line in lines) or "  | (it printed nothing)"
-        return f"the {self.command.name} {ending(status)}; the end of {self.command.log}:\n{tail}"
+    async def write(self, files: Mapping[Path, str]) -> None:
+        """Writes files, each at once."""
+        write_files(files)
 
     def _watch_end(self) -> None:
         """Has the kernel say when it ends; asyncio's own wait would also wait for its children."""
@@ -149,20 +227,62 @@ class Process:
 
         loop.add_reader(descriptor, ended)
 
-    async def _copy_output(self, log: BinaryIO, on_line: Callable[[str], None] | None) -> None:
-        """Consumes its standard output until that ends; produces its log and lines."""
-        with log:
-            if self._process.stdout is None:
-                return
-            lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
-            await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(lines), self._process.stdout
-            )
-            async for line in lines:
-                log.write(line)
-                log.flush()
-                if on_line is not None:
-                    on_line(line.decode(errors="replace").rstrip("\n"))
+
+def _spawn(
+    command: Command,
+    output: int | None,
+    errors: int | BinaryIO,
+    when_orphaned: signal.Signals,
+) -> subprocess.Popen[bytes]:
+    become = (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), str(int(when_orphaned)))
+    return subprocess.Popen(
+        (*become, *command.arguments),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        env={**os.environ, **command.environment},
+        start_new_session=True,
+    )
+
+
+async def _copy_to_log(
+    output: IO[bytes] | None, log: BinaryIO, on_line: Callable[[str], None] | None
+) -> None:
+    async def take(line: bytes) -> None:
+        log.write(line)
+        log.flush()
+        if on_line is not None:
+            on_line(line.decode(errors="replace").rstrip("\n"))
+
+    with log:
+        if output is not None:
+            await _copy(output, take)
+
+
+async def _copy_both(process: subprocess.Popen[bytes], take: Take) -> None:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    await asyncio.gather(_copy(process.stdout, take), _copy(process.stderr, take))
+
+
+async def _copy(output: IO[bytes], take: Take) -> None:
+    """Consumes an output until it ends; produces its lines."""
+    lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), output
+    )
+    async for line in lines:
+        await take(line)
+
+
+def write_files(files: Mapping[Path, str]) -> None:
+    """Each is as it was, or whole."""
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Others of this host may write the same.
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
 
 
 class FirstMatch:
@@ -177,13 +297,13 @@ class FirstMatch:
         if not self._found.done() and (match := self._pattern.search(line)) is not None:
             self._found.set_result(match.group(1))
 
-    async def wait(self, process: Process) -> str:
+    async def wait(self, process: Running) -> str:
         """The match's first group. Raises ProcessFailed where the process ends without such a line."""
         ended = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((self._found, ended), return_when=asyncio.FIRST_COMPLETED)
             if not self._found.done():
-                raise ProcessFailed(process.explain(ended.result()))
+                raise ProcessFailed(explain(process, ended.result()))
             return self._found.result()
         finally:
             ended.cancel()
@@ -194,7 +314,7 @@ def ending(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
 
 
-async def end(processes: Sequence[Process]) -> None:
+async def end(processes: Sequence[Running]) -> None:
     """Stops them one after another, the last started first; an interruption kills what is left."""
     try:
         for process in reversed(processes):
@@ -204,7 +324,7 @@ async def end(processes: Sequence[Process]) -> None:
             process.kill()
 
 
-async def end_in_turn(stages: Sequence[Sequence[Process]], patience: float) -> None:
+async def end_in_turn(stages: Sequence[Sequence[Running]], patience: float) -> None:
     """Stops one stage after another, all of a stage at once; an interruption kills what is left."""
     try:
         for stage in stages:
@@ -215,7 +335,7 @@ async def end_in_turn(stages: Sequence[Sequence[Process]], patience: float) -> N
                 process.kill()
 
 
-async def break_off(processes: Sequence[Process]) -> None:
+async def break_off(processes: Sequence[Running]) -> None:
     """Stops them all at once, soon; an interruption kills what is left."""
     try:
         await asyncio.gather(*(process.stop(SECONDS_TO_BREAK_OFF) for process in processes))

@@ -64,7 +64,7 @@ async def run_plan(plan: Plan, console: Console) -> float:
         seconds = time.monotonic() - started
         for task in activity:
             task.cancel()
-        trainer, workers, server = supervisor.started
+        trainer, workers, server, _ = supervisor.started
         await stop([*server, *workers, *trainer])
     return seconds
 

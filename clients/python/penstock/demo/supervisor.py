@@ -1,8 +1,8 @@
-"""Server, workers and trainer kept running: who is started when, and what the end of one does.
+"""Engines, server, workers and trainer kept running: who is started when, and what the end of one does.
 
-    server started ──► serves: its address is known ──► workers and trainer started
+    engines and server started ──► server serves: its address is known ──► workers and trainer started
 
-States of each process, once it has begun its work:
+States of each process (`State`), once it has begun its work:
 
     running ──ends──► backing off ──► running                 while restarts are left
                  └──► everything is stopped, and says why     where none is left, or none would help
@@ -11,6 +11,8 @@ States of each process, once it has begun its work:
 - A **server** comes back on the address it had. `ServerCommand` is told so, and has it wait for the weights
   of the run's trainer: a server that has just started holds the base model, which nobody wants to sample
   from in the middle of a run. Workers and trainer are left alone: they reconnect by themselves.
+- An **engine server**, where the server is a hub, comes back on any address. The hub reads the addresses of
+  those that serve from a file, which is written where the hub runs, and gives each the run's weights.
 - A **worker** comes back with nothing; what it worked on is leased again.
 - A **trainer** comes back only where it keeps checkpoints, and resumes from the last one.
 - A server that ends before it has ever served is not started again: what keeps it from serving, such as a
@@ -20,23 +22,24 @@ States of each process, once it has begun its work:
 Each start after the first waits twice as long as the one before it, and there are only so many within a
 time (`Restarts`): a process that cannot live must not hide behind being restarted for ever.
 
-Nothing here stops processes: whoever runs a `Supervisor` ends what it `started`, in the order that suits.
+Where and how a process is started is the `Placement`'s business. Nothing here stops processes: whoever runs
+a `Supervisor` ends what it `started`, in the order that suits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
 
-from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed, ending
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from penstock.demo.placement import LocalPlacement, Placement
+from penstock.demo.processes import Command, FirstMatch, ProcessFailed, Running, explain, last_lines
 
 SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
 """The line a server prints once it serves, with its address; the engine prints addresses too."""
@@ -87,8 +90,14 @@ class RestartBudget:
         return seconds
 
 
+EVERY_ADDRESS = ("0.0.0.0", "[::]")
+"""Hosts that are listened on and cannot be called."""
+
 ServerCommand = Callable[[str | None], Command]
 """The server's command: for its first start, or for a later one on the address it had."""
+
+EngineCommand = Callable[[], Command]
+"""An engine server's command."""
 
 WorkerCommand = Callable[[str], Command]
 """A worker's command, for a server's address."""
@@ -110,22 +119,47 @@ class Cast:
     """Whether a trainer that died can resume."""
     trainer_resumes: bool = False
     """Whether its first start does already."""
+    engines: Mapping[str, EngineCommand] = field(default_factory=dict[str, EngineCommand])
+    """By name; where there are any, the server is a hub."""
+    engines_file: Path = Path("engines")
+    """Where the hub looks for their addresses."""
+    server_name: str = "server"
+
+
+class State(StrEnum):
+    """Of a role."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    SERVING = "serving"
+    BACKING_OFF = "backing off"
+    DONE = "done"
+    ENDED = "ended"
 
 
 @dataclass(eq=False)
-class _Role:
+class Role:
     """One process over all its starts."""
 
     name: str
     command: Callable[[int], Command]
     """Of its n-th start, from zero."""
-    is_server: bool = False
+    serves: bool = False
+    """Whether it is a server, whose address others wait for."""
     ends_run: bool = False
     """Whether the run is over when it ends well."""
     restarted: bool = True
     on_line: Callable[[str], None] | None = None
-    process: Process | None = None
+    process: Running | None = None
     """The newest, once it was started."""
+    state: State = State.WAITING
+    since: float = field(default_factory=time.time)
+    """When that began, in seconds of the epoch."""
+    starts: int = 0
+    address: str = ""
+    """Where others reach it, while it serves."""
+    has_served: bool = False
 
 
 class Supervisor:
@@ -137,27 +171,47 @@ class Supervisor:
         restarts: Restarts,
         tell: Tell,
         *,
+        placement: Placement | None = None,
         on_serving: Callable[[str], None] | None = None,
         on_trainer_line: Callable[[str], None] | None = None,
+        on_change: Callable[[Sequence[Role]], None] | None = None,
     ) -> None:
-        """`on_serving` is called once, with the server's address, before anything else is started;
-        `on_trainer_line` with each line the trainer prints, unless that has the terminal to itself."""
+        """Without a placement processes run on this machine. `on_serving` is called once, with the server's
+        address, before workers and trainer are started; `on_trainer_line` with each line the trainer
+        prints, unless that has the terminal to itself; `on_change` whenever the state of a role did."""
         self._cast = cast
         self._restarts = restarts
         self._tell = tell
+        self._placement = placement or LocalPlacement()
         self._on_serving = on_serving
         self._on_trainer_line = on_trainer_line
+        self._on_change = on_change
+        self._listens: str | None = None
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._writing = asyncio.Lock()
         self._done = asyncio.Event()
-        self._server = _Role("server", self._server_command, is_server=True)
-        self._workers: list[_Role] = []
-        self._trainer: _Role | None = None
+        self._engines = [
+            Role(name, lambda _, command=command: command(), serves=True)
+            for name, command in cast.engines.items()
+        ]
+        self._server = Role(cast.server_name, self._server_command, serves=True)
+        self._workers: list[Role] = []
+        self._trainer: Role | None = None
 
     @property
-    def started(self) -> tuple[list[Process], list[Process], list[Process]]:
-        """The newest process of the trainer, of each worker, and of the server, as far as there are any."""
+    def roles(self) -> list[Role]:
+        """All there are by now, in the order of their starts."""
         trainer = [self._trainer] if self._trainer else []
-        return _processes(trainer), _processes(self._workers), _processes([self._server])
+        return [*self._engines, self._server, *self._workers, *trainer]
+
+    @property
+    def started(self) -> tuple[list[Running], list[Running], list[Running], list[Running]]:
+        """The newest process of the trainer, of each worker, of the server and of each engine, as far as
+        there are any."""
+        trainer = [self._trainer] if self._trainer else []
+        stages = (trainer, self._workers, [self._server], self._engines)
+        trainers, workers, servers, engines = map(_processes, stages)
+        return trainers, workers, servers, engines
 
     async def run(self) -> None:
         """Returns when the trainer is done; without one, never.
@@ -166,12 +220,13 @@ class Supervisor:
         """
         try:
             async with asyncio.TaskGroup() as keeping:
-                tasks = [keeping.create_task(self._keep(self._server))]
-                address = await self._address
+                first = [*self._engines, self._server]
+                tasks = [keeping.create_task(self._keep(role)) for role in first]
+                address = await asyncio.shield(self._address)
                 if self._on_serving is not None:
                     self._on_serving(address)
                 self._add_roles(address)
-                others = [*self._workers, *([self._trainer] if self._trainer else [])]
+                others = self._workers + ([self._trainer] if self._trainer else [])
                 tasks += [keeping.create_task(self._keep(role)) for role in others]
                 await self._done.wait()
                 for task in tasks:
@@ -180,14 +235,27 @@ class Supervisor:
             raise group.exceptions[0] from None
 
     def _server_command(self, start: int) -> Command:
-        return self._cast.server(self._address.result() if start else None)
+        command = self._cast.server(self._listens if start else None)
+        return replace(command, files={**command.files, **self._engines_file()})
+
+    def _engines_file(self) -> dict[Path, str]:
+        """What a hub reads."""
+        if not self._cast.engines:
+            return {}
+        lines = [f"{engine.address}\n" for engine in self._engines if engine.address]
+        return {self._cast.engines_file: "".join(lines)}
+
+    async def _write_engines_file(self) -> None:
+        async with self._writing:
+            if self._cast.engines and self._server.process is not None:
+                await self._server.process.write(self._engines_file())
 
     def _add_roles(self, address: str) -> None:
         for name, command in self._cast.workers.items():
-            self._workers.append(_Role(name, lambda _, command=command: command(address)))
+            self._workers.append(Role(name, lambda _, command=command: command(address)))
         train = self._cast.trainer
         if train is not None:
-            self._trainer = _Role(
+            self._trainer = Role(
                 "trainer",
                 lambda start: train(address, bool(start) or self._cast.trainer_resumes),
                 ends_run=True,
@@ -195,60 +263,96 @@ class Supervisor:
                 on_line=self._on_trainer_line,
             )
 
-    async def _keep(self, role: _Role) -> None:
+    async def _keep(self, role: Role) -> None:
         """Consumes the ends of one process; waits for the next; produces new starts."""
         budget = RestartBudget(self._restarts)
-        start = 0
         while True:
-            self._tell(role.name, "starting" if not start else "starting again")
-            process, status = await self._live(role, start)
-            start += 1
+            self._tell(role.name, "starting again" if role.starts else "starting")
+            process, status = await self._live(role)
             if role.ends_run and status == 0:
+                self._set(role, State.DONE)
                 self._tell(role.name, "done")
                 self._done.set()
                 return
+            self._set(role, State.ENDED)
             if not self._may_restart(role, status):
-                raise ProcessFailed(process.explain(status))
+                raise ProcessFailed(explain(process, status))
             seconds = budget.wait()
             if seconds is None:
                 raise ProcessFailed(
                     f"the {role.name} ended {budget.count + 1} times within "
-                    f"{self._restarts.within_seconds:g} s; the last time, {process.explain(status)}"
+                    f"{self._restarts.within_seconds:g} s; the last time, {explain(process, status)}"
                 )
             self._tell(
                 role.name,
-                f"{ending(status)}{_last_words(process, status)}; starting again in {seconds:g} s "
+                f"{process.ending(status)}{_last_words(process, status)}; starting again in {seconds:g} s "
                 f"({budget.count} of {self._restarts.most} restarts)",
             )
+            self._set(role, State.BACKING_OFF)
             await asyncio.sleep(seconds)
 
-    def _may_restart(self, role: _Role, status: int) -> bool:
-        served = not role.is_server or self._address.done()
+    def _may_restart(self, role: Role, status: int) -> bool:
+        served = not role.serves or role.has_served
         return role.restarted and served and status != BAD_CONFIGURATION
 
-    async def _live(self, role: _Role, start: int) -> tuple[Process, int]:
+    async def _live(self, role: Role) -> tuple[Running, int]:
         """One start, to its end."""
         serves = FirstMatch(SERVING)
-        process = Process.start(role.command(start), serves if role.is_server else role.on_line)
+        command = role.command(role.starts)
+        self._set(role, State.STARTING)
+        process = await self._placement.start(command, serves if role.serves else role.on_line)
         role.process = process
-        if role.is_server:
-            try:
-                address = await serves.wait(process)
-            except ProcessFailed:
-                return process, await process.wait()
-            if not self._address.done():
-                self._address.set_result(address)
-            self._tell(role.name, f"serves at {address}")
-        return process, await process.wait()
+        role.starts += 1
+        self._set(role, State.STARTING if role.serves else State.RUNNING)
+        if not role.serves:
+            return process, await process.wait()
+        if role is self._server:
+            # An engine may have come or gone since the command was made.
+            await self._write_engines_file()
+        with contextlib.suppress(ProcessFailed):
+            await self._serve(role, process, await serves.wait(process))
+        status = await process.wait()
+        role.address = ""
+        if role is not self._server:
+            await self._write_engines_file()
+        return process, status
+
+    async def _serve(self, role: Role, process: Running, listens: str) -> None:
+        """From when it serves."""
+        role.address, role.has_served = reachable(listens, process.host), True
+        self._set(role, State.SERVING)
+        self._tell(role.name, f"serves at {role.address}")
+        if role is not self._server:
+            await self._write_engines_file()
+        elif self._listens is None:
+            self._listens = listens
+            self._address.set_result(role.address)
+
+    def ended(self) -> None:
+        """All it started has been stopped."""
+        for role in self.roles:
+            if role.state is not State.DONE:
+                self._set(role, State.ENDED)
+
+    def _set(self, role: Role, state: State) -> None:
+        role.state, role.since = state, time.time()
+        if self._on_change is not None:
+            self._on_change(self.roles)
 
 
-def _processes(roles: Sequence[_Role]) -> list[Process]:
+def reachable(listens: str, host: str) -> str:
+    """Where others call a server that listens there, on a host that is reached as `host`."""
+    listened, _, port = listens.rpartition(":")
+    return f"{host}:{port}" if listened in EVERY_ADDRESS else listens
+
+
+def _processes(roles: Sequence[Role]) -> list[Running]:
     return [role.process for role in roles if role.process is not None]
 
 
-def _last_words(process: Process, status: int) -> str:
+def _last_words(process: Running, status: int) -> str:
     """What it said last, where it ended by itself: most often that is why."""
-    lines = process.last_lines(1) if status >= 0 else []
+    lines = last_lines(process, 1) if status >= 0 else []
     return f" ({lines[0].strip()})" if lines else ""
 
 

@@ -1,4 +1,4 @@
-"""Configuration of `penstock up`: one TOML file for server, workers and trainer together.
+"""Configuration of `penstock up`: one TOML file for engines, server, workers and trainer together.
 
     [up]
     out = "runs/first"
@@ -16,24 +16,34 @@
     [train]                      # as `penstock train` takes it, or a file of it, or both
     path = "examples/arithmetic.toml"
 
+    [engines]                    # several engine servers, each as `penstock serve` takes it; [serve] is
+    count = 2                    # then the hub's before them
+    [cluster]                    # where all of it runs: `cluster_config`
+
 Order of what counts: the file that `path` names in [serve] or [train] -> the tables beside it -> `--set`.
 Then what the three have to agree on is filled in: the server's address, one folder, in which the server's
-journal is too, and the model, where only the server or only the trainer is told it. What the sections hold
+journal is too, and the model, where only the server or only the trainer is told it. With [engines], the
+options in [serve.engine] are theirs, below those in [engines.engine]. What the sections hold
 beyond that is the commands' own to check, and is handed to them as files in `out`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.demo.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
 from penstock.wire.settings import SettingInvalid, Table, apply_setting, read_table
 
 WORKER_PATIENCE = "reconnect-timeout"
+HUBS_OWN = ("model", "tokenizer")
+"""Options of an engine that a hub takes too."""
+DISCOVER_SECONDS = 1.0
+"""Between a hub's looks at the file of its engines."""
 
 
 class UpConfigInvalid(Exception):
@@ -78,6 +88,8 @@ class UpFile(_Section):
     serve: Table
     rollout: Table = {}
     train: Table | None = None
+    engines: Table | None = None
+    cluster: Cluster = Cluster()
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,17 @@ class UpConfig:
     """Options of `penstock rollout` by their names, the server's address not among them."""
     train: Table | None
     """As `penstock train` reads it, the server's address not in it; None where it runs elsewhere."""
+    engine_count: int = 0
+    """Engine servers; zero where the server has its own engine."""
+    engines: Table = field(default_factory=dict[str, object])
+    """As each engine server reads it."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """Where all of it runs."""
+
+    @property
+    def engines_file(self) -> Path:
+        """Where a hub looks for its engines."""
+        return self.up.out / "engines"
 
     @property
     def trainer_keeps_checkpoints(self) -> bool:
@@ -115,6 +138,8 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
             apply_setting(document, override)
         file = UpFile.model_validate(document)
         workers = _Workers.model_validate(file.rollout)
+        engines = None if file.engines is None else _with_file(file.engines)
+        count = Engines.model_validate(engines or {}).count
     except SettingInvalid as error:
         raise UpConfigInvalid(str(error)) from error
     except ValidationError as error:
@@ -122,13 +147,35 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
     # What a server was told survives it, unless the file says otherwise.
     journal: Table = {"journal": {"folder": str(file.up.out / "journal")}}
     serve = _merge(journal, _with_file(file.serve))
+    if engines is not None:
+        serve["engine"] = _merge(_table(serve, "engine"), _table(engines, "engine"))
     train = None if file.train is None else _with_file(file.train)
     if train is not None:
         train = _merge(_trainer_defaults(file.up), train)
         _share_model(serve, train)
     options: Table = {WORKER_PATIENCE: file.up.patience_seconds}
     options |= {k.replace("_", "-"): v for k, v in file.rollout.items() if k != "count"}
-    return UpConfig(file.up, serve, workers.count, options, train)
+    config = UpConfig(file.up, serve, workers.count, options, train, cluster=file.cluster)
+    return config if engines is None else _behind_hub(config, engines, count)
+
+
+def _behind_hub(config: UpConfig, engines: Table, count: int) -> UpConfig:
+    """The server as a hub before engine servers, which get the options of its engine."""
+    if "engines" in _table(config.serve, "pool"):
+        raise UpConfigInvalid("serve.pool.engines: with [engines] they are those of this run")
+    options = _table(config.serve, "engine")
+    pool: Table = {
+        "engines": [f"file:{config.engines_file}"],
+        "discover_seconds": DISCOVER_SECONDS,
+    }
+    own = {name: value for name, value in options.items() if name in HUBS_OWN}
+    serve = {**_merge({"pool": pool}, config.serve), "engine": own}
+    # Nobody talks to an engine server but the hub.
+    listen = LOOPBACK if config.cluster.one_node else EVERY_INTERFACE
+    apart: Table = {"listen": listen, "http": {"listen": ""}}
+    engines = {**_merge(apart, engines), "engine": options}
+    engines.pop("count", None)
+    return replace(config, serve=serve, engine_count=count, engines=engines)
 
 
 def command_line(options: Mapping[str, object]) -> list[str]:

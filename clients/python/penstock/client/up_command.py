@@ -1,0 +1,36 @@
+"""The command `penstock up`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from penstock.client.loading import exit_with, load
+
+EXTRAS = "server,trainer,cpu"
+
+
+@click.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--resume", is_flag=True, help="Go on with the run in the file's folder.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option("--status", is_flag=True, help="Show what runs in the file's folder and exit.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG; may be repeated.",
+)
+def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
+    """Run server, workers and trainer as CONFIG, a TOML file, says, and keep them running.
+
+    With [engines] in the file several engine servers with a hub before them; with [cluster] on the
+    nodes of a Ray cluster. One that dies is started again; a server then waits for the weights of the
+    run before it serves. Ends when the trainer is done.
+    """
+    if status:
+        exit_with(load("penstock.demo.up", "status", EXTRAS), EXTRAS, config, list(overrides))
+    run = load("penstock.demo.up", "up", EXTRAS)
+    exit_with(run, EXTRAS, config, list(overrides), resume, dry_run)

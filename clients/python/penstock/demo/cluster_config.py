@@ -1,0 +1,81 @@
+"""Configuration of `penstock up`: how many engines there are, and where everything runs; docs/cluster.md.
+
+[engines]                    # with it, [serve] is a hub's
+count = 2
+
+[cluster]
+placement = "ray"
+
+[cluster.engine]
+gpus = 1
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+LOOPBACK = "127.0.0.1:0"
+EVERY_INTERFACE = "0.0.0.0:0"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Share(_Section):
+    """What one process is promised of its node."""
+
+    cpus: float = Field(default=1.0, gt=0)
+    """Cores. Ray counts them and tells OpenMP; it does not pin."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs, and the process sees no others: a whole number, or a part of one."""
+    resources: dict[str, float] = {}
+    """Others, by the names they have in the Ray cluster: `{ "ssd" = 1 }`."""
+
+    @field_validator("gpus")
+    @classmethod
+    def _check_whole(cls, value: float) -> float:
+        if value > 1 and not value.is_integer():
+            raise ValueError("must be a whole number, or below one")
+        return value
+
+
+class Cluster(_Section):
+    """Where processes run."""
+
+    placement: Literal["processes", "ray"] = "processes"
+    """On this machine, or each in an actor of a Ray cluster."""
+    address: str | None = None
+    """Of a Ray cluster that is there: HOST:PORT, or "auto" for that of this machine. Unset, one of this
+    machine is started, and ends with the run."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """How Ray spreads the processes over nodes. With STRICT_PACK all are on one, and loopback does."""
+    wait_seconds: float = Field(default=300.0, gt=0)
+    """How long to wait until the cluster has room for all of them."""
+    environment: dict[str, str] = {}
+    """Variables that every process is given. No secrets: they can be read in the cluster's state."""
+    hub: Share = Share()
+    """The hub's share, where there are [engines]."""
+    engine: Share = Share()
+    """Each engine server's; the one server's where there is no hub."""
+    worker: Share = Share()
+    """Each worker's."""
+    trainer: Share = Share()
+    """That of each of the trainer's ranks."""
+
+    @property
+    def one_node(self) -> bool:
+        """Whether every process is on the same node, and so reached over loopback."""
+        own = self.placement == "processes" or self.address is None
+        return own or self.strategy == "STRICT_PACK"
+
+
+class Engines(BaseModel):
+    """What is ours of [engines]; the rest is as `penstock serve` takes it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    count: int = Field(default=1, ge=1)
+    """Engine servers."""

@@ -1,0 +1,336 @@
+"""Processes on the nodes of a Ray cluster, each in an actor of its own. The only module that imports Ray.
+
+Order: connected, or a cluster of this machine started -> one placement group with a bundle for each
+process, and a wait until the cluster has room for all of it -> an actor a start, in the process's bundle;
+the actor (`keeper`) starts the ordinary command as its child. At the end every actor is killed, the group
+removed, and a cluster that was started here shut down.
+
+    the process ends            its exit status; the actor is gone with it
+    the actor is killed         the kernel kills the process with it; it has ended, as by SIGKILL
+    a node is lost              so are its actors; Ray moves their bundles to another node when there is
+                                one, and each next start waits for that
+    this process is killed      Ray ends the actors of a driver that is gone; what was started here ends too
+    a rank's process ends       the others end by themselves (`trainer.ranks`), or are killed after a while
+
+Ray starts none of them again: who does is the supervisor, which counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import logging
+import math
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.demo.cluster_config import Cluster, Share
+from penstock.demo.keeper import Keeper, for_nodes
+from penstock.demo.placement import PlacementFailed
+from penstock.demo.processes import THIS_HOST, Command, Running, ending
+from penstock.demo.ranked_process import RankedProcess, rank_environments, rank_name
+
+STORE_BYTES = 80 << 20
+"""Of a cluster started here: nothing but lines goes through it."""
+WHY = re.compile(r"The actor (?:is dead|died) because [^.]*\.")
+
+Result = TypeVar("Result")
+OnLine = Callable[[str], None]
+
+
+def is_installed() -> bool:
+    """Whether there is a Ray to place anything on."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def _ray() -> Any:
+    # It carries types that pyright cannot use, and is imported only where it is wanted.
+    return importlib.import_module("ray")
+
+
+class RayKeeper(Keeper):
+    """A keeper in an actor."""
+
+    async def address(self) -> str:
+        """Where its node is reached."""
+        return str(_ray().util.get_node_ip_address())
+
+
+@contextlib.asynccontextmanager
+async def open_ray(
+    cluster: Cluster, shares: Mapping[str, Share], run: str
+) -> AsyncGenerator[RayPlacement]:
+    """A place for each of the processes; none of them, and nothing of Ray's that was started here, is left
+    at the end.
+
+    Raises PlacementFailed where there is no such cluster, or no room in it.
+    """
+    try:
+        await _finish(asyncio.to_thread(_connect, cluster, shares, run))
+        async with _group(cluster, shares, run) as group:
+            placement = RayPlacement(cluster, shares, group)
+            try:
+                yield placement
+            finally:
+                await placement.close()
+    finally:
+        await _finish(asyncio.to_thread(_ray().shutdown))
+
+
+def _connect(cluster: Cluster, shares: Mapping[str, Share], run: str) -> None:
+    ray = _ray()
+    # Its own notices, such as that this thread sets no signal handlers, are no business of the console.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    how: dict[str, Any] = {"namespace": f"penstock-{run}", "log_to_driver": False}
+    how["configure_logging"] = False
+    if cluster.address is None:
+        total = _total([_bundle(share) for share in shares.values()])
+        how |= {"address": "local", "_node_ip_address": THIS_HOST, "include_dashboard": False}
+        how |= {"num_cpus": total.pop("CPU"), "object_store_memory": STORE_BYTES}
+        total.pop("GPU", None)
+        how["resources"] = total
+    else:
+        how["address"] = cluster.address
+    try:
+        ray.init(**how)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise PlacementFailed(f"cluster.address: {cluster.address or 'local'}: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def _group(cluster: Cluster, shares: Mapping[str, Share], run: str) -> AsyncGenerator[Any]:
+    """The placement group, once the cluster has room for it."""
+    groups = importlib.import_module("ray.util.placement_group")
+    bundles = [_bundle(share) for share in shares.values()]
+    group: Any = groups.placement_group(bundles, strategy=cluster.strategy, name=f"penstock-{run}")
+    try:
+        try:
+            async with asyncio.timeout(cluster.wait_seconds):
+                await group.ready()
+        except TimeoutError:
+            there: Any = await asyncio.to_thread(_ray().available_resources)
+            free = {name: value for name, value in there.items() if not name.startswith("node:")}
+            raise PlacementFailed(
+                f"the cluster has had no room for {cluster.wait_seconds:g} s: wanted, {cluster.strategy}, "
+                f"are {bundles}; free are {free}"
+            ) from None
+        yield group
+    finally:
+        groups.remove_placement_group(group)
+
+
+def _bundle(share: Share) -> dict[str, float]:
+    gpus = {"GPU": share.gpus} if share.gpus else {}
+    return {"CPU": share.cpus, **gpus, **share.resources}
+
+
+def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    every = {name for bundle in bundles for name in bundle}
+    return {name: math.ceil(sum(bundle.get(name, 0.0) for bundle in bundles)) for name in every}
+
+
+class RayPlacement:
+    """A cluster with room for all processes."""
+
+    def __init__(self, cluster: Cluster, shares: Mapping[str, Share], group: Any) -> None:
+        self._cluster = cluster
+        self._shares = shares
+        self._bundles = {name: index for index, name in enumerate(shares)}
+        self._group = group
+        self._actors = 0
+        self._live: set[RayProcess] = set()
+
+    async def start(self, command: Command, on_line: OnLine | None) -> Running:
+        """Starts one, or its ranks."""
+        if command.ranks > 1:
+            return await self._start_ranks(command, on_line)
+        return await self._begun(self._begin(command, self._actor(command.name), on_line))
+
+    async def close(self) -> None:
+        """Kills what is left."""
+        left = list(self._live)
+        for process in left:
+            process.kill()
+        await asyncio.gather(*(process.wait() for process in left))
+
+    def _actor(self, name: str) -> Any:
+        ray, share = _ray(), self._shares[name]
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        self._actors += 1
+        bundle = strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._bundles[name]
+        )
+        return (
+            ray.remote(RayKeeper)
+            .options(
+                name=f"{name}/{self._actors}",
+                num_cpus=share.cpus,
+                num_gpus=share.gpus,
+                resources=share.resources,
+                scheduling_strategy=bundle,
+                max_restarts=0,
+            )
+            .remote(str(Path.cwd()))
+        )
+
+    def _begin(self, command: Command, actor: Any, on_line: OnLine | None) -> RayProcess:
+        process = RayProcess(command, actor, on_line, one_node=self._cluster.one_node)
+        self._live.add(process)
+        process.living.add_done_callback(lambda _: self._live.discard(process))
+        return process
+
+    async def _begun(self, process: RayProcess) -> RayProcess:
+        try:
+            await process.begun.wait()
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        return process
+
+    async def _start_ranks(self, command: Command, on_line: OnLine | None) -> Running:
+        names = [rank_name(command.name, rank) for rank in range(command.ranks)]
+        actors = [self._actor(name) for name in names]
+        ray = _ray()
+        try:
+            port: Any = await actors[0].free_port.remote()
+            hosts: list[Any] = await asyncio.gather(*(actor.address.remote() for actor in actors))
+        except ray.exceptions.RayError:
+            # One that is lost already: the first tells so, and the next start has all of them anew.
+            for actor in actors:
+                ray.kill(actor)
+            return await self._begun(self._begin(command, actors[0], on_line))
+        except asyncio.CancelledError:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        gpus = self._shares[names[0]].gpus > 0
+        places = rank_environments(hosts, port, own_device=gpus)
+        ranks = [
+            self._begin(_rank_command(command, name, place), actor, None if rank else on_line)
+            for rank, (name, place, actor) in enumerate(zip(names, places, actors, strict=True))
+        ]
+        whole = RankedProcess(command, ranks)
+        try:
+            await asyncio.gather(*(rank.begun.wait() for rank in ranks))
+        except asyncio.CancelledError:
+            whole.kill()
+            raise
+        return whole
+
+
+def _rank_command(command: Command, name: str, place: Mapping[str, str]) -> Command:
+    log = command.log.with_name(f"{name}.log")
+    environment = {**place, **command.environment}
+    return replace(command, name=name, log=log, environment=environment, ranks=1)
+
+
+class RayProcess:
+    """One process beside an actor."""
+
+    def __init__(
+        self, command: Command, actor: Any, on_line: OnLine | None, *, one_node: bool
+    ) -> None:
+        self.command = command
+        self.pid = 0
+        self.host = THIS_HOST
+        self.begun = asyncio.Event()
+        """Set when it runs, or never will."""
+        self._actor = actor
+        self._one_node = one_node
+        self._lost = ""
+        self._asking: set[asyncio.Task[None]] = set()
+        self.living = asyncio.create_task(self._live(on_line), name=f"{command.name} on Ray")
+
+    async def wait(self) -> int:
+        """Its exit status; that of SIGKILL where its actor was lost."""
+        return await asyncio.shield(self.living)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        if not self.living.done():
+            self._ask(self._actor.signal.remote(int(number)))
+
+    async def write(self, files: Mapping[Path, str]) -> None:
+        """Writes files on its node."""
+        if not self.living.done():
+            await self._unless_lost(self._actor.write.remote(dict(files)))
+
+    async def stop(self, patience: float) -> None:
+        """Asks it to end, and makes it after `patience` seconds."""
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait((self.living,), timeout=patience)
+        finally:
+            self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """Kills the actor, and so the process."""
+        if not self.living.done():
+            _ray().kill(self._actor)
+
+    def ending(self, status: int) -> str:
+        """What became of it."""
+        return f"lost its actor ({self._lost})" if self._lost else ending(status)
+
+    async def _live(self, on_line: OnLine | None) -> int:
+        """From the actor's start to the process's end; produces its log and lines."""
+        ray = _ray()
+        with self.command.log.open("ab") as log:
+            try:
+                return await self._follow(log.write, log.flush, on_line)
+            except ray.exceptions.RayError as error:
+                said = str(error)
+                log.write(f"{said}\n".encode())
+                found = WHY.search(said)
+                self._lost = found[0] if found else said.partition("\n")[0]
+                return -signal.SIGKILL
+            finally:
+                self.begun.set()
+                ray.kill(self._actor)
+
+    async def _follow(
+        self, write: Callable[[bytes], int], flush: Callable[[], None], on_line: OnLine | None
+    ) -> int:
+        actor = self._actor
+        if not self._one_node:
+            self.host = await actor.address.remote()
+        self.pid = await actor.start.remote(for_nodes(self.command))
+        self.begun.set()
+        while True:
+            lines: list[bytes] = await actor.read.remote()
+            if not lines:
+                return await actor.status.remote()
+            for line in lines:
+                write(line)
+                if on_line is not None:
+                    on_line(line.decode(errors="replace").rstrip("\n"))
+            flush()
+
+    def _ask(self, answer: Awaitable[None]) -> None:
+        asking = asyncio.create_task(self._unless_lost(answer))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    async def _unless_lost(self, answer: Awaitable[None]) -> None:
+        # What became of the actor is told by what follows it.
+        with contextlib.suppress(_ray().exceptions.RayError):
+            await answer
+
+
+async def _finish(work: Coroutine[Any, Any, Result]) -> Result:
+    """Waits for what cannot be left half done, also where this is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise

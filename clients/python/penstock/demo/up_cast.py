@@ -1,0 +1,144 @@
+"""Who runs under `penstock up`, by its configuration: names, command lines, and what each is promised."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import tomli_w
+
+from penstock.demo.cluster_config import Share
+from penstock.demo.placement import DEVICES, LocalPlacement, share_devices
+from penstock.demo.processes import Command
+from penstock.demo.ranked_process import rank_name
+from penstock.demo.supervisor import Cast
+from penstock.demo.up_config import UpConfig, command_line
+
+if TYPE_CHECKING:
+    from penstock.wire.settings import Table
+
+PENSTOCK = (sys.executable, "-m", "penstock.client")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What is run: the beginning of each command line."""
+
+    serve: tuple[str, ...] = (*PENSTOCK, "serve")
+    """A server with an engine."""
+    rollout: tuple[str, ...] = (*PENSTOCK, "rollout")
+    train: tuple[str, ...] = (*PENSTOCK, "train")
+    hub: tuple[str, ...] = (*PENSTOCK, "serve")
+
+
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # Threads that spin while they wait take the core that the other side needs.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
+    """Who runs, and how each is started."""
+    out = config.up.out
+
+    def server(address: str | None) -> Command:
+        name, program = server_name(config), programs.hub if config.engine_count else programs.serve
+        arguments = ["--config", str(out / "serve.toml")]
+        if address is not None:
+            arguments += ["--listen", address, "--set", "weights.await_trainer=true"]
+        return _command(config, name, (*program, *arguments), {"serve.toml": config.serve})
+
+    def engine(name: str) -> Command:
+        arguments = (*programs.serve, "--config", str(out / "engine.toml"))
+        return _command(config, name, arguments, {"engine.toml": config.engines})
+
+    def worker(name: str, address: str) -> Command:
+        options = command_line({"server": address, **config.worker_options})
+        return _command(config, name, (*programs.rollout, *options), {})
+
+    def trainer(address: str, resuming: bool) -> Command:
+        ranks = config.up.trainer_ranks
+        arguments = [str(out / "trainer.toml"), *(["--resume"] if resuming else [])]
+        # Its ranks are started by rank 0 on this machine, and placed one by one elsewhere.
+        placed = config.cluster.placement == "ray"
+        arguments += ["--ranks", str(ranks)] if ranks > 1 and not placed else []
+        files = {"trainer.toml": config.train_at(address)}
+        command = _command(config, "trainer", (*programs.train, *arguments), files)
+        terminal = sys.stdout.isatty()
+        return replace(command, inherits_terminal=terminal, ranks=ranks if placed else 1)
+
+    def named(
+        make: Callable[..., Command], all_names: list[str]
+    ) -> dict[str, Callable[..., Command]]:
+        return {name: partial(make, name) for name in all_names}
+
+    return Cast(
+        server,
+        named(worker, names("worker", config.worker_count)),
+        None if config.train is None else trainer,
+        trainer_keeps_checkpoints=config.trainer_keeps_checkpoints,
+        trainer_resumes=resume,
+        engines=named(engine, numbered("engine", config.engine_count)),
+        engines_file=config.engines_file,
+        server_name=server_name(config),
+    )
+
+
+def _command(
+    config: UpConfig, name: str, arguments: tuple[str, ...], files: Mapping[str, Table]
+) -> Command:
+    """`files` by their names in the run's folder."""
+    out = config.up.out
+    return Command(
+        name,
+        arguments,
+        out / f"{name}.log",
+        {**ENVIRONMENT, **config.cluster.environment},
+        files={out / file: tomli_w.dumps(table) for file, table in files.items()},
+    )
+
+
+def server_name(config: UpConfig) -> str:
+    """What the server is called, and so its log."""
+    return "hub" if config.engine_count else "server"
+
+
+def names(kind: str, count: int) -> list[str]:
+    """Names of so many of a kind, and so of their logs."""
+    return [kind] if count == 1 else numbered(kind, count)
+
+
+def numbered(kind: str, count: int) -> list[str]:
+    """The same, also where there is but one."""
+    return [f"{kind}-{index + 1}" for index in range(count)]
+
+
+def shares(config: UpConfig) -> dict[str, Share]:
+    """What each process is promised, by its name; each rank of the trainer by `rank_name`."""
+    cluster = config.cluster
+    found = dict.fromkeys(numbered("engine", config.engine_count), cluster.engine)
+    found[server_name(config)] = cluster.hub if config.engine_count else cluster.engine
+    found |= dict.fromkeys(names("worker", config.worker_count), cluster.worker)
+    if config.train is not None:
+        ranks = range(config.up.trainer_ranks)
+        found |= dict.fromkeys((rank_name("trainer", rank) for rank in ranks), cluster.trainer)
+    return found
+
+
+def local_placement(config: UpConfig) -> LocalPlacement:
+    """This machine, with its GPUs divided. Raises PlacementFailed."""
+    wanted = {name: share.gpus for name, share in shares(config).items()}
+    visible = os.environ.get(DEVICES)
+    told = share_devices(wanted, None if visible is None else visible.split(","))
+    ranks = [told.pop(rank_name("trainer", rank), None) for rank in range(config.up.trainer_ranks)]
+    own = [rank[DEVICES] for rank in ranks if rank and rank[DEVICES]]
+    if told:
+        # Rank 0 starts the others, each of which takes one of the devices that it sees.
+        told["trainer"] = {DEVICES: ",".join(own)}
+    return LocalPlacement(told)

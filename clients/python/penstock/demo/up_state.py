@@ -1,0 +1,136 @@
+"""What runs under `penstock up`: written by it at each change, and shown by `penstock up FILE --status`.
+
+`state.json` in the run's folder is replaced as a whole. Whether it is of a run that goes on is told by a
+lock on `events.log`, which the kernel gives up with the process; it also keeps a second `penstock up` out
+of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.demo.processes import write_files
+from penstock.demo.supervisor import Role
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EVENTS = "events.log"
+STATE = "state.json"
+TAIL_BYTES = 4096
+
+
+class FolderInUse(Exception):
+    """Another `penstock up` runs in the folder."""
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """One role, as it is told."""
+
+    name: str
+    state: str
+    host: str
+    """Empty before its first start."""
+    pid: int
+    """Of the process itself, there."""
+    restarts: int
+    since: float
+    """When the state began, in seconds of the epoch."""
+    address: str
+    """Where it serves, while it does."""
+    log: str
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Generator[None]:
+    """Holds the folder. Raises FolderInUse."""
+    with (out / EVENTS).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderInUse(f"another `penstock up` runs in {out}") from None
+        yield
+
+
+def is_running(out: Path) -> bool:
+    """Whether a `penstock up` runs there."""
+    try:
+        with locked(out):
+            return False
+    except FolderInUse:
+        return True
+
+
+def write_state(out: Path, placement: str, roles: Sequence[Role]) -> None:
+    """Puts down what every role does."""
+    states = [asdict(_state(role)) for role in roles]
+    told = {"pid": os.getpid(), "placement": placement, "roles": states}
+    write_files({out / STATE: json.dumps(told, indent=1) + "\n"})
+
+
+def _state(role: Role) -> RoleState:
+    process = role.process
+    return RoleState(
+        role.name,
+        role.state.value,
+        "" if process is None else process.host,
+        0 if process is None else process.pid,
+        max(0, role.starts - 1),
+        role.since,
+        role.address,
+        "" if process is None else str(process.command.log),
+    )
+
+
+def read_state(out: Path) -> dict[str, Any] | None:
+    """What was put down last; None where nothing was."""
+    try:
+        return json.loads((out / STATE).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def show_state(out: Path) -> Table | None:
+    """As a table; None where nothing ever ran there."""
+    from rich.table import Table
+
+    told = read_state(out)
+    if told is None:
+        return None
+    running = is_running(out)
+    title = f"{out}, {told['placement']}" + ("" if running else ": not running; this was last")
+    table = Table("role", "state", "since", "restarts", "where", "pid", "last words", title=title)
+    for each in told["roles"]:
+        role = RoleState(**each)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(role.since))
+        where = role.address or role.host
+        pid = str(role.pid or "")
+        cells = (role.name, role.state, since, str(role.restarts), where, pid)
+        table.add_row(*cells, _escaped(last_words(Path(role.log))) if role.log else "")
+    return table
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says anything."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,194 @@
+"""`penstock up` with engine servers behind a hub, as a process whose parts are killed.
+
+Real training of a tiny model, a real hub and real workers; engine servers around the fake engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from penstock.demo.processes import Command, Process
+from penstock.demo.tasks import write_printable
+from penstock.demo.tiny import write_model
+
+ROLES = ("engine-1", "engine-2", "hub", "worker", "trainer")
+MARK = "PENSTOCK_TEST_MARK"
+
+logger = logging.getLogger(__name__)
+
+FILE = """
+[up]
+out = "{folder}/out"
+restarts = 1000
+restart_window_seconds = 3
+
+[cluster]
+placement = "{placement}"
+
+[engines]
+count = 2
+
+[serve]
+listen = "127.0.0.1:0"
+http.listen = ""
+leases = {{ seconds = 3, grace_seconds = 1, max_attempts = 1000 }}
+[serve.engine]
+model = "{folder}/model"
+step-seconds = 0.002
+
+[rollout]
+generate = "tests.faults.agents:generate"
+concurrency = 8
+agent-id = "{folder}/out"
+
+[train]
+run.steps = {steps}
+run.save_model = false
+model.dtype = "float32"
+model.threads = 1
+data.group_size = 2
+data.sampling.max_tokens = 8
+data.jsonl.path = "{folder}/tasks.jsonl"
+train.groups_per_step = 2
+train.learning_rate = 1e-2
+checkpoint.every_steps = 2
+"""
+
+
+def write_cluster(folder: Path, placement: str, steps: int) -> Path:
+    """The file, and what it names."""
+    write_model(folder / "model")
+    write_printable(folder / "tasks.jsonl")
+    path = folder / "cluster.toml"
+    path.write_text(FILE.format(folder=folder, placement=placement, steps=steps))
+    return path
+
+
+@dataclass
+class Cluster:
+    """A running one."""
+
+    folder: Path
+    process: Process
+    ending: asyncio.Task[int]
+    mark: str
+    printed: list[str] = field(default_factory=list[str])
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+        return self.folder / "out"
+
+    @property
+    def steps(self) -> int:
+        """Made so far, those that a killed trainer makes again included."""
+        return sum(bool(re.match(r"step \d+/", line)) for line in self.printed)
+
+    @property
+    def events(self) -> str:
+        """All that was told."""
+        return (self.out / "events.log").read_text()
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        """What it has put down of each."""
+        try:
+            told = json.loads((self.out / "state.json").read_text())["roles"]
+        except FileNotFoundError:
+            return {}
+        return {role["name"]: role for role in told}
+
+    async def until(self, true: Callable[[], bool], seconds: float = 120.0) -> None:
+        """Returns when it is; looked at with every line, and now and then."""
+        async with asyncio.timeout(seconds):
+            while not true():
+                assert not self.ending.done(), "\n".join(self.printed[-40:])
+                self.changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.changed.wait(), 0.1)
+
+    async def step(self, further: int = 1) -> None:
+        """Waits for so many more steps."""
+        wanted = self.steps + further
+        await self.until(lambda: self.steps >= wanted)
+
+    async def kill(self, name: str, *, actor: bool) -> int:
+        """kill -9 of a role's process, or of the actor it is in; returns the process's id when it is gone.
+
+        Waits for it to run first."""
+        await self.until(lambda: self.runs(name))
+        pid = self.roles()[name]["pid"]
+        victim = psutil.Process(pid).ppid() if actor else pid
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while is_alive(pid):
+                await asyncio.sleep(0.01)
+        return pid
+
+    def runs(self, name: str) -> bool:
+        """Whether a role is at work."""
+        return self.roles().get(name, {}).get("state") in ("running", "serving")
+
+    async def came_back(self, name: str, killed: int) -> None:
+        """Waits until it does, as another process."""
+        await self.until(lambda: self.runs(name) and self.roles()[name]["pid"] != killed)
+
+
+@contextlib.asynccontextmanager
+async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cluster]:
+    """Starts one, and leaves nothing of it."""
+    path = write_cluster(folder, placement, steps)
+    command = (sys.executable, "-m", "tests.up_with_fakes", str(path))
+    running: Cluster
+
+    def on_line(line: str) -> None:
+        running.printed.append(line)
+        running.changed.set()
+
+    mark = uuid.uuid4().hex
+    process = Process.start(Command("up", command, folder / "up.log", {MARK: mark}), on_line)
+    running = Cluster(folder, process, asyncio.create_task(process.wait()), mark)
+    try:
+        yield running
+    finally:
+        process.kill()
+        await running.ending
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not over."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """What runs and has inherited this mark."""
+    found: dict[int, str] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark and is_alive(process.pid):
+                found[process.pid] = " ".join(process.cmdline())
+    return found
+
+
+async def all_gone(mark: str) -> None:
+    """Fails where something is still there after a while."""
+    async with asyncio.timeout(20):
+        while left := processes_of(mark):
+            logger.info("left: %s", left)
+            await asyncio.sleep(0.2)
