@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,13 @@ def test_a_heavy_library_is_imported_in_its_seam_only(library):
     assert found <= SEAMS[library]
 
 
+def test_ray_is_imported_in_one_module_only():
+    folders = [*PACKAGES.values(), ROOT / "clients/python/penstock/demo"]
+    naming = re.compile(r"""^\s*(?:import|from) ray\b|import_module\("ray""", re.MULTILINE)
+    paths = {path for folder in folders for path in folder.rglob("*.py")}
+    assert [path.name for path in paths if naming.search(path.read_text())] == ["ray_placement.py"]
+
+
 def loaded_by(*command: str) -> set[str]:
     """The modules that a command loads in a fresh interpreter."""
     shown = subprocess.run(
@@ -108,6 +116,7 @@ def loaded_by(*command: str) -> set[str]:
                 "weights",
                 "token",
                 "demo",
+                "up",
                 "version",
             )
         ),

@@ -1,4 +1,5 @@
-"""The command line: `penstock serve | train | rollout | eval | weights | journal | token | demo | up`.
+"""The command line: `penstock serve | train | rollout | eval | weights | health | journal | token |
+demo | up`.
 
 Kept light: each command imports what it runs when it runs. The engine's child process imports the main
 module anew, so nothing here may have an effect at import.
@@ -15,6 +16,7 @@ import click
 
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
+from penstock.client.health_command import health
 from penstock.client.loading import exit_with, load
 from penstock.client.security_options import security_options
 from penstock.client.up_command import up
@@ -318,6 +320,7 @@ def demo(options: tuple[str, ...]) -> None:
 
 
 main.add_command(up)
+main.add_command(health)
 
 _JOURNAL = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 

@@ -243,7 +243,7 @@ class RayProcess:
         self.host = THIS_HOST
         self.begun = asyncio.Event()
         """Set when it runs, or never will."""
-        self._actor = actor
+        self.actor = actor
         self._one_node = one_node
         self._lost = ""
         self._asking: set[asyncio.Task[None]] = set()
@@ -256,12 +256,12 @@ class RayProcess:
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
         if not self.living.done():
-            self._ask(self._actor.signal.remote(int(number)))
+            self._ask(self.actor.signal.remote(int(number)))
 
     async def write(self, files: Mapping[Path, str]) -> None:
         """Writes files on its node."""
         if not self.living.done():
-            await self._unless_lost(self._actor.write.remote(dict(files)))
+            await self._unless_lost(self.actor.write.remote(dict(files)))
 
     async def stop(self, patience: float) -> None:
         """Asks it to end, and makes it after `patience` seconds."""
@@ -275,7 +275,7 @@ class RayProcess:
     def kill(self) -> None:
         """Kills the actor, and so the process."""
         if not self.living.done():
-            _ray().kill(self._actor)
+            _ray().kill(self.actor)
 
     def ending(self, status: int) -> str:
         """What became of it."""
@@ -295,12 +295,12 @@ class RayProcess:
                 return -signal.SIGKILL
             finally:
                 self.begun.set()
-                ray.kill(self._actor)
+                ray.kill(self.actor)
 
     async def _follow(
         self, write: Callable[[bytes], int], flush: Callable[[], None], on_line: OnLine | None
     ) -> int:
-        actor = self._actor
+        actor = self.actor
         if not self._one_node:
             self.host = await actor.address.remote()
         self.pid = await actor.start.remote(for_nodes(self.command))

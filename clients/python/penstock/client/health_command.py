@@ -1,0 +1,61 @@
+"""The command `penstock health`: what a probe asks; also by TLS, as Kubernetes' gRPC probe cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.client.security_options import security_options
+
+if TYPE_CHECKING:
+    from penstock.wire.security import Security
+
+CHECK = "/grpc.health.v1.Health/Check"
+EVERYTHING = b""
+"""A HealthCheckRequest that names no service."""
+SERVING = b"\x08\x01"
+"""The HealthCheckResponse that says so. Its definition is no part of the client's dependencies."""
+
+
+@click.command("health")
+@click.argument("address", metavar="HOST:PORT")
+@click.option(
+    "--alive", is_flag=True, help="Be content with any answer, such as that it does not serve yet."
+)
+@click.option(
+    "--timeout",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long to wait for the answer.",
+)
+@security_options
+def health(security: Security, address: str, alive: bool, timeout: float) -> None:
+    """Ask the server at HOST:PORT whether it serves; the status is 0 where it does, else 1.
+
+    It does not while it starts, drains, or waits for the weights of the run's trainer. No token is needed.
+    """
+    sys.exit(asyncio.run(_check(address, security, alive=alive, timeout=timeout)))
+
+
+async def _check(address: str, security: Security, *, alive: bool, timeout: float) -> int:
+    import grpc
+
+    from penstock.wire.security import CredentialsUnusable, open_channel
+
+    try:
+        async with open_channel(address, security) as channel:
+            answer = await channel.unary_unary(CHECK)(EVERYTHING, timeout=timeout)
+    except CredentialsUnusable as error:
+        click.echo(f"penstock health: {error}", err=True)
+        return 1
+    except grpc.aio.AioRpcError as error:
+        click.echo(f"{address}: {error.code().name}: {error.details()}", err=True)
+        return 1
+    serves = answer == SERVING
+    click.echo(f"{address}: {'SERVING' if serves else 'NOT_SERVING'}")
+    return 0 if serves or alive else 1
