@@ -117,7 +117,7 @@ async def room_is_waited_for_and_named() -> None:
 
     few = Cluster(placement="ray", wait_seconds=0.5)
     with pytest.raises(PlacementFailed, match=r"no room for 0\.5 s.*'CPU': 1000"):
-        async with _group(few, {"a": Share(cpus=1000)}, "test"):
+        async with _group(few, {"a": Share(cpus=1000)}, "other"):
             pass
 
 

@@ -43,6 +43,8 @@ TABLE = {
     "F19": 200,
     "F20": 5_000,
     "F21": 200,
+    # Rounds of one kill of each role.
+    "F23": 10,
 }
 """How often each fault happens in a whole run."""
 TABLE_COUNT = 20

@@ -26,6 +26,7 @@ import math
 import os
 import re
 import signal
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from penstock.demo.ranked_process import RankedProcess, rank_environments, rank_
 
 STORE_BYTES = 80 << 20
 """Of a cluster started here: nothing but lines goes through it."""
+REACH_SECONDS = 10.0
 WHY = re.compile(r"The actor (?:is dead|died) because [^.]*\.")
 
 Result = TypeVar("Result")
@@ -99,10 +101,23 @@ def _connect(cluster: Cluster, shares: Mapping[str, Share], run: str) -> None:
         how["resources"] = total
     else:
         how["address"] = cluster.address
+        _reach(cluster.address)
     try:
         ray.init(**how)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        # A node that does not start in time, for one, is said by no narrower type.
         raise PlacementFailed(f"cluster.address: {cluster.address or 'local'}: {error}") from error
+
+
+def _reach(address: str) -> None:
+    """Ray itself asks for minutes at an address where nobody is."""
+    if not re.fullmatch(r"[^/]+:\d+", address):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise PlacementFailed(f"cluster.address: {address}: {error}") from error
 
 
 @contextlib.asynccontextmanager
@@ -110,7 +125,9 @@ async def _group(cluster: Cluster, shares: Mapping[str, Share], run: str) -> Asy
     """The placement group, once the cluster has room for it."""
     groups = importlib.import_module("ray.util.placement_group")
     bundles = [_bundle(share) for share in shares.values()]
-    group: Any = groups.placement_group(bundles, strategy=cluster.strategy, name=f"penstock-{run}")
+    group: Any = groups.placement_group(
+        bundles, strategy=cluster.strategy, name=f"penstock-{run}-{os.getpid()}"
+    )
     try:
         try:
             async with asyncio.timeout(cluster.wait_seconds):
