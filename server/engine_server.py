@@ -6,6 +6,7 @@ nobody: ask another one), or `Refused` (it says no to this very call).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from functools import cached_property
@@ -153,6 +154,12 @@ def _answers() -> Generator[None]:
     """Errors of a call as `Unanswered` and `Refused`."""
     try:
         yield
+    except asyncio.CancelledError as error:
+        # gRPC says so also where this side closes the connection, and nobody has cancelled the caller.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unanswered("the connection was closed") from error
     except NotStaged as error:
         raise Unanswered(str(error)) from error
     except grpc.aio.UsageError as error:

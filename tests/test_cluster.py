@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -339,6 +340,27 @@ async def test_a_process_is_killed_with_the_keeper_it_has(tmp_path: Path) -> Non
     async with asyncio.timeout(10):
         while is_alive(pid):
             await asyncio.sleep(0.01)
+
+
+ORPHANS = """
+import subprocess
+import psutil
+from penstock.demo import children
+mine = subprocess.Popen(("sleep", "60"))
+before = children.adopt_orphans()
+subprocess.run(("sh", "-c", "sleep 61 & (sleep 62 & sleep 63) &"))
+left = psutil.Process().children(recursive=True)
+children.end_all_but(before)
+there = [process.pid for process in left if process.is_running()]
+print(before == {mine.pid}, len(left) >= 3, mine.poll(), there == [mine.pid])
+mine.kill()
+"""
+
+
+def test_what_a_child_left_behind_is_ended_and_nothing_else() -> None:
+    command = (sys.executable, "-c", ORPHANS)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert shown.stdout.split() == ["True", "True", "None", "True"], shown.stderr
 
 
 def test_ranks_are_told_their_places_as_torchrun_does() -> None:

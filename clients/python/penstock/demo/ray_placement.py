@@ -32,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.demo import children
 from penstock.demo.cluster_config import Cluster, Share
 from penstock.demo.keeper import Keeper, for_nodes
 from penstock.demo.placement import PlacementFailed
@@ -74,6 +75,7 @@ async def open_ray(
 
     Raises PlacementFailed where there is no such cluster, or no room in it.
     """
+    before = children.adopt_orphans() if cluster.address is None else None
     try:
         await _finish(asyncio.to_thread(_connect, cluster, shares, run))
         async with _group(cluster, shares, run) as group:
@@ -84,6 +86,9 @@ async def open_ray(
                 await placement.close()
     finally:
         await _finish(asyncio.to_thread(_ray().shutdown))
+        if before is not None:
+            # Ray's agents would take a while to notice that they are alone.
+            children.end_all_but(before)
 
 
 def _connect(cluster: Cluster, shares: Mapping[str, Share], run: str) -> None:
@@ -97,6 +102,8 @@ def _connect(cluster: Cluster, shares: Mapping[str, Share], run: str) -> None:
         total = _total([_bundle(share) for share in shares.values()])
         how |= {"address": "local", "_node_ip_address": THIS_HOST, "include_dashboard": False}
         how |= {"num_cpus": total.pop("CPU"), "object_store_memory": STORE_BYTES}
+        # By itself Ray has its workers, and so their children, give way to all else of the machine.
+        how["_system_config"] = {"worker_niceness": 0}
         total.pop("GPU", None)
         how["resources"] = total
     else:
@@ -306,9 +313,9 @@ class RayProcess:
                 return await self._follow(log.write, log.flush, on_line)
             except ray.exceptions.RayError as error:
                 said = str(error)
-                log.write(f"{said}\n".encode())
                 found = WHY.search(said)
                 self._lost = found[0] if found else said.partition("\n")[0]
+                log.write(f"{said}\nlost its actor: {self._lost}\n".encode())
                 return -signal.SIGKILL
             finally:
                 self.begun.set()

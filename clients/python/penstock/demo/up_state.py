@@ -108,7 +108,9 @@ def show_state(out: Path) -> Table | None:
         return None
     running = is_running(out)
     title = f"{out}, {told['placement']}" + ("" if running else ": not running; this was last")
-    table = Table("role", "state", "since", "restarts", "where", "pid", "last words", title=title)
+    table = Table(title=title)
+    for column in ("role", "state", "since", "restarts", "where", "pid", "last words"):
+        table.add_column(column, no_wrap=True, ratio=1 if column == "last words" else None)
     for each in told["roles"]:
         role = RoleState(**each)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(role.since))

@@ -1,0 +1,43 @@
+"""The children of this process, with those that it did not start: who outlives a child becomes one.
+
+For a library that starts processes and leaves some behind when it ends. `/proc` lists the children of a
+process by its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Set
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> set[int]:
+    """From now on who is orphaned below this process is its child. Returns the children that there are."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    return _children()
+
+
+def end_all_but(before: Set[int]) -> None:
+    """Kills the others, and theirs, which become children meanwhile; blocks for as long as that takes."""
+    while left := _children() - before:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for listed in Path("/proc/self/task").glob("*/children"):
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found |= {int(pid) for pid in listed.read_text().split()}
+    return found

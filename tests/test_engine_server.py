@@ -1,0 +1,75 @@
+"""Calls of a hub to an engine server whose connection it closes itself: who was not listed any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import grpc
+import pytest
+
+from penstock.server.engine_server import EngineServer, Unanswered
+from penstock.v1 import rollout_service_pb2, weights_pb2
+from penstock.wire.security import Security
+
+
+class Silent(grpc.GenericRpcHandler):
+    """Takes every call, and never answers."""
+
+    def __init__(self) -> None:
+        self.called = asyncio.Event()
+
+    def service(self, handler_call_details: object) -> grpc.RpcMethodHandler[bytes, bytes]:
+        async def wait(requests: object, context: object) -> None:
+            self.called.set()
+            await asyncio.Event().wait()
+
+        return grpc.stream_stream_rpc_method_handler(wait)
+
+
+@pytest.fixture
+async def silent() -> AsyncGenerator[tuple[Silent, EngineServer]]:
+    server, handler = grpc.aio.server(), Silent()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield handler, EngineServer(f"127.0.0.1:{port}", Security())
+    await server.stop(None)
+
+
+async def stage(engine: EngineServer) -> None:
+    await engine.stage(weights_pb2.WeightHeader(weight_version=1)).staged()
+
+
+async def info(engine: EngineServer) -> None:
+    await engine.info()
+
+
+async def generate(engine: EngineServer) -> None:
+    request = rollout_service_pb2.GenerateRequest(trajectory_id="a")
+    async for _ in engine.generate(request, ()):
+        pass
+
+
+@pytest.mark.parametrize("ask", [stage, info, generate])
+async def test_a_call_whose_connection_is_closed_is_unanswered_and_cancels_nobody(
+    silent: tuple[Silent, EngineServer], ask: Callable[[EngineServer], Awaitable[None]]
+) -> None:
+    handler, engine = silent
+    asking = asyncio.ensure_future(ask(engine))
+    await asyncio.wait_for(handler.called.wait(), 10)
+    await engine.close()
+    await asyncio.wait([asking], timeout=10)
+    assert not asking.cancelled()
+    with pytest.raises(Unanswered):
+        await asking
+
+
+async def test_who_gives_up_a_call_is_cancelled(silent: tuple[Silent, EngineServer]) -> None:
+    handler, engine = silent
+    asking = asyncio.ensure_future(stage(engine))
+    await asyncio.wait_for(handler.called.wait(), 10)
+    asking.cancel()
+    await asyncio.wait([asking], timeout=10)
+    assert asking.cancelled()
+    await engine.close()
