@@ -1,8 +1,8 @@
 """`penstock serve` around the fake engine, as a process of its own, to be killed and started again.
 
     python -m tests.fake_serve --listen 127.0.0.1:0 [--config FILE] [--set KEY=VALUE]...
-        [--model FOLDER] [--max-model-len N] [--step-seconds S] [--start-seconds S] [--engine-process]
-        [--enable-lora] [--max-lora-rank N] [--max-loras N]
+        [--model FOLDER] [--max-model-len N] [--step-seconds S] [--turn-seconds S] [--start-seconds S]
+        [--engine-process] [--enable-lora] [--max-lora-rank N] [--max-loras N]
 
 Options, output and exit status are those of `penstock serve`, and so is all of the server but the engine
 (`tests.fakes.FakeEngine`) and the tokenizer (bytes). A table [engine] in FILE counts where its names are
@@ -10,8 +10,8 @@ those of the options here, and is ignored otherwise.
 
 - `--model`: the tensors and the vocabulary are those of this Hugging Face folder, so that a real trainer
   fits it; without it those of `tests.fakes`. What is sampled stays a function of prefix and version.
-- `--step-seconds`: how long one token of every request takes. `--start-seconds`: how long the engine takes
-  to start.
+- `--step-seconds`: how long one token of every request takes. `--turn-seconds`: how much longer with each
+  request that samples. `--start-seconds`: how long the engine takes to start.
 - `--engine-process`: the engine lives in a process of its own, whose id is printed as `fake engine process
   PID` before the line `penstock serving fake on HOST:PORT (weight version 0)`. To kill that process is to
   kill the engine.
@@ -51,6 +51,7 @@ class EngineOptions:
     model: Path | None = None
     max_model_len: int = MAX_CONTEXT
     step_seconds: float = 0.0
+    turn_seconds: float = 0.0
     start_seconds: float = 0.0
     freeze_at: int | None = None
     engine_process: bool = False
@@ -70,6 +71,7 @@ class EngineOptions:
 @click.option("--model")
 @click.option("--max-model-len", type=int)
 @click.option("--step-seconds", type=float)
+@click.option("--turn-seconds", type=float)
 @click.option("--start-seconds", type=float)
 @click.option("--freeze-at", type=int)
 @click.option("--engine-process", is_flag=True, default=None)
@@ -166,6 +168,7 @@ def make_engine(options: EngineOptions) -> FakeEngine:
         keeps_history=False,
     )
     engine.freeze_at = options.freeze_at
+    engine.turn_seconds = options.turn_seconds
     return engine
 
 

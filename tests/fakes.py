@@ -97,7 +97,8 @@ class _Running:
 
 
 class FakeEngine(FakeCollective):
-    """Implements the Engine seam; `step_seconds` is how long one token of every request takes."""
+    """Implements the Engine seam; `step_seconds` is how long one token of every request takes, and
+    `turn_seconds` how much longer with each request that samples."""
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class FakeEngine(FakeCollective):
         """`keeps_history` is whether it remembers each load and each request, for a test to read."""
         super().__init__()
         self.step_seconds = step_seconds
+        self.turn_seconds = 0.0
         self.choose: Callable[[bytes, int], tuple[int, float]] = sampled
         """What follows a prefix under a version, and its log-probability."""
         self._keeps_history = keeps_history
@@ -194,9 +196,10 @@ class FakeEngine(FakeCollective):
                 self._wake.clear()
                 await self._wake.wait()
             async with self._stepping:
-                for running in self._scheduled():
+                scheduled = self._scheduled()
+                for running in scheduled:
                     self._sample(running)
-            await asyncio.sleep(self.step_seconds)
+            await asyncio.sleep(self.step_seconds + self.turn_seconds * len(scheduled))
 
     def _scheduled(self) -> list[_Running]:
         """As vLLM does it: no more adapters in a step than there is room for; others wait."""

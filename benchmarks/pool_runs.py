@@ -1,0 +1,354 @@
+"""Real runs of a hub with its engines, and what each part of them took: what the simulator is held against.
+
+Hub and engines are processes of their own: `penstock serve --engines` in front of `tests.fake_serve`,
+whose engine sleeps for each step, the longer the more turns it has, or of `penstock serve` with vLLM.
+Agents and trainer are in this process, on the wire: agents lease and take the turns of the workload; the
+trainer demands, receives, sleeps for its step, uploads, switches and receipts, as `trainer.loop` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from pool_setup import Tally, Workload
+from safetensors.numpy import load_file
+from tests.harness import (
+    Demand,
+    Exchange,
+    GroupReceipt,
+    InlineSource,
+    SubmitTasksRequest,
+    SwitchWeights,
+    TensorSpec,
+    Wire,
+    header,
+    hello,
+    messages,
+)
+
+from penstock.client import SamplingParams, Task, connect
+from penstock.client.tasks import write_task
+from penstock.demo.processes import Command, FirstMatch, Process
+from penstock.demo.supervisor import SERVING
+from penstock.server.staleness_gate import StalenessContract
+from penstock.v1 import trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.security import open_channel
+from penstock.wire.staleness import lag
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+TASKS_AT_A_TIME = 1_000
+WORDS = 256
+"""Token ids below it are of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How the engine servers are started."""
+
+    model: Path
+    count: int = 1
+    vllm: bool = False
+    step_seconds: float = 0.04
+    """Of the engine that sleeps: nothing but its process is told."""
+    turn_seconds: float = 0.002
+    context: int = 2048
+
+    def command(self, number: int) -> tuple[str, ...]:
+        """One engine server."""
+        listen = ("--listen", "127.0.0.1:0", "--http-listen", "")
+        model = ("--model", str(self.model), "--max-model-len", str(self.context))
+        if self.vllm:
+            return ("-m", "penstock.client", "serve", *model, *listen)
+        pace = ("--step-seconds", str(self.step_seconds), "--turn-seconds", str(self.turn_seconds))
+        return ("-m", "tests.fake_serve", *model, *pace, *listen)
+
+
+@contextlib.asynccontextmanager
+async def running_pool(folder: Path, engines: Engines) -> AsyncGenerator[str]:
+    """The address of a hub with all of its engines in rotation."""
+    folder.mkdir(parents=True)  # noqa: ASYNC240
+    processes: list[Process] = []
+
+    async def start(name: str, arguments: Sequence[str]) -> str:
+        serves = FirstMatch(SERVING)
+        command = Command(name, (sys.executable, *arguments), folder / f"{name}.log", ENVIRONMENT)
+        processes.append(Process.start(command, serves))
+        return await serves.wait(processes[-1])
+
+    try:
+        addresses = [await start(f"engine-{n}", engines.command(n)) for n in range(engines.count)]
+        hub = ("-m", "penstock.client", "serve", "--engines", ",".join(addresses))
+        hub += ("--model", str(engines.model), "--listen", "127.0.0.1:0", "--http-listen", "")
+        address = await start("hub", hub)
+        async with connect(address) as client, asyncio.timeout(60):
+            # Nobody tells when the last of them is in rotation.
+            while any(replica.problem for replica in (await client.server_info()).replicas):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        yield address
+    finally:
+        for process in reversed(processes):
+            await process.stop(10.0)
+
+
+@dataclass
+class Observed:
+    """What a run took, each measured where it happened, seconds."""
+
+    tally: Tally
+    computing: list[float] = field(default_factory=list[float])
+    publishing: list[float] = field(default_factory=list[float])
+    switching: list[float] = field(default_factory=list[float])
+    pausing: list[float] = field(default_factory=list[float])
+    """Of an engine, the longest of a switch."""
+    closing: list[float] = field(default_factory=list[float])
+    """From an agent's outcome to its next lease."""
+    turns: list[float] = field(default_factory=list[float])
+    """As the agents see them."""
+    failures: int = 0
+    """Turns that were not as planned."""
+
+
+class Agents:
+    """Takes the turns of the workload, so many attempts at a time."""
+
+    def __init__(self, address: str, workload: Workload, seed: int, observed: Observed) -> None:
+        self._address = address
+        self._workload = workload
+        self._seed = seed
+        self._observed = observed
+        self._freed: list[float] = []
+        """When places became free that no lease has filled."""
+
+    async def work(self, concurrency: int) -> None:
+        """Until it is cancelled."""
+        async with (
+            connect(self._address) as client,
+            asyncio.TaskGroup() as attempts,
+            client.lease_tasks(concurrency=concurrency) as leases,
+        ):
+            async for attempt in leases:
+                if self._freed:
+                    self._observed.closing.append(time.monotonic() - self._freed.pop(0))
+                attempts.create_task(self._attempt(attempt))
+
+    async def _attempt(self, attempt: Any) -> None:
+        trajectory = attempt.trajectory
+        plan = self._workload.plan(self._seed, attempt.task.index, attempt.sample_index)
+        for number, turn in enumerate(plan):
+            seen = words(turn.observation_tokens, trajectory.trajectory_id) if number else None
+            began = time.monotonic()
+            taken = await trajectory.turn(seen, max_tokens=turn.token_count, ignore_eos=True)
+            self._observed.turns.append(time.monotonic() - began)
+            self._observed.failures += len(taken.token_ids) != turn.token_count
+            await asyncio.sleep(turn.tool_seconds)
+        ended = time.monotonic()
+        await trajectory.complete(0.0)
+        self._freed.append(ended)
+
+
+class Trainer:
+    """Steps of a fixed time on an `Exchange` of its own."""
+
+    def __init__(
+        self, wire: Any, contract: StalenessContract, workload: Workload, model: Path
+    ) -> None:
+        self._wire = wire
+        self._contract = contract
+        self._workload = workload
+        self._tensors = {
+            name: np.asarray(tensor, np.float32)
+            for name, tensor in load_file(model / "model.safetensors").items()
+        }
+        self._deliveries: asyncio.Queue[Any] = asyncio.Queue()
+        self._receipts: asyncio.Queue[Any] = asyncio.Queue()
+        self._steps: list[tuple[float, float, int, Counter[int]]] = []
+        """When it ended, how long it waited, its trajectories, and its tokens by lag."""
+
+    async def train(self, seconds: float, step_seconds: float, observed: Observed) -> None:
+        """Steps until the time is over."""
+        exchange = await hello(
+            self._wire,
+            max_lag=self._contract.max_lag,
+            groups_per_step=self._contract.groups_per_step,
+        )
+        await self._submit()
+        reading = asyncio.create_task(self._read(exchange))
+        switched: asyncio.Task[None] | None = None
+        end = time.monotonic() + seconds
+        version = 0
+        exchange.send(demand=Demand(group_count=self._contract.groups_per_step))
+        try:
+            while time.monotonic() < end:
+                began = time.monotonic()
+                batch = [
+                    await self._deliveries.get() for _ in range(self._contract.groups_per_step)
+                ]
+                gathered = time.monotonic()
+                await asyncio.sleep(step_seconds)
+                computed = time.monotonic()
+                observed.computing.append(computed - gathered)
+                if switched is not None:
+                    await switched
+                publishing = time.monotonic()
+                await self._upload(version + 1)
+                published = time.monotonic()
+                observed.publishing.append(published - publishing)
+                self._note(batch, version, gathered - began)
+                version += 1
+                exchange.send(switch_weights=SwitchWeights(weight_version=version))
+                ids = [delivery.delivery_id for delivery in batch]
+                exchange.send(receipt=GroupReceipt(delivery_ids=ids, step=version))
+                exchange.send(checkpoint={"step": version})
+                exchange.send(demand=Demand(group_count=self._contract.groups_per_step))
+                switched = asyncio.create_task(self._switched(published, observed))
+            if switched is not None:
+                await switched
+        finally:
+            reading.cancel()
+            exchange.call.cancel()
+
+    async def _submit(self) -> None:
+        message = []
+        for index in range(TASKS_AT_A_TIME * 5):
+            task = Task(
+                f"t{index}",
+                words(self._workload.prompt_tokens, f"{index}"),
+                group_size=self._workload.siblings,
+                sampling=SamplingParams(ignore_eos=True),
+                index=index,
+            )
+            message.append(write_task(task))
+        for at in range(0, len(message), TASKS_AT_A_TIME):
+            tasks = message[at : at + TASKS_AT_A_TIME]
+            await self._wire.SubmitTasks(SubmitTasksRequest(tasks=tasks))
+
+    async def _read(self, exchange: Exchange) -> None:
+        while True:
+            response = await exchange.call.read()
+            kind = response.WhichOneof("message")
+            if kind == "delivery":
+                self._deliveries.put_nowait(response.delivery)
+            elif kind == "weight_receipt":
+                assert not response.weight_receipt.HasField("rejection"), response
+                self._receipts.put_nowait(response.weight_receipt)
+
+    async def _switched(self, asked: float, observed: Observed) -> None:
+        receipt = await self._receipts.get()
+        observed.switching.append(time.monotonic() - asked)
+        observed.pausing.append(receipt.pause.ToNanoseconds() / 1e9)
+
+    async def _upload(self, version: int) -> None:
+        # Every version is another one, as that of a step is.
+        name = next(iter(self._tensors))
+        self._tensors[name].flat[version % 8] += 1e-3
+        data, specs = b"", []
+        for name, tensor in self._tensors.items():
+            values = tensor.tobytes()
+            specs.append(
+                TensorSpec(
+                    name=name,
+                    shape=tensor.shape,
+                    dtype="float32",
+                    offset_bytes=len(data),
+                    length_bytes=len(values),
+                    xxh3=xxhash.xxh3_64_intdigest(values),
+                )
+            )
+            data += values
+        head, _ = header(
+            version, staged=True, tensors=specs, inline=InlineSource(length_bytes=len(data))
+        )
+        requests = messages(head, data, chunk_bytes=1 << 20)
+        async for _ in self._wire.UpdateWeights(iter(requests)):
+            pass
+
+    def _note(self, batch: Sequence[Any], held: int, waited: float) -> None:
+        lags: Counter[int] = Counter()
+        count = 0
+        for delivery in batch:
+            for trajectory in delivery.group.trajectories:
+                count += 1
+                for segment in trajectory.segments:
+                    if segment.author == trajectory_pb2.AUTHOR_POLICY:
+                        behind = lag(held, segment.weight_version)
+                        lags[behind] += len(codec.token_ids(segment))
+        self._steps.append((time.monotonic(), waited, count, lags))
+
+    def tally(self, warmup: int, engines: int) -> Tally:
+        """Of the steps after the warm-up."""
+        tally = Tally(self._contract.max_lag, engines)
+        tally.seconds = self._steps[-1][0] - self._steps[warmup - 1][0]
+        for _, waited, count, lags in self._steps[warmup:]:
+            tally.steps += 1
+            tally.idle_seconds += waited
+            tally.trajectories += count
+            tally.add(lags)
+        return tally
+
+    @property
+    def step_count(self) -> int:
+        """Made so far."""
+        return len(self._steps)
+
+
+def words(count: int, key: str) -> list[int]:
+    """Tokens that are the same for the same key."""
+    rng = random.Random(key)
+    return [rng.randrange(WORDS) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a pool that is there."""
+
+    contract: StalenessContract
+    workload: Workload
+    agents: int
+    step_seconds: float
+    seconds: float
+    seed: int
+
+
+async def run(folder: Path, engines: Engines, asked: Run) -> Observed:
+    """A pool from its start to the trainer's last step, and what it came to."""
+    observed = Observed(Tally(asked.contract.max_lag, engines.count))
+    async with running_pool(folder, engines) as address:
+        channel = open_channel(address)
+        try:
+            trainer = Trainer(Wire(channel), asked.contract, asked.workload, engines.model)
+            agents = Agents(address, asked.workload, asked.seed, observed)
+            working = asyncio.create_task(agents.work(asked.agents))
+            training = asyncio.create_task(
+                trainer.train(asked.seconds, asked.step_seconds, observed)
+            )
+            await asyncio.wait([working, training], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                training.cancel()
+                working.result()
+            await training
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+        finally:
+            await channel.close()
+    observed.tally = trainer.tally(warmup_of(trainer.step_count), engines.count)
+    observed.tally.turns = len(observed.turns)
+    observed.tally.waited_seconds = sum(observed.turns)
+    return observed
+
+
+def warmup_of(steps: int) -> int:
+    """Steps that are not counted, of so many: until the pipeline is full and its bound is found."""
+    return max(1, steps // 5)

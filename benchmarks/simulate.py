@@ -1,0 +1,188 @@
+"""What many engines bring, on a virtual clock: a simulator, held against real runs first.
+
+    python benchmarks/simulate.py [--engines 1,2,4,8,16,32,64,128,256,512,1024] [--max-lags 0,1,2,4,8]
+        [--scaling weak,strong] [--steps 10] [--warmup 5]
+    python benchmarks/simulate.py --validate [--rounds 3] [--seconds 60] [--pools 1,2] [--vllm]
+        [--no-tables]
+
+The simulator (`pool_simulation`) drives the server's own gate, freshness controller, placing, turn limits
+and lag; docs/simulation.md says what else it has and what it leaves out.
+
+`--validate` starts real pools on this machine, measures what their parts take, runs each setting for real
+and simulated, and prints both (`simulate_validation`). The engines are processes that sleep for each step,
+the longer the more turns they have; with `--vllm` they are vLLM with a tiny model.
+
+The tables: groups of 4 attempts of 2 turns, log-normal lengths with the shape of `staleness.py` (median
+54, 99 % within 560; here the tokens of a turn), cut at 2,048, half of the variance common to siblings; a
+tool in between, log-normal, 1 s in the median. What an engine takes is what `--validate --vllm` measured
+here. Weak scaling gives each engine 4 groups a step, and a step takes the trainer as long whatever their
+number: it grows, too. Strong scaling has 64 groups a step for any number of engines. There are as many
+agents as attempts; late tokens are masked; the freshness controller is on; the rest is as by default. The
+warm-up is not counted.
+
+The last line is one JSON object. `sync_of_async_at_1024`: trajectories an hour at `max_lag` 0 over those
+at the largest one, weak scaling, 1,024 engines; null where that was not simulated. The errors are the
+worst over the settings, each the median of its rounds, as parts of one; null without `--validate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+
+# The real runs use the fakes of the tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pool_setup import Setup, Tally, TrainerTimes, Workload
+from pool_simulation import simulate
+from simulated_engine import EngineTimes
+
+from penstock.server.staleness_gate import StalenessContract
+
+ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MAX_LAGS = (0, 1, 2, 4, 8)
+GROUPS_PER_ENGINE = 4
+GROUPS_IN_ALL = 64
+WORKLOAD = Workload(
+    siblings=4,
+    turns=2,
+    prompt_tokens=256,
+    observation_tokens=64,
+    median_tokens=54.0,
+    sigma=math.log(560.0 / 54.0) / NormalDist().inv_cdf(0.99),
+    most_tokens=2_048,
+    tool_seconds=1.0,
+    tool_sigma=1.0,
+)
+ENGINE = EngineTimes(((1, 0.01), (32, 0.02)))
+TRAINER = TrainerTimes(step_seconds=4.0, publish_seconds=0.1)
+ATTEMPT_SECONDS = 0.01
+SWITCH_SECONDS = 0.05
+VALIDATED = Workload(
+    siblings=4,
+    turns=2,
+    median_tokens=12.0,
+    sigma=0.8,
+    most_tokens=80,
+    tool_seconds=0.3,
+    tool_sigma=0.7,
+)
+SCALING = {"weak": lambda engines: GROUPS_PER_ENGINE * engines, "strong": lambda _: GROUPS_IN_ALL}
+
+
+def measure(engines: int, max_lag: int, groups: int, steps: int, warmup: int) -> Tally:
+    """One cell of a table."""
+    setup = Setup(
+        StalenessContract(max_lag, groups),
+        WORKLOAD,
+        ENGINE,
+        TRAINER,
+        engines,
+        attempt_seconds=ATTEMPT_SECONDS,
+        switch_seconds=SWITCH_SECONDS,
+    )
+    return simulate(setup, 1, steps, warmup)
+
+
+def name_of(max_lag: int) -> str:
+    """What the field calls it."""
+    return {0: "synchronous", 1: "one step off"}.get(max_lag, f"max_lag {max_lag}")
+
+
+def print_table(
+    scaling: str, engines: Sequence[int], max_lags: Sequence[int], steps: int, warmup: int
+) -> dict[tuple[int, int], Tally]:
+    """Prints one way of scaling; returns its cells by (engines, max_lag)."""
+    print(f"\n{scaling} scaling")
+    print(
+        f"{'engines':>7}  {'':14}{'groups':>7}{'trajectories/h':>15}{'of sync':>9}{'idle':>7}",
+        end="",
+    )
+    print(f"{'lag':>6}{'max':>5}{'masked':>8}{'busy':>7}{'turns':>7}{'wall s':>8}")
+    cells: dict[tuple[int, int], Tally] = {}
+    for count in engines:
+        for max_lag in max_lags:
+            began = time.monotonic()
+            groups = SCALING[scaling](count)
+            tally = cells[count, max_lag] = measure(count, max_lag, groups, steps, warmup)
+            first = cells[count, max_lags[0]]
+            print(
+                f"{count:>7}  {name_of(max_lag):14}{groups:>7}{tally.per_hour:>15,.0f}"
+                f"{tally.per_hour / first.per_hour:>8.2f}x{tally.idle:>7.0%}{tally.mean_lag:>6.2f}"
+                f"{tally.oldest:>5}{tally.masked:>8.1%}{tally.busy:>7.0%}{tally.batch:>7.1f}"
+                f"{time.monotonic() - began:>8.1f}",
+                flush=True,
+            )
+    print(
+        "idle: of the trainer; lag: of trained tokens, mean and largest; busy: part of the time that an"
+    )
+    print("engine had a turn; turns: that it decoded at a time then; wall: of the simulation")
+    return cells
+
+
+def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
+    """Real runs and simulated ones; returns the errors."""
+    from pool_runs import Engines
+    from simulate_validation import Plan, errors, validate
+    from tests.tiny_model import make_tiny_model
+
+    pools = numbers(arguments.pools)
+    found: dict[str, float | None] = {}
+    plan = Plan(VALIDATED, seconds=arguments.seconds, max_lags=numbers(arguments.validated_lags))
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "model", layers=1)
+        engines = Engines(model, vllm=arguments.vllm)
+        pairs = validate(Path(folder), engines, pools, plan, arguments.rounds)
+    for count in pools:
+        rate, lag = errors(pairs, count)
+        found[f"trajectories_per_hour_error_{count}"] = round(rate, 4)
+        found[f"lag_error_{count}"] = round(lag, 4)
+    return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """1,2,4"""
+    return tuple(int(number) for number in text.split(","))
+
+
+def main() -> None:
+    """Prints what was asked for, and the figures."""
+    parser = argparse.ArgumentParser(description="Simulates many engines behind one hub.")
+    parser.add_argument("--engines", default=",".join(map(str, ENGINES)))
+    parser.add_argument("--max-lags", default=",".join(map(str, MAX_LAGS)))
+    parser.add_argument("--scaling", default="weak,strong")
+    parser.add_argument("--steps", type=int, default=10, help="counted, of each cell of a table")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--no-tables", action="store_true")
+    parser.add_argument("--validate", action="store_true", help="against real runs first")
+    parser.add_argument("--pools", default="1,2", help="engines of the real pools")
+    parser.add_argument("--validated-lags", default="0,1,4", help="max_lag of the real runs")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each real run")
+    parser.add_argument("--vllm", action="store_true", help="real engines, with a tiny model")
+    arguments = parser.parse_args()
+    figures: dict[str, float | None] = dict.fromkeys(
+        f"{kind}_error_{count}" for kind in ("trajectories_per_hour", "lag") for count in (1, 2)
+    )
+    figures["sync_of_async_at_1024"] = None
+    if arguments.validate:
+        figures |= run_validation(arguments)
+    if not arguments.no_tables:
+        engines, max_lags = numbers(arguments.engines), numbers(arguments.max_lags)
+        for scaling in arguments.scaling.split(","):
+            cells = print_table(scaling, engines, max_lags, arguments.steps, arguments.warmup)
+            if scaling == "weak" and 1024 in engines and 0 in max_lags:
+                sync, overlapped = cells[1024, 0], cells[1024, max(max_lags)]
+                figures["sync_of_async_at_1024"] = round(sync.per_hour / overlapped.per_hour, 4)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

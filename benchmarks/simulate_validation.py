@@ -1,0 +1,284 @@
+"""The simulator against reality: service times measured on one pool, then runs of it beside simulated ones.
+
+What is measured, through the hub, with as many engines up as are simulated:
+
+    steps        callers that take turns of 5 to 45 tokens in a loop, so many for each engine: the seconds
+                 of their turns over the steps that these were in flight for
+    first token  turns of one token on an engine at rest: in less than half a step, a step begins with its
+                 tokens. What is left is the hub's and the wire's
+    prefill      the same under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
+    the rest     trainer, upload, switch, pause, lease and close: medians of a short run with another seed,
+                 but of lease and close, where the gate makes most wait, the tenth part that is shortest
+
+Then each setting is run for real and simulated over as many steps, with the same attempts, and the same
+first steps left out. Rounds have seeds of their own, and each has every setting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+from pool_runs import Engines, Observed, Run, run, running_pool, warmup_of, words
+from pool_setup import Setup, Tally, TrainerTimes, Workload
+from pool_simulation import simulate
+from simulated_engine import EngineTimes
+
+from penstock.client import connect
+from penstock.server.staleness_gate import StalenessContract
+
+SHORTEST, LONGEST = 5, 45
+PROMPTS = (8, 400, 800, 1_200)
+REST_SECONDS = 0.2
+SETTLING_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is validated."""
+
+    workload: Workload
+    groups_per_step: int = 4
+    agents: int = 32
+    step_seconds: float = 1.0
+    max_lags: tuple[int, ...] = (0, 1, 4)
+    seconds: float = 60.0
+    """Of a run."""
+    callers: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32)
+    """For each engine, where its steps are measured."""
+    calling_seconds: float = 4.0
+    calibration_seconds: float = 25.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the simulator is given of one pool."""
+
+    engines: int
+    times: EngineTimes
+    trainer: TrainerTimes
+    attempt_seconds: float
+    switch_seconds: float
+
+    def line(self) -> str:
+        """For people."""
+        steps = ", ".join(f"{count}: {seconds * 1e3:.1f}" for count, seconds in self.times.steps)
+        return (
+            f"{self.engines} engine(s): ms of a step by turns in flight {{{steps}}}, first token after "
+            f"{self.times.first_token_steps} step(s), prefill {self.times.prefill_seconds * 1e6:.0f} us a "
+            f"token, turn {self.times.turn_seconds * 1e3:.1f} ms, attempt "
+            f"{self.attempt_seconds * 1e3:.1f} ms, pause {self.times.pause_seconds * 1e3:.1f} ms, switch "
+            f"{self.switch_seconds * 1e3:.0f} ms, train {self.trainer.step_seconds:.3f} s, publish "
+            f"{self.trainer.publish_seconds * 1e3:.0f} ms"
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One setting in one round."""
+
+    engines: int
+    max_lag: int
+    real: Tally
+    simulated: Tally
+
+    @property
+    def rate_ratio(self) -> float:
+        """Trajectories an hour, simulated over real."""
+        return self.simulated.per_hour / self.real.per_hour
+
+    @property
+    def lag_ratio(self) -> float:
+        """Mean lag, simulated over real; 1 where there is none in either."""
+        if not self.real.mean_lag:
+            return 1.0 if not self.simulated.mean_lag else float("inf")
+        return self.simulated.mean_lag / self.real.mean_lag
+
+
+async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
+    """Measures one pool."""
+    async with running_pool(folder / "turns", engines) as address:
+        first, prefill = await _measure_rest(address)
+        found = {
+            callers: await _measure_turns(address, callers * engines.count, plan.calling_seconds)
+            for callers in plan.callers
+        }
+    pace = min(turns.seconds / turns.tokens for turns in found.values())
+    first_token_steps = 0 if first < pace / 2 else 1
+    steps = tuple(
+        (callers, turns.step_seconds(first_token_steps)) for callers, turns in found.items()
+    )
+    contract = StalenessContract(max(plan.max_lags), plan.groups_per_step)
+    short = Run(
+        contract,
+        plan.workload,
+        plan.agents,
+        plan.step_seconds,
+        plan.calibration_seconds,
+        seed=10_000,
+    )
+    seen = await run(folder / "run", engines, short)
+    # A pool switches in two parts, but one engine alone.
+    parts = min(2, engines.count)
+    return Calibration(
+        engines.count,
+        EngineTimes(
+            steps,
+            prefill_seconds=prefill,
+            first_token_steps=first_token_steps,
+            turn_seconds=max(0.0, first - first_token_steps * steps[0][1]),
+            pause_seconds=median(seen.pausing),
+        ),
+        TrainerTimes(median(seen.computing), publish_seconds=median(seen.publishing)),
+        attempt_seconds=quantiles(seen.closing, n=10)[0],
+        switch_seconds=median(seen.switching) / parts,
+    )
+
+
+@dataclass(slots=True)
+class _Turns:
+    """What callers saw of turns that were in flight beside as many others."""
+
+    count: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def step_seconds(self, first_token_steps: int) -> float:
+        """A turn that follows another waits for the next step, and is in flight for one per token: from
+        its first token on where a step begins with them."""
+        return self.seconds / (self.tokens + first_token_steps * self.count)
+
+
+async def _measure_turns(address: str, callers: int, seconds: float) -> _Turns:
+    """Turns while so many callers have one in flight."""
+    found = _Turns()
+    begin = time.monotonic() + SETTLING_SECONDS
+    end = begin + seconds
+
+    async def call(client: Any, key: str) -> None:
+        rng = random.Random(key)
+        number = 0
+        while (began := time.monotonic()) < end:
+            number += 1
+            count = rng.randint(SHORTEST, LONGEST)
+            trajectory = client.trajectory(f"{key}-{number}")
+            await trajectory.turn(words(8, f"{key} {number}"), max_tokens=count, ignore_eos=True)
+            if began > begin and (now := time.monotonic()) < end:
+                found.count += 1
+                found.tokens += count
+                found.seconds += now - began
+            await trajectory.complete(0.0)
+
+    async with connect(address) as client, asyncio.TaskGroup() as calling:
+        for number in range(callers):
+            calling.create_task(call(client, f"steps-{callers}-{number}-{time.time_ns()}"))
+    return found
+
+
+async def _measure_rest(address: str) -> tuple[float, float]:
+    """(Seconds of a turn of one token, further seconds of each of its context) of an engine at rest."""
+    found: dict[int, list[float]] = {length: [] for length in PROMPTS}
+    async with connect(address) as client:
+        for number in range(10 * len(PROMPTS)):
+            length = PROMPTS[number % len(PROMPTS)]
+            key = f"rest-{number}-{time.time_ns()}"
+            trajectory = client.trajectory(key)
+            began = time.monotonic()
+            await trajectory.turn(words(length, key), max_tokens=1, ignore_eos=True)
+            found[length].append(time.monotonic() - began)
+            await trajectory.complete(0.0)
+            await asyncio.sleep(REST_SECONDS)
+    middles = [median(found[length]) for length in PROMPTS]
+    slope = float(np.polyfit(PROMPTS, middles, 1)[0])
+    return max(0.0, middles[0] - max(0.0, slope) * PROMPTS[0]), max(0.0, slope)
+
+
+async def compare(
+    folder: Path, engines: Engines, calibration: Calibration, plan: Plan, max_lag: int, seed: int
+) -> tuple[Pair, Observed]:
+    """One setting for real and simulated."""
+    contract = StalenessContract(max_lag, plan.groups_per_step)
+    asked = Run(contract, plan.workload, plan.agents, plan.step_seconds, plan.seconds, seed)
+    observed = await run(folder, engines, asked)
+    counted = observed.tally.steps
+    steps = counted
+    while steps - warmup_of(steps) < counted:
+        steps += 1
+    setup = Setup(
+        contract,
+        plan.workload,
+        calibration.times,
+        calibration.trainer,
+        engines.count,
+        plan.agents,
+        calibration.attempt_seconds,
+        calibration.switch_seconds,
+    )
+    # Beside a running loop: a simulation wants one of its own.
+    simulated = await asyncio.to_thread(simulate, setup, seed, counted, warmup_of(steps))
+    return Pair(engines.count, max_lag, observed.tally, simulated), observed
+
+
+def validate(
+    folder: Path, engines: Engines, counts: Sequence[int], plan: Plan, rounds: int
+) -> list[Pair]:
+    """Every setting in every round, printed as they come."""
+    pairs: list[Pair] = []
+    print(
+        f"{'engines':>7}{'max_lag':>8}{'round':>6}{'steps':>6}{'trajectories/h':>24}{'ratio':>7}",
+        end="",
+    )
+    print(f"{'mean lag':>18}{'ratio':>7}{'masked':>16}{'idle':>14}{'turn, s':>16}   tokens by lag")
+    for number in range(rounds):
+        for count in counts:
+            pool = replace(engines, count=count)
+            place = folder / f"{number}-{count}"
+            calibration = asyncio.run(calibrate(place / "calibration", pool, plan))
+            print(calibration.line(), flush=True)
+            for max_lag in plan.max_lags:
+                pair, observed = asyncio.run(
+                    compare(place / f"{max_lag}", pool, calibration, plan, max_lag, number + 1)
+                )
+                assert not observed.failures, f"{observed.failures} turns were not as planned"
+                pairs.append(pair)
+                print(describe(pair, number), flush=True)
+    return pairs
+
+
+def describe(pair: Pair, number: int) -> str:
+    """A row."""
+    real, simulated = pair.real, pair.simulated
+    return (
+        f"{pair.engines:>7}{pair.max_lag:>8}{number + 1:>6}{real.steps:>6}"
+        f"{real.per_hour:>11.0f} ->{simulated.per_hour:>10.0f}{pair.rate_ratio:>7.3f}"
+        f"{real.mean_lag:>8.3f} ->{simulated.mean_lag:>7.3f}{pair.lag_ratio:>7.3f}"
+        f"{real.masked:>7.1%} ->{simulated.masked:>6.1%}{real.idle:>6.0%} ->{simulated.idle:>5.0%}"
+        f"{real.turn:>7.3f} ->{simulated.turn:>6.3f}"
+        f"   {shares(real)} | {shares(simulated)}"
+    )
+
+
+def shares(tally: Tally) -> str:
+    """Per cent of the delivered tokens by lag, from 0 on."""
+    total = sum(tally.tokens_by_lag.values())
+    top = max(tally.tokens_by_lag)
+    return " ".join(f"{100 * tally.tokens_by_lag.get(n, 0) / total:.0f}" for n in range(top + 1))
+
+
+def errors(pairs: Sequence[Pair], engines: int) -> tuple[float, float]:
+    """Worst over the settings of the median error over the rounds: trajectories an hour, mean lag."""
+    worst = [0.0, 0.0]
+    for max_lag in sorted({pair.max_lag for pair in pairs}):
+        same = [p for p in pairs if (p.engines, p.max_lag) == (engines, max_lag)]
+        rate = abs(median(pair.rate_ratio for pair in same) - 1.0)
+        lag = abs(median(pair.lag_ratio for pair in same) - 1.0)
+        print(f"{engines} engine(s), max_lag {max_lag}: off by {rate:.1%}, lag by {lag:.1%}")
+        worst = [max(worst[0], rate), max(worst[1], lag)]
+    return worst[0], worst[1]

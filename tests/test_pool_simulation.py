@@ -1,0 +1,333 @@
+"""The simulator of many engines: no group lost, no token too old, and closed forms of simple cases."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pool_setup import Setup, TrainerTimes, Workload
+from pool_simulation import Group, Simulation, Stuck, simulate
+from simulated_engine import EngineTimes, SimulatedEngine, Turn
+
+from penstock.server.pool import PoolRules
+from penstock.server.staleness_gate import LatePolicy, StalenessContract
+from penstock.server.turn_limit import LimitRules
+
+STEP = 0.02
+TOKENS = 50
+CONSTANT = Workload(siblings=2, median_tokens=TOKENS)
+VARIED = Workload(
+    siblings=2, turns=2, median_tokens=20.0, sigma=1.0, most_tokens=300, tool_seconds=0.2
+)
+TRAINER = TrainerTimes(step_seconds=1.0, publish_seconds=0.25)
+
+
+def setup_of(max_lag: int = 0, groups: int = 2, workload: Workload = CONSTANT, **fields: object):
+    policy = fields.pop("policy", LatePolicy.MASK)
+    assert isinstance(policy, LatePolicy)
+    made = Setup(
+        StalenessContract(max_lag, groups, policy),
+        workload,
+        EngineTimes(((1, STEP),)),
+        TRAINER,
+    )
+    return replace(made, **fields)
+
+
+async def play(setup: Setup, steps: int, seed: int = 1) -> tuple[Simulation, list[dict[int, int]]]:
+    """A run, and the tokens by lag of each group that was trained."""
+    trained: list[dict[int, int]] = []
+
+    def note(group: Group, lags: dict[int, int]) -> None:
+        trained.append(lags)
+
+    simulation = Simulation(setup, seed, note)
+    simulation.play(steps)
+    return simulation, trained
+
+
+# One engine
+
+
+def turn_of(tokens: int, context: int = 10, name: str = "a") -> Turn:
+    return Turn(None, name, tokens, context, prompt=context, cached=0)
+
+
+@pytest.mark.parametrize("first_token_steps", [0, 1])
+def test_a_turn_takes_a_step_for_each_token(first_token_steps: int) -> None:
+    times = EngineTimes(((1, STEP),), first_token_steps=first_token_steps)
+    engine = SimulatedEngine("e", times)
+    engine.give(turn_of(TOKENS), 3.0)
+    assert engine.happen(engine.next_time) == []
+    (ended,) = engine.happen(engine.next_time)
+    assert ended.token_count == TOKENS
+    assert engine.next_time == math.inf
+    taken = ended.last_step - ended.first_step + 1
+    assert taken == TOKENS
+    # Where a step begins with its tokens, the last of them is not waited for.
+    assert engine.busy_seconds == pytest.approx((TOKENS - 1 + first_token_steps) * STEP)
+
+
+def test_steps_are_as_slow_as_there_are_turns_in_flight() -> None:
+    times = EngineTimes(((1, 0.01), (3, 0.03)))
+    assert [times.step_seconds(n) for n in (1, 2, 3, 5)] == pytest.approx([0.01, 0.02, 0.03, 0.05])
+    assert EngineTimes(((2, 0.02), (4, 0.01))).step_seconds(9) == 0.01
+
+
+@pytest.mark.parametrize("steps", [(), ((0, 0.1),), ((2, 0.1), (1, 0.1)), ((1, 0.0),)])
+def test_times_that_make_no_sense_are_refused(steps: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="steps must"):
+        EngineTimes(steps)
+
+
+def run_engine(
+    engine: SimulatedEngine, arrivals: list[tuple[float, int]], switches: list[float]
+) -> dict[str, tuple[float, dict[int, int]]]:
+    """(When, tokens by version) of each turn."""
+    events = [(at, 0, index) for index, at in enumerate(switches, 1)]
+    events += [(at, tokens, -index) for index, (at, tokens) in enumerate(arrivals)]
+    heapq.heapify(events)
+    found: dict[str, tuple[float, dict[int, int]]] = {}
+    while events or engine.next_time < math.inf:
+        if events and events[0][0] <= engine.next_time:
+            at, tokens, index = heapq.heappop(events)
+            if tokens:
+                engine.give(turn_of(tokens, name=f"{-index}"), at)
+            else:
+                engine.switch(engine.version + 1, at)
+            continue
+        now = engine.next_time
+        for turn in engine.happen(now):
+            found[turn.request_id] = now, dict(engine.versions_of(turn))
+    return found
+
+
+def step_engine(
+    times: EngineTimes, arrivals: list[tuple[float, int]], switches: list[float]
+) -> dict[str, tuple[float, dict[int, int]]]:
+    """The same, one step after another."""
+    waiting = [(at, f"{index}", tokens) for index, (at, tokens) in enumerate(arrivals)]
+    waiting.sort(key=lambda turn: turn[0])
+    left: dict[str, int] = {}
+    tokens: dict[str, Counter[int]] = {name: Counter() for _, name, _ in waiting}
+    found: dict[str, tuple[float, dict[int, int]]] = {}
+    version, now = 0, 0.0
+    switches = sorted(switches)
+    while waiting or left:
+        if not left:
+            # An engine at rest takes a turn, or other weights, at once.
+            while switches and switches[0] < waiting[0][0]:
+                now = max(now, switches.pop(0)) + times.pause_seconds
+                version += 1
+            now = max(now, waiting[0][0])
+        due = [at for at in switches if at <= now]
+        if due:
+            # However many came since the last boundary, the last of them counts.
+            switches = switches[len(due) :]
+            version += len(due)
+            now_paused = now + times.pause_seconds
+        else:
+            now_paused = now
+        while waiting and waiting[0][0] <= now and len(left) < times.most_running:
+            _, name, count = waiting.pop(0)
+            left[name] = count
+        now = now_paused + times.step_seconds(len(left))
+        for name in list(left):
+            tokens[name][version] += 1
+            left[name] -= 1
+            if not left[name]:
+                del left[name]
+                found[name] = now, dict(tokens[name])
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.floats(0.001, 2.0), st.integers(1, 40)),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda arrival: arrival[0],
+    ),
+    switch=st.none() | st.floats(0.001, 1.0),
+    most_running=st.integers(1, 5),
+)
+def test_arithmetic_over_steps_is_the_same_as_one_step_after_another(
+    arrivals: list[tuple[float, int]], switch: float | None, most_running: int
+) -> None:
+    times = EngineTimes(((1, 0.0101), (5, 0.0307)), most_running=most_running, pause_seconds=0.0503)
+    # Of what comes in one moment either may be first.
+    assume(all(at != switch for at, _ in arrivals))
+    switches = [] if switch is None else [switch]
+    found = run_engine(SimulatedEngine("e", times), arrivals, switches)
+    expected = step_engine(times, arrivals, switches)
+    assert found.keys() == expected.keys()
+    for name, (at, tokens) in expected.items():
+        assert found[name][0] == pytest.approx(at, abs=1e-6)
+        assert found[name][1] == tokens
+
+
+def test_a_turn_that_does_not_fit_in_the_cache_waits_and_one_alone_never_does() -> None:
+    times = EngineTimes(((1, STEP),), cache_tokens=100)
+    engine = SimulatedEngine("e", times)
+    for number in range(2):
+        engine.give(turn_of(TOKENS, context=20, name=f"{number}"), 0.0)
+    assert engine.happen(engine.next_time) == []
+    assert (engine.running_count, engine.waiting_count) == (1, 1)
+    assert engine.cache_usage(engine.next_time) > 0.6
+    assert [turn.request_id for turn in engine.happen(engine.next_time)] == ["0"]
+    engine.give(turn_of(500, context=500, name="long"), engine.next_time)
+    ended: list[str] = []
+    while engine.next_time < math.inf:
+        ended += [turn.request_id for turn in engine.happen(engine.next_time)]
+    assert ended == ["1", "long"]
+
+
+# Closed forms
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
+    setup = setup_of(
+        times=EngineTimes(((1, STEP),), prefill_seconds=1e-3, turn_seconds=0.03, pause_seconds=0.1),
+        workload=replace(CONSTANT, siblings=1, prompt_tokens=16),
+        groups=1,
+        attempt_seconds=0.07,
+        switch_seconds=0.4,
+    )
+    tally = simulate(setup, 1, 10, 2)
+    generation = 0.07 + 16 * 1e-3 + TOKENS * STEP + 0.03
+    period = generation + 1.0 + 0.25 + 0.4
+    assert tally.per_hour == pytest.approx(3600 / period)
+    # It waits for the switch, too.
+    assert tally.idle == pytest.approx((generation + 0.4) / period)
+    assert tally.busy == pytest.approx((16 * 1e-3 + TOKENS * STEP) / period)
+    assert tally.tokens_by_lag == {0: 10 * TOKENS}
+
+
+def test_an_engine_that_is_always_full_gives_what_its_batch_gives() -> None:
+    agents = 8
+    setup = setup_of(
+        8,
+        times=EngineTimes(((1, 0.01), (8, 0.02))),
+        trainer=TrainerTimes(0.001),
+        agents=agents,
+        freshness=False,
+    )
+    tally = simulate(setup, 1, 40, 10)
+    assert tally.per_hour == pytest.approx(3600 * agents / (TOKENS * 0.02), rel=1e-6)
+    assert tally.batch == pytest.approx(agents)
+    assert tally.busy == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_a_trainer_that_is_never_kept_waiting_sets_the_pace(engines: int) -> None:
+    setup = setup_of(4, times=EngineTimes(((1, 1e-3),)), engines=engines, freshness=False)
+    tally = simulate(setup, 1, 20, 10)
+    assert tally.per_hour == pytest.approx(3600 * 4 / 1.25, rel=1e-3)
+    assert tally.idle == 0.0
+
+
+def test_a_conversation_is_prefilled_once_where_it_stays() -> None:
+    turns, prompt, seen = 3, 100, 7
+    workload = Workload(
+        siblings=1, turns=turns, prompt_tokens=prompt, observation_tokens=seen, median_tokens=TOKENS
+    )
+    tally = simulate(setup_of(workload=workload, groups=1), 1, 4)
+    assert tally.prefilled == 4 * (prompt + (turns - 1) * seen)
+    # What the turns before have left, and the first one's.
+    reused = (prompt + TOKENS) + (prompt + TOKENS + seen + TOKENS)
+    assert tally.reused == 4 * reused
+
+
+def test_siblings_share_their_prompt() -> None:
+    workload = Workload(siblings=4, prompt_tokens=100, median_tokens=TOKENS)
+    tally = simulate(setup_of(workload=workload, groups=1), 1, 3)
+    assert (tally.prefilled, tally.reused) == (3 * 100, 3 * 300)
+
+
+def test_turns_beyond_all_limits_wait_in_the_hub_and_none_is_lost() -> None:
+    limits = LimitRules(first=2, most=2)
+    setup = setup_of(2, groups=8, engines=2, rules=PoolRules(limits=limits))
+    tally = simulate(setup, 1, 5)
+    assert tally.trajectories == 5 * 8 * 2
+    assert tally.batch <= 2.0
+
+
+# Invariants
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(LatePolicy),
+    max_lag=st.integers(0, 4),
+    groups=st.integers(1, 6),
+    engines=st.integers(1, 4),
+    agents=st.none() | st.integers(1, 20),
+    at_once=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_no_group_is_lost_and_no_trained_token_is_too_old(
+    policy: LatePolicy,
+    max_lag: int,
+    groups: int,
+    engines: int,
+    agents: int | None,
+    at_once: bool,
+    seed: int,
+) -> None:
+    setup = setup_of(
+        max_lag,
+        groups,
+        VARIED,
+        policy=policy,
+        engines=engines,
+        agents=agents,
+        times=EngineTimes(((1, 0.01), (8, 0.04)), turn_seconds=0.002, pause_seconds=0.05),
+        switch_seconds=0.08,
+        rules=PoolRules(switches_at_once=at_once),
+    )
+    simulation, trained = asyncio.run(play(setup, 8, seed))
+    gate = simulation.gate
+    assert simulation.trained_count == 8 * groups == len(trained)
+    held = len(simulation.batch) + len(simulation.finished) + gate.running
+    assert simulation.admitted_count == simulation.trained_count + simulation.discarded_count + held
+    assert gate.outstanding == len(simulation.finished) + gate.running
+    assert gate.outstanding <= setup.contract.max_outstanding
+    assert simulation.tally.oldest <= max_lag
+    if policy is not LatePolicy.MASK or not max_lag:
+        assert max(behind for lags in trained for behind in lags) <= max_lag
+    if not policy.discards:
+        assert simulation.discarded_count == 0
+    # Every token of every sibling, once.
+    tokens = sum(sum(lags.values()) for lags in trained)
+    if policy is LatePolicy.MASK:
+        assert sum(simulation.tally.tokens_by_lag.values()) == tokens
+    assert all(sum(lags.values()) >= 2 * setup.workload.siblings for lags in trained)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    setup = setup_of(2, 6, VARIED, engines=40)
+    assert simulate(setup, 7, 6) == simulate(setup, 7, 6)
+    assert simulate(setup, 7, 6) != simulate(setup, 8, 6)
+
+
+def test_the_tokens_of_a_step_are_those_of_its_attempts() -> None:
+    setup = setup_of(0, 3, VARIED, engines=2)
+    simulation, trained = asyncio.run(play(setup, 2, seed=5))
+    planned = [
+        sum(turn.token_count for i in range(2) for turn in VARIED.plan(5, task, i))
+        for task in range(6)
+    ]
+    assert sorted(sum(lags.values()) for lags in trained) == sorted(planned)
+    assert simulation.tally.steps == 2
+
+
+def test_a_run_that_nobody_works_on_is_given_up() -> None:
+    with pytest.raises(Stuck):
+        simulate(setup_of(agents=0, stuck_seconds=100.0), 1, 1)
