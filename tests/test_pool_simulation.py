@@ -147,15 +147,19 @@ def step_engine(
     return found
 
 
+# Of what comes in the very moment of a boundary, rounding decides: these are none.
+moments = st.integers(1, 2_000).map(lambda number: number * 0.00097531)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     arrivals=st.lists(
-        st.tuples(st.floats(0.001, 2.0), st.integers(1, 40)),
+        st.tuples(moments, st.integers(1, 40)),
         min_size=1,
         max_size=12,
         unique_by=lambda arrival: arrival[0],
     ),
-    switch=st.none() | st.floats(0.001, 1.0),
+    switch=st.none() | moments,
     most_running=st.integers(1, 5),
 )
 def test_arithmetic_over_steps_is_the_same_as_one_step_after_another(
