@@ -11,7 +11,7 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into format \
 	cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer \
-	bench-journal bench-overlap bench-corrections bench-parity bench-attempts bench-pool bench-prefix
+	bench-journal bench-overlap bench-corrections bench-parity bench-attempts bench-pool bench-prefix simulate
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -148,6 +148,10 @@ bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best
 
 bench-corrections: setup ## final reward by off-policy correction, on stale data
 	@$(BIN)/python benchmarks/corrections.py $(ARGS)
+
+# No part of `bench`: it makes its tables on a virtual clock, and its real runs are long.
+simulate: setup ## what 1 to 1,024 engines bring, simulated; ARGS="--validate" holds the simulator against real runs first
+	@$(BIN)/python benchmarks/simulate.py $(ARGS)
 
 bench-parity: setup ## advantages and losses against another library's
 	-@$(BIN)/python .ci/add_extra.py bench

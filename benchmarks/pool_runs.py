@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import xxhash
 from pool_setup import Tally, Workload
 from safetensors.numpy import load_file
@@ -49,7 +50,8 @@ from penstock.wire.staleness import lag
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
-TASKS_AT_A_TIME = 1_000
+TASKS = 1_000
+"""Of a run, which is over before they are."""
 WORDS = 256
 """Token ids below it are of the vocabulary."""
 
@@ -77,19 +79,24 @@ class Engines:
 
 
 @contextlib.asynccontextmanager
-async def running_pool(folder: Path, engines: Engines) -> AsyncGenerator[str]:
-    """The address of a hub with all of its engines in rotation."""
+async def running_pool(
+    folder: Path, engines: Engines
+) -> AsyncGenerator[tuple[str, psutil.Process]]:
+    """The address of a hub with all of its engines in rotation, and its process."""
     folder.mkdir(parents=True)  # noqa: ASYNC240
     processes: list[Process] = []
 
     async def start(name: str, arguments: Sequence[str]) -> str:
         serves = FirstMatch(SERVING)
         command = Command(name, (sys.executable, *arguments), folder / f"{name}.log", ENVIRONMENT)
-        processes.append(Process.start(command, serves))
-        return await serves.wait(processes[-1])
+        process = Process.start(command, serves)
+        processes.append(process)
+        return await serves.wait(process)
 
     try:
-        addresses = [await start(f"engine-{n}", engines.command(n)) for n in range(engines.count)]
+        addresses = await asyncio.gather(
+            *(start(f"engine-{n}", engines.command(n)) for n in range(engines.count))
+        )
         hub = ("-m", "penstock.client", "serve", "--engines", ",".join(addresses))
         hub += ("--model", str(engines.model), "--listen", "127.0.0.1:0", "--http-listen", "")
         address = await start("hub", hub)
@@ -97,7 +104,7 @@ async def running_pool(folder: Path, engines: Engines) -> AsyncGenerator[str]:
             # Nobody tells when the last of them is in rotation.
             while any(replica.problem for replica in (await client.server_info()).replicas):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        yield address
+        yield address, psutil.Process(processes[-1].pid)
     finally:
         for process in reversed(processes):
             await process.stop(10.0)
@@ -115,6 +122,8 @@ class Observed:
     """Of an engine, the longest of a switch."""
     closing: list[float] = field(default_factory=list[float])
     """From an agent's outcome to its next lease."""
+    hub_seconds: float = 0.0
+    """Of processor time, that the hub took."""
     turns: list[float] = field(default_factory=list[float])
     """As the agents see them."""
     failures: int = 0
@@ -204,9 +213,9 @@ class Trainer:
                     await switched
                 publishing = time.monotonic()
                 await self._upload(version + 1)
+                self._note(batch, version, gathered - began)
                 published = time.monotonic()
                 observed.publishing.append(published - publishing)
-                self._note(batch, version, gathered - began)
                 version += 1
                 exchange.send(switch_weights=SwitchWeights(weight_version=version))
                 ids = [delivery.delivery_id for delivery in batch]
@@ -222,7 +231,7 @@ class Trainer:
 
     async def _submit(self) -> None:
         message = []
-        for index in range(TASKS_AT_A_TIME * 5):
+        for index in range(TASKS):
             task = Task(
                 f"t{index}",
                 words(self._workload.prompt_tokens, f"{index}"),
@@ -231,9 +240,7 @@ class Trainer:
                 index=index,
             )
             message.append(write_task(task))
-        for at in range(0, len(message), TASKS_AT_A_TIME):
-            tasks = message[at : at + TASKS_AT_A_TIME]
-            await self._wire.SubmitTasks(SubmitTasksRequest(tasks=tasks))
+        await self._wire.SubmitTasks(SubmitTasksRequest(tasks=message))
 
     async def _read(self, exchange: Exchange) -> None:
         while True:
@@ -325,7 +332,8 @@ class Run:
 async def run(folder: Path, engines: Engines, asked: Run) -> Observed:
     """A pool from its start to the trainer's last step, and what it came to."""
     observed = Observed(Tally(asked.contract.max_lag, engines.count))
-    async with running_pool(folder, engines) as address:
+    async with running_pool(folder, engines) as (address, hub):
+        before = sum(hub.cpu_times()[:2])
         channel = open_channel(address)
         try:
             trainer = Trainer(Wire(channel), asked.contract, asked.workload, engines.model)
@@ -339,6 +347,7 @@ async def run(folder: Path, engines: Engines, asked: Run) -> Observed:
                 training.cancel()
                 working.result()
             await training
+            observed.hub_seconds = sum(hub.cpu_times()[:2]) - before
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         finally:

@@ -86,6 +86,8 @@ class Setup:
     engines: int = 1
     agents: int | None = None
     """Attempts worked on at a time; None for as many as are admitted."""
+    hub_seconds: float = 0.0
+    """That the hub, one process, is busy with each turn: those that come together go one after another."""
     attempt_seconds: float = 0.0
     """Of an attempt outside its turns and its tools: its lease and its close."""
     switch_seconds: float = 0.0

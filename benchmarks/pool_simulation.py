@@ -15,7 +15,8 @@ limits of `simulated_pool`, and `lag`. What this module adds is when the server 
 Each token carries the version of the engine that sampled it; its lag is taken when its group's step is
 made, which is by the version that the trainer holds while it gathers.
 
-What fails, leases that run out, evaluation, the journal and what the hub itself computes are not simulated.
+The hub is busy with each turn for a while, one after another. What fails, leases that run out, evaluation
+and the journal are not simulated.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Simulation:
         self._task_count = 0
         self._unleased: deque[Attempt] = deque()
         self._working = 0
+        self._hub_free = 0.0
         self._gathering_since: float | None = None
         self._waited = 0.0
         self._switching = self._publish_waits = False
@@ -168,6 +170,11 @@ class Simulation:
             last_home=attempt.home,
             group_homes=attempt.group.homes,
         )
+        self._hub_free = max(self.clock.now, self._hub_free) + self.setup.hub_seconds
+        self.clock.at(self._hub_free, self._place, turn)
+
+    def _place(self, turn: Turn) -> None:
+        attempt: Attempt = turn.owner
         self.pool.place(turn, attempt.trajectory_id, attempt.group.group_id)
 
     def _sampled(self, turn: Turn) -> None:

@@ -1,7 +1,7 @@
 """What many engines bring, on a virtual clock: a simulator, held against real runs first.
 
     python benchmarks/simulate.py [--engines 1,2,4,8,16,32,64,128,256,512,1024] [--max-lags 0,1,2,4,8]
-        [--scaling weak,strong] [--steps 10] [--warmup 5]
+        [--scaling weak,strong] [--steps 8] [--warmup 6] [--hub-seconds 0]
     python benchmarks/simulate.py --validate [--rounds 3] [--seconds 60] [--pools 1,2] [--vllm]
         [--no-tables]
 
@@ -12,13 +12,15 @@ and lag; docs/simulation.md says what else it has and what it leaves out.
 and simulated, and prints both (`simulate_validation`). The engines are processes that sleep for each step,
 the longer the more turns they have; with `--vllm` they are vLLM with a tiny model.
 
-The tables: groups of 4 attempts of 2 turns, log-normal lengths with the shape of `staleness.py` (median
-54, 99 % within 560; here the tokens of a turn), cut at 2,048, half of the variance common to siblings; a
-tool in between, log-normal, 1 s in the median. What an engine takes is what `--validate --vllm` measured
-here. Weak scaling gives each engine 4 groups a step, and a step takes the trainer as long whatever their
-number: it grows, too. Strong scaling has 64 groups a step for any number of engines. There are as many
-agents as attempts; late tokens are masked; the freshness controller is on; the rest is as by default. The
-warm-up is not counted.
+The tables are fed with what was measured of the pool of one that was validated (`MEASURED`). Groups of 4
+attempts of 2 turns, log-normal lengths with the shape of `staleness.py` (median 54, 99 % within 560; here
+the tokens of a turn), cut at 2,048, half of the variance common to siblings; a tool in between,
+log-normal, 1 s in the median. A step takes the trainer 10 s, about what one engine takes for 2 groups with
+8 turns in flight. Weak scaling has 2 groups a step for each engine, and the trainer grows, too: its step
+takes as long whatever their number. Strong scaling has 64 groups a step for any number of engines. There
+are as many agents as attempts; late tokens are masked; the freshness controller is on; all else is as by
+default. The hub takes no time, unless --hub-seconds says how much for each turn. The first steps are not
+counted.
 
 The last line is one JSON object. `sync_of_async_at_1024`: trajectories an hour at `max_lag` 0 over those
 at the largest one, weak scaling, 1,024 engines; null where that was not simulated. The errors are the
@@ -34,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
@@ -48,7 +51,7 @@ from penstock.server.staleness_gate import StalenessContract
 
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_LAGS = (0, 1, 2, 4, 8)
-GROUPS_PER_ENGINE = 4
+GROUPS_PER_ENGINE = 2
 GROUPS_IN_ALL = 64
 WORKLOAD = Workload(
     siblings=4,
@@ -61,10 +64,23 @@ WORKLOAD = Workload(
     tool_seconds=1.0,
     tool_sigma=1.0,
 )
-ENGINE = EngineTimes(((1, 0.01), (32, 0.02)))
-TRAINER = TrainerTimes(step_seconds=4.0, publish_seconds=0.1)
-ATTEMPT_SECONDS = 0.01
-SWITCH_SECONDS = 0.05
+MEASURED = EngineTimes(
+    (
+        (1, 0.0439),
+        (2, 0.0451),
+        (4, 0.0521),
+        (8, 0.0583),
+        (16, 0.0750),
+        (24, 0.0891),
+        (32, 0.1123),
+    ),
+    first_token_steps=0,
+    turn_seconds=0.0091,
+    pause_seconds=0.0005,
+)
+TRAINER = TrainerTimes(step_seconds=10.0, publish_seconds=0.023)
+ATTEMPT_SECONDS = 0.065
+SWITCH_SECONDS = 0.053
 VALIDATED = Workload(
     siblings=4,
     turns=2,
@@ -77,18 +93,28 @@ VALIDATED = Workload(
 SCALING = {"weak": lambda engines: GROUPS_PER_ENGINE * engines, "strong": lambda _: GROUPS_IN_ALL}
 
 
-def measure(engines: int, max_lag: int, groups: int, steps: int, warmup: int) -> Tally:
+@dataclass(frozen=True)
+class Length:
+    """Of a run, and what the hub takes in it."""
+
+    steps: int
+    warmup: int
+    hub_seconds: float
+
+
+def measure(engines: int, max_lag: int, groups: int, length: Length) -> Tally:
     """One cell of a table."""
     setup = Setup(
         StalenessContract(max_lag, groups),
         WORKLOAD,
-        ENGINE,
+        MEASURED,
         TRAINER,
         engines,
+        hub_seconds=length.hub_seconds,
         attempt_seconds=ATTEMPT_SECONDS,
         switch_seconds=SWITCH_SECONDS,
     )
-    return simulate(setup, 1, steps, warmup)
+    return simulate(setup, 1, length.steps, length.warmup)
 
 
 def name_of(max_lag: int) -> str:
@@ -97,7 +123,7 @@ def name_of(max_lag: int) -> str:
 
 
 def print_table(
-    scaling: str, engines: Sequence[int], max_lags: Sequence[int], steps: int, warmup: int
+    scaling: str, engines: Sequence[int], max_lags: Sequence[int], length: Length
 ) -> dict[tuple[int, int], Tally]:
     """Prints one way of scaling; returns its cells by (engines, max_lag)."""
     print(f"\n{scaling} scaling")
@@ -111,7 +137,7 @@ def print_table(
         for max_lag in max_lags:
             began = time.monotonic()
             groups = SCALING[scaling](count)
-            tally = cells[count, max_lag] = measure(count, max_lag, groups, steps, warmup)
+            tally = cells[count, max_lag] = measure(count, max_lag, groups, length)
             first = cells[count, max_lags[0]]
             print(
                 f"{count:>7}  {name_of(max_lag):14}{groups:>7}{tally.per_hour:>15,.0f}"
@@ -158,8 +184,11 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(map(str, ENGINES)))
     parser.add_argument("--max-lags", default=",".join(map(str, MAX_LAGS)))
     parser.add_argument("--scaling", default="weak,strong")
-    parser.add_argument("--steps", type=int, default=10, help="counted, of each cell of a table")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--steps", type=int, default=8, help="counted, of each cell of a table")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before them")
+    parser.add_argument(
+        "--hub-seconds", type=float, default=0.0, help="that the hub is busy with each turn"
+    )
     parser.add_argument("--no-tables", action="store_true")
     parser.add_argument("--validate", action="store_true", help="against real runs first")
     parser.add_argument("--pools", default="1,2", help="engines of the real pools")
@@ -175,9 +204,10 @@ def main() -> None:
     if arguments.validate:
         figures |= run_validation(arguments)
     if not arguments.no_tables:
+        length = Length(arguments.steps, arguments.warmup, arguments.hub_seconds)
         engines, max_lags = numbers(arguments.engines), numbers(arguments.max_lags)
         for scaling in arguments.scaling.split(","):
-            cells = print_table(scaling, engines, max_lags, arguments.steps, arguments.warmup)
+            cells = print_table(scaling, engines, max_lags, length)
             if scaling == "weak" and 1024 in engines and 0 in max_lags:
                 sync, overlapped = cells[1024, 0], cells[1024, max(max_lags)]
                 figures["sync_of_async_at_1024"] = round(sync.per_hour / overlapped.per_hour, 4)

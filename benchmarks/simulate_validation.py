@@ -6,9 +6,10 @@ What is measured, through the hub, with as many engines up as are simulated:
                  of their turns over the steps that these were in flight for
     first token  turns of one token on an engine at rest: in less than half a step, a step begins with its
                  tokens. What is left is the hub's and the wire's
-    prefill      the same under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
-    the rest     trainer, upload, switch, pause, lease and close: medians of a short run with another seed,
-                 but of lease and close, where the gate makes most wait, the tenth part that is shortest
+    prefill      one alone under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
+    hub          its processor time over the turns of a short run with another seed
+    the rest     trainer, upload, switch, pause, lease and close: means of that run;
+                 of lease and close, where the gate makes most wait, the tenth part that is shortest
 
 Then each setting is run for real and simulated over as many steps, with the same attempts, and the same
 first steps left out. Rounds have seeds of their own, and each has every setting.
@@ -22,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,9 @@ class Plan:
     max_lags: tuple[int, ...] = (0, 1, 4)
     seconds: float = 60.0
     """Of a run."""
-    callers: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32)
+    callers: tuple[int, ...] = (1, 4, 8, 16, 24, 32)
     """For each engine, where its steps are measured."""
-    calling_seconds: float = 4.0
+    calling_seconds: float = 3.0
     calibration_seconds: float = 25.0
 
 
@@ -64,6 +65,7 @@ class Calibration:
     engines: int
     times: EngineTimes
     trainer: TrainerTimes
+    hub_seconds: float
     attempt_seconds: float
     switch_seconds: float
 
@@ -73,9 +75,10 @@ class Calibration:
         return (
             f"{self.engines} engine(s): ms of a step by turns in flight {{{steps}}}, first token after "
             f"{self.times.first_token_steps} step(s), prefill {self.times.prefill_seconds * 1e6:.0f} us a "
-            f"token, turn {self.times.turn_seconds * 1e3:.1f} ms, attempt "
-            f"{self.attempt_seconds * 1e3:.1f} ms, pause {self.times.pause_seconds * 1e3:.1f} ms, switch "
-            f"{self.switch_seconds * 1e3:.0f} ms, train {self.trainer.step_seconds:.3f} s, publish "
+            f"token, turn {self.times.turn_seconds * 1e3:.1f} ms, "
+            f"hub {self.hub_seconds * 1e3:.1f} ms a turn, "
+            f"attempt {self.attempt_seconds * 1e3:.1f} ms, pause {self.times.pause_seconds * 1e3:.1f} ms, "
+            f"switch {self.switch_seconds * 1e3:.0f} ms, train {self.trainer.step_seconds:.3f} s, publish "
             f"{self.trainer.publish_seconds * 1e3:.0f} ms"
         )
 
@@ -104,7 +107,7 @@ class Pair:
 
 async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
     """Measures one pool."""
-    async with running_pool(folder / "turns", engines) as address:
+    async with running_pool(folder / "turns", engines) as (address, _):
         first, prefill = await _measure_rest(address)
         found = {
             callers: await _measure_turns(address, callers * engines.count, plan.calling_seconds)
@@ -134,11 +137,12 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
             prefill_seconds=prefill,
             first_token_steps=first_token_steps,
             turn_seconds=max(0.0, first - first_token_steps * steps[0][1]),
-            pause_seconds=median(seen.pausing),
+            pause_seconds=fmean(seen.pausing),
         ),
-        TrainerTimes(median(seen.computing), publish_seconds=median(seen.publishing)),
+        TrainerTimes(fmean(seen.computing), publish_seconds=fmean(seen.publishing)),
+        seen.hub_seconds / len(seen.turns),
         attempt_seconds=quantiles(seen.closing, n=10)[0],
-        switch_seconds=median(seen.switching) / parts,
+        switch_seconds=fmean(seen.switching) / parts,
     )
 
 
@@ -218,6 +222,7 @@ async def compare(
         calibration.trainer,
         engines.count,
         plan.agents,
+        calibration.hub_seconds,
         calibration.attempt_seconds,
         calibration.switch_seconds,
     )

@@ -237,6 +237,17 @@ def test_a_trainer_that_is_never_kept_waiting_sets_the_pace(engines: int) -> Non
     assert tally.idle == 0.0
 
 
+def test_a_hub_that_is_always_busy_sets_the_pace() -> None:
+    setup = setup_of(
+        8,
+        times=EngineTimes(((1, 1e-4),)),
+        trainer=TrainerTimes(1e-3),
+        hub_seconds=0.5,
+        freshness=False,
+    )
+    assert simulate(setup, 1, 20, 10).per_hour == pytest.approx(3600 / 0.5)
+
+
 def test_a_conversation_is_prefilled_once_where_it_stays() -> None:
     turns, prompt, seen = 3, 100, 7
     workload = Workload(
