@@ -2,13 +2,13 @@
 
 What is measured, through the hub, with as many engines up as are simulated:
 
-    steps        callers that take turns of 5 to 45 tokens in a loop, so many for each engine: the seconds
+    steps        callers that take turns of 4 to 20 tokens in a loop, so many for each engine: the seconds
                  of their turns over the steps that these were in flight for
     first token  turns of one token on an engine at rest: in less than half a step, a step begins with its
                  tokens. What is left is the hub's and the wire's
     prefill      one alone under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
     hub          its processor time over the turns of a short run with another seed
-    the rest     trainer, upload, switch, pause, lease and close: means of that run;
+    the rest     trainer, upload, switch, pause, lease and close: medians of that run;
                  of lease and close, where the gate makes most wait, the tenth part that is shortest
 
 Then each setting is run for real and simulated over as many steps, with the same attempts, and the same
@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from simulated_engine import EngineTimes
 from penstock.client import connect
 from penstock.server.staleness_gate import StalenessContract
 
-SHORTEST, LONGEST = 5, 45
+SHORTEST, LONGEST = 4, 20
 PROMPTS = (8, 400, 800, 1_200)
 REST_SECONDS = 0.2
 SETTLING_SECONDS = 0.5
@@ -54,7 +54,7 @@ class Plan:
     """Of a run."""
     callers: tuple[int, ...] = (1, 4, 8, 16, 24, 32)
     """For each engine, where its steps are measured."""
-    calling_seconds: float = 3.0
+    calling_seconds: float = 6.0
     calibration_seconds: float = 25.0
 
 
@@ -137,12 +137,12 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
             prefill_seconds=prefill,
             first_token_steps=first_token_steps,
             turn_seconds=max(0.0, first - first_token_steps * steps[0][1]),
-            pause_seconds=fmean(seen.pausing),
+            pause_seconds=median(seen.pausing),
         ),
-        TrainerTimes(fmean(seen.computing), publish_seconds=fmean(seen.publishing)),
+        TrainerTimes(median(seen.computing), publish_seconds=median(seen.publishing)),
         seen.hub_seconds / len(seen.turns),
         attempt_seconds=quantiles(seen.closing, n=10)[0],
-        switch_seconds=fmean(seen.switching) / parts,
+        switch_seconds=median(seen.switching) / parts,
     )
 
 
@@ -241,15 +241,19 @@ def validate(
         end="",
     )
     print(f"{'mean lag':>18}{'ratio':>7}{'masked':>16}{'idle':>14}{'turn, s':>16}   tokens by lag")
+    calibrations: dict[int, Calibration] = {}
     for number in range(rounds):
         for count in counts:
             pool = replace(engines, count=count)
             place = folder / f"{number}-{count}"
-            calibration = asyncio.run(calibrate(place / "calibration", pool, plan))
-            print(calibration.line(), flush=True)
+            if count not in calibrations:
+                calibrations[count] = asyncio.run(calibrate(place / "calibration", pool, plan))
+                print(calibrations[count].line(), flush=True)
             for max_lag in plan.max_lags:
                 pair, observed = asyncio.run(
-                    compare(place / f"{max_lag}", pool, calibration, plan, max_lag, number + 1)
+                    compare(
+                        place / f"{max_lag}", pool, calibrations[count], plan, max_lag, number + 1
+                    )
                 )
                 assert not observed.failures, f"{observed.failures} turns were not as planned"
                 pairs.append(pair)
