@@ -63,9 +63,9 @@ class Engines:
     model: Path
     count: int = 1
     vllm: bool = False
-    step_seconds: float = 0.04
+    step_seconds: float = 0.0
     """Of the engine that sleeps: nothing but its process is told."""
-    turn_seconds: float = 0.002
+    turn_seconds: float = 0.0
     context: int = 2048
 
     def command(self, number: int) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Observed:
     pausing: list[float] = field(default_factory=list[float])
     """Of an engine, the longest of a switch."""
     closing: list[float] = field(default_factory=list[float])
-    """From an agent's outcome to its next lease."""
+    """Of an attempt, by its agent."""
     hub_seconds: float = 0.0
     """Of processor time, that the hub took."""
     turns: list[float] = field(default_factory=list[float])
@@ -138,8 +138,6 @@ class Agents:
         self._workload = workload
         self._seed = seed
         self._observed = observed
-        self._freed: list[float] = []
-        """When places became free that no lease has filled."""
 
     async def work(self, concurrency: int) -> None:
         """Until it is cancelled."""
@@ -149,8 +147,6 @@ class Agents:
             client.lease_tasks(concurrency=concurrency) as leases,
         ):
             async for attempt in leases:
-                if self._freed:
-                    self._observed.closing.append(time.monotonic() - self._freed.pop(0))
                 attempts.create_task(self._attempt(attempt))
 
     async def _attempt(self, attempt: Any) -> None:
@@ -165,7 +161,7 @@ class Agents:
             await asyncio.sleep(turn.tool_seconds)
         ended = time.monotonic()
         await trajectory.complete(0.0)
-        self._freed.append(ended)
+        self._observed.closing.append(time.monotonic() - ended)
 
 
 class Trainer:

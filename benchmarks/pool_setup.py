@@ -89,7 +89,7 @@ class Setup:
     hub_seconds: float = 0.0
     """That the hub, one process, is busy with each turn: those that come together go one after another."""
     attempt_seconds: float = 0.0
-    """Of an attempt outside its turns and its tools: its lease and its close."""
+    """Of an attempt outside its turns and its tools."""
     switch_seconds: float = 0.0
     """That an engine is out of rotation for a switch; at least until it samples again."""
     rules: PoolRules = field(default_factory=PoolRules)

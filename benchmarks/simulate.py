@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py [--engines 1,2,4,8,16,32,64,128,256,512,1024] [--max-lags 0,1,2,4,8]
         [--scaling weak,strong] [--steps 6] [--warmup 4] [--hub-seconds 0]
-    python benchmarks/simulate.py --validate [--rounds 3] [--seconds 60] [--pools 1,2] [--vllm]
+    python benchmarks/simulate.py --validate [--rounds 3] [--seconds 90] [--pools 1,2] [--vllm]
         [--no-tables]
 
 The simulator (`pool_simulation`) drives the server's own gate, freshness controller, placing, turn limits
@@ -12,15 +12,15 @@ and lag; docs/simulation.md says what else it has and what it leaves out.
 and simulated, and prints both (`simulate_validation`). The engines are processes that sleep for each step,
 the longer the more turns they have; with `--vllm` they are vLLM with a tiny model.
 
-The tables are fed with what was measured of the pool of one that was validated (`MEASURED`). Groups of 4
-attempts of 2 turns, log-normal lengths with the shape of `staleness.py` (median 54, 99 % within 560; here
-the tokens of a turn), cut at 2,048, half of the variance common to siblings; a tool in between,
-log-normal, 1 s in the median. A step takes the trainer 10 s, about what one engine takes for 2 groups with
-8 turns in flight. Weak scaling has 2 groups a step for each engine, and the trainer grows, too: its step
-takes as long whatever their number. Strong scaling has 64 groups a step for any number of engines. There
-are as many agents as attempts; late tokens are masked; the freshness controller is on; all else is as by
-default. The hub takes no time, unless --hub-seconds says how much for each turn. The first steps are not
-counted.
+The tables are fed with what `--validate` measured here of an engine that sleeps for 40 ms a step and 2 ms
+for each turn (`MEASURED`); it is given no more turns at a time than were measured. Groups of 4 attempts of
+2 turns, log-normal lengths with the shape of `staleness.py` (median 54, 99 % within 560; here the tokens
+of a turn), cut at 2,048, half of the variance common to siblings; a tool in between, log-normal, 1 s in
+the median. A step takes the trainer 10 s, about what one engine takes for 2 groups with 8 turns in flight.
+Weak scaling has 2 groups a step for each engine, and the trainer grows, too: its step takes as long
+whatever their number. Strong scaling has 64 groups a step for any number of engines. There are as many
+agents as attempts; late tokens are masked; the freshness controller is on; all else is as by default. The
+hub takes no time, unless --hub-seconds says how much for each turn. The first steps are not counted.
 
 The last line is one JSON object. `sync_of_async_at_1024`: trajectories an hour at `max_lag` 0 over those
 at the largest one, weak scaling, 1,024 engines; null where that was not simulated. The errors are the
@@ -85,9 +85,9 @@ SWITCH_SECONDS = 0.053
 VALIDATED = Workload(
     siblings=4,
     turns=2,
-    median_tokens=12.0,
-    sigma=0.8,
-    most_tokens=80,
+    median_tokens=6.0,
+    sigma=0.6,
+    most_tokens=30,
     tool_seconds=0.3,
     tool_sigma=0.7,
 )
@@ -165,7 +165,8 @@ def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
     plan = Plan(VALIDATED, seconds=arguments.seconds, max_lags=numbers(arguments.validated_lags))
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", layers=1)
-        engines = Engines(model, vllm=arguments.vllm)
+        pace = arguments.step_seconds, arguments.turn_seconds
+        engines = Engines(model, 1, arguments.vllm, *pace)
         pairs = validate(Path(folder), engines, pools, plan, arguments.rounds)
     for count in pools:
         rate, lag = errors(pairs, count)
@@ -195,7 +196,13 @@ def main() -> None:
     parser.add_argument("--pools", default="1,2", help="engines of the real pools")
     parser.add_argument("--validated-lags", default="0,1,4", help="max_lag of the real runs")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each real run")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of each real run")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.15, help="that the real engines sleep for a step"
+    )
+    parser.add_argument(
+        "--turn-seconds", type=float, default=0.0075, help="further, with each turn in flight"
+    )
     parser.add_argument("--vllm", action="store_true", help="real engines, with a tiny model")
     arguments = parser.parse_args()
     figures: dict[str, float | None] = dict.fromkeys(

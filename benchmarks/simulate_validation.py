@@ -2,14 +2,14 @@
 
 What is measured, through the hub, with as many engines up as are simulated:
 
-    steps        callers that take turns of 4 to 20 tokens in a loop, so many for each engine: the seconds
-                 of their turns over the steps that these were in flight for
+    steps        callers that take turns of 3 to 10 tokens in a loop, so many for each engine: the seconds
+                 of a turn over the steps that it was in flight for, in the middle of the turns
     first token  turns of one token on an engine at rest: in less than half a step, a step begins with its
                  tokens. What is left is the hub's and the wire's
     prefill      one alone under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
     hub          its processor time over the turns of a short run with another seed
-    the rest     trainer, upload, switch, pause, lease and close: medians of that run;
-                 of lease and close, where the gate makes most wait, the tenth part that is shortest
+    the rest     trainer, upload, switch, pause and the close of an attempt: medians of that run. What
+                 a lease takes is not measured
 
 Then each setting is run for real and simulated over as many steps, with the same attempts, and the same
 first steps left out. Rounds have seeds of their own, and each has every setting.
@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from simulated_engine import EngineTimes
 from penstock.client import connect
 from penstock.server.staleness_gate import StalenessContract
 
-SHORTEST, LONGEST = 4, 20
+SHORTEST, LONGEST = 3, 10
 PROMPTS = (8, 400, 800, 1_200)
 REST_SECONDS = 0.2
 SETTLING_SECONDS = 0.5
@@ -48,14 +48,14 @@ class Plan:
     workload: Workload
     groups_per_step: int = 4
     agents: int = 32
-    step_seconds: float = 1.0
+    step_seconds: float = 1.5
     max_lags: tuple[int, ...] = (0, 1, 4)
     seconds: float = 60.0
     """Of a run."""
-    callers: tuple[int, ...] = (1, 4, 8, 16, 24, 32)
+    callers: tuple[int, ...] = (1, 8, 16, 24, 32)
     """For each engine, where its steps are measured."""
-    calling_seconds: float = 6.0
-    calibration_seconds: float = 25.0
+    calling_seconds: float = 9.0
+    calibration_seconds: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
             callers: await _measure_turns(address, callers * engines.count, plan.calling_seconds)
             for callers in plan.callers
         }
-    pace = min(turns.seconds / turns.tokens for turns in found.values())
+    pace = min(_step_seconds(turns, 0) for turns in found.values())
     first_token_steps = 0 if first < pace / 2 else 1
     steps = tuple(
-        (callers, turns.step_seconds(first_token_steps)) for callers, turns in found.items()
+        (callers, _step_seconds(turns, first_token_steps)) for callers, turns in found.items()
     )
     contract = StalenessContract(max(plan.max_lags), plan.groups_per_step)
     short = Run(
@@ -141,28 +141,14 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
         ),
         TrainerTimes(median(seen.computing), publish_seconds=median(seen.publishing)),
         seen.hub_seconds / len(seen.turns),
-        attempt_seconds=quantiles(seen.closing, n=10)[0],
+        attempt_seconds=median(seen.closing),
         switch_seconds=median(seen.switching) / parts,
     )
 
 
-@dataclass(slots=True)
-class _Turns:
-    """What callers saw of turns that were in flight beside as many others."""
-
-    count: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def step_seconds(self, first_token_steps: int) -> float:
-        """A turn that follows another waits for the next step, and is in flight for one per token: from
-        its first token on where a step begins with them."""
-        return self.seconds / (self.tokens + first_token_steps * self.count)
-
-
-async def _measure_turns(address: str, callers: int, seconds: float) -> _Turns:
-    """Turns while so many callers have one in flight."""
-    found = _Turns()
+async def _measure_turns(address: str, callers: int, seconds: float) -> list[tuple[int, float]]:
+    """(Tokens, seconds) of turns while so many callers have one in flight."""
+    found: list[tuple[int, float]] = []
     begin = time.monotonic() + SETTLING_SECONDS
     end = begin + seconds
 
@@ -175,15 +161,20 @@ async def _measure_turns(address: str, callers: int, seconds: float) -> _Turns:
             trajectory = client.trajectory(f"{key}-{number}")
             await trajectory.turn(words(8, f"{key} {number}"), max_tokens=count, ignore_eos=True)
             if began > begin and (now := time.monotonic()) < end:
-                found.count += 1
-                found.tokens += count
-                found.seconds += now - began
+                found.append((count, now - began))
             await trajectory.complete(0.0)
 
     async with connect(address) as client, asyncio.TaskGroup() as calling:
         for number in range(callers):
             calling.create_task(call(client, f"steps-{callers}-{number}-{time.time_ns()}"))
     return found
+
+
+def _step_seconds(turns: Sequence[tuple[int, float]], first_token_steps: int) -> float:
+    """A turn that follows another waits for the next step, and is in flight for one per token: from its
+    first token on where a step begins with them. The middle of the turns, because what else the machine
+    does now and then holds up all of them at once."""
+    return median(seconds / (count + first_token_steps) for count, seconds in turns)
 
 
 async def _measure_rest(address: str) -> tuple[float, float]:

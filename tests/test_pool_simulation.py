@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pool_setup import Setup, TrainerTimes, Workload
+from pool_setup import Setup, Tally, TrainerTimes, Workload
 from pool_simulation import Group, Simulation, Stuck, simulate
+from simulate_validation import Pair, errors
 from simulated_engine import EngineTimes, SimulatedEngine, Turn
 
 from penstock.server.pool import PoolRules
@@ -346,3 +347,34 @@ def test_the_tokens_of_a_step_are_those_of_its_attempts() -> None:
 def test_a_run_that_nobody_works_on_is_given_up() -> None:
     with pytest.raises(Stuck):
         simulate(setup_of(agents=0, stuck_seconds=100.0), 1, 1)
+
+
+# Beside real runs
+
+
+def tally_of(per_hour: float, lags: dict[int, int]) -> Tally:
+    return Tally(4, steps=1, seconds=3600.0, trajectories=round(per_hour), tokens_by_lag=lags)
+
+
+def test_an_error_is_the_worst_setting_and_in_it_the_middle_round(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = tally_of(1000, {0: 50, 2: 50})
+    pairs = [
+        *(Pair(1, 0, real, tally_of(rate, {0: 50, 2: 50})) for rate in (900, 980, 3000)),
+        *(Pair(1, 4, real, tally_of(1000, {0: 60, 2: 40})) for _ in range(3)),
+        Pair(2, 4, real, tally_of(5000, {0: 1})),
+    ]
+    assert errors(pairs, 1) == pytest.approx((0.02, 0.2))
+    assert "max_lag 4: off by 0.0%, lag by 20.0%" in capsys.readouterr().out
+
+
+def test_no_lag_is_as_right_as_can_be_where_there_is_none_and_wrong_where_there_is_some() -> None:
+    none, some = tally_of(1, {0: 9}), tally_of(1, {1: 9})
+    assert Pair(1, 0, none, none).lag_ratio == 1.0
+    assert Pair(1, 0, none, some).lag_ratio == math.inf
+
+
+def test_tokens_too_old_are_masked_and_no_part_of_the_lag() -> None:
+    tally = tally_of(1, {0: 10, 4: 10, 5: 20})
+    assert (tally.mean_lag, tally.oldest, tally.masked) == (2.0, 4, 0.5)
