@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -50,7 +50,7 @@ async def _check(address: str, security: Security, *, alive: bool, timeout: floa
     try:
         async with open_channel(address, security) as channel:
             # Without serializers both are bytes, which its types do not say.
-            check: Any = channel.unary_unary(CHECK)
+            check = cast("Any", channel).unary_unary(CHECK)
             answer: bytes = await check(EVERYTHING, timeout=timeout)
     except CredentialsUnusable as error:
         click.echo(f"penstock health: {error}", err=True)
