@@ -8,8 +8,8 @@ What is measured, through the hub, with as many engines up as are simulated:
                  tokens. What is left is the hub's and the wire's
     prefill      one alone under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
     hub          its processor time over the turns of a short run with another seed
-    the rest     trainer, upload, switch, pause and the close of an attempt: medians of that run. What
-                 a lease takes is not measured
+    the rest     trainer, upload, switch, pause and the close of an attempt: means of that run, without
+                 the first upload and switch. What a lease takes is not measured
 
 Then each setting is run for real and simulated over as many steps, with the same attempts, and the same
 first steps left out. Rounds have seeds of their own, and each has every setting.
@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -137,12 +137,12 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
             prefill_seconds=prefill,
             first_token_steps=first_token_steps,
             turn_seconds=max(0.0, first - first_token_steps * steps[0][1]),
-            pause_seconds=median(seen.pausing),
+            pause_seconds=fmean(seen.pausing[1:]),
         ),
-        TrainerTimes(median(seen.computing), publish_seconds=median(seen.publishing)),
+        TrainerTimes(fmean(seen.computing), publish_seconds=fmean(seen.publishing[1:])),
         seen.hub_seconds / len(seen.turns),
-        attempt_seconds=median(seen.closing),
-        switch_seconds=median(seen.switching) / parts,
+        attempt_seconds=fmean(seen.closing),
+        switch_seconds=fmean(seen.switching[1:]) / parts,
     )
 
 
