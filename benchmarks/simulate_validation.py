@@ -4,8 +4,8 @@ What is measured, through the hub, with as many engines up as are simulated:
 
     steps        callers that take turns of 3 to 10 tokens in a loop, so many for each engine: the seconds
                  of a turn over the steps that it was in flight for, in the middle of the turns
-    first token  turns of one token on an engine at rest: in less than half a step, a step begins with its
-                 tokens. What is left is the hub's and the wire's
+    first token  turns of one token on an engine at rest: where the quickest takes less than half a step, a
+                 step begins with its tokens. What is left is the hub's and the wire's
     prefill      one alone under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
     hub          its processor time over the turns of a short run with another seed
     the rest     trainer, upload, switch, pause and the close of an attempt: means of that run, without
@@ -108,13 +108,13 @@ class Pair:
 async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
     """Measures one pool."""
     async with running_pool(folder / "turns", engines) as (address, _):
-        first, prefill = await _measure_rest(address)
+        first, quickest, prefill = await _measure_rest(address)
         found = {
             callers: await _measure_turns(address, callers * engines.count, plan.calling_seconds)
             for callers in plan.callers
         }
     pace = min(_step_seconds(turns, 0) for turns in found.values())
-    first_token_steps = 0 if first < pace / 2 else 1
+    first_token_steps = 0 if quickest < pace / 2 else 1
     steps = tuple(
         (callers, _step_seconds(turns, first_token_steps)) for callers, turns in found.items()
     )
@@ -177,8 +177,9 @@ def _step_seconds(turns: Sequence[tuple[int, float]], first_token_steps: int) ->
     return median(seconds / (count + first_token_steps) for count, seconds in turns)
 
 
-async def _measure_rest(address: str) -> tuple[float, float]:
-    """(Seconds of a turn of one token, further seconds of each of its context) of an engine at rest."""
+async def _measure_rest(address: str) -> tuple[float, float, float]:
+    """(Seconds of a turn of one token, of the quickest, further seconds of each of its context) of an
+    engine at rest."""
     found: dict[int, list[float]] = {length: [] for length in PROMPTS}
     async with connect(address) as client:
         for number in range(10 * len(PROMPTS)):
@@ -192,7 +193,8 @@ async def _measure_rest(address: str) -> tuple[float, float]:
             await asyncio.sleep(REST_SECONDS)
     middles = [median(found[length]) for length in PROMPTS]
     slope = float(np.polyfit(PROMPTS, middles, 1)[0])
-    return max(0.0, middles[0] - max(0.0, slope) * PROMPTS[0]), max(0.0, slope)
+    first = max(0.0, middles[0] - max(0.0, slope) * PROMPTS[0])
+    return first, min(found[PROMPTS[0]]), max(0.0, slope)
 
 
 async def compare(
