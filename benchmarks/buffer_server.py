@@ -18,7 +18,7 @@ from tests.fakes import ByteRenderer, FakeEngine
 
 from penstock.server import allocator, config
 from penstock.server.engine import Delta, EngineRequest, Finish
-from penstock.server.log_journal import open_journal
+from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind
 
 
@@ -48,7 +48,7 @@ async def serve(folder: Path, settings: list[str]) -> None:
     )
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     engine = InstantEngine(max_context=2 * TOKENS, vocab_size=1 << 20, keeps_history=False)
-    serving = Serving(server, engine, ByteRenderer(), loaded, open_journal(loaded.journal))
+    serving = Serving(server, engine, ByteRenderer(), loaded, await open_journal(loaded.journal))
     await serving.start()
     print(f"serving {port}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -134,8 +134,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
     from penstock.server import allocator
     from penstock.server.http_server import HttpAddressInUse
-    from penstock.server.journal import JournalUnreadable
-    from penstock.server.log_journal import JournalInUse
+    from penstock.server.journal import JournalInUse, JournalUnreadable
     from penstock.server.serving import AddressInUse
     from penstock.wire import telemetry
     from penstock.wire.security import CredentialsUnusable
@@ -163,7 +162,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     from penstock.server.authorization import open_gate
     from penstock.server.conversation import TokenizerRenderer
     from penstock.server.http_server import open_http
-    from penstock.server.log_journal import open_journal
+    from penstock.server.journal_opening import open_journal
     from penstock.server.serving import Serving, bind
 
     # First the port: one in use must not cost the minutes a model takes to load.
@@ -175,7 +174,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     except Exception as error:
         return _cannot_serve(source, error)
     parser = make_parser(config, tokenizer) if tokenizer is not None else None
-    journal = open_journal(config.journal)
+    journal = await open_journal(config.journal)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -19,6 +19,7 @@ tokens = "tokens.toml"
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -27,6 +28,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -84,16 +86,65 @@ class JournalSection(_Section):
     """What survives the server."""
 
     folder: Path | None = None
-    """Where groups, outcomes and open trajectories are kept; unset keeps them in memory only, and a server
-    that restarts has lost them. One server writes to a folder."""
+    """Where groups, outcomes and open trajectories are kept; without it and `url` they are in memory only,
+    and a server that restarts has lost them. One server writes to a folder."""
+    url: str | None = None
+    """nats://HOST:PORT of a NATS server with JetStream, where they are kept instead; several, with commas
+    between, of one cluster. Needs the extra `jetstream`; docs/many-hubs.md."""
+    stream: str = "PENSTOCK"
+    """Name of the stream there; it is made where there is none. One server writes to a stream."""
     durability: Literal["fsync", "process", "none"] = "fsync"
     """What an answer promises: that what it says survives the loss of power, or kill -9 of the server, or
-    nothing."""
+    nothing. With `url` "fsync" needs `monitor`."""
+    monitor: str | None = None
+    """http://HOST:PORT at which the NATS server is monitored: it is asked whether it syncs every write."""
+    credentials: Path | None = None
+    """File of NATS credentials, as `nsc` writes it; a user and password, or a token, may stand in `url`."""
+    ca: Path | None = None
+    """PEM file of the authority that signed the NATS server's certificate; with it or `certificate`
+    connections are made by TLS only."""
+    certificate: Path | None = None
+    """PEM file of a certificate of this server's own, for mutual TLS."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    patience_seconds: float = Field(default=60.0, gt=0)
+    """Longest time that the NATS server may be away while something waits for it. Beyond it this server
+    ends, as with a disk that fails."""
     max_bytes: int = Field(default=64 << 30, ge=4 << 20)
-    """Most bytes on the disk. Half of them may be in use, the rest is for what compaction is about to
-    free; beyond that callers get DISK_FULL."""
+    """Most bytes on the disk, or in the stream. Half of them may be in use, the rest is for what compaction
+    is about to free; beyond that callers get DISK_FULL."""
     segment_bytes: int = Field(default=128 << 20, ge=1 << 20)
-    """Size of one file, allocated whole."""
+    """Size of one file, allocated whole; of a stream, how much that nobody needs may be in it."""
+
+    @field_validator("stream")
+    @classmethod
+    def _check_stream(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", value):
+            raise ValueError("must be letters, digits, - and _")
+        return value
+
+    @field_validator("url", "monitor")
+    @classmethod
+    def _check_addresses(cls, value: str | None, info: ValidationInfo) -> str | None:
+        known = ("nats://", "tls://") if info.field_name == "url" else ("http://", "https://")
+        for address in [] if value is None else value.split(","):
+            if not address.startswith(known):
+                # Without the address, which may hold a password.
+                raise ValueError(f"must begin with {' or '.join(known)}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_place(self) -> JournalSection:
+        if self.url is not None and self.folder is not None:
+            raise ValueError("folder and url exclude each other")
+        if self.url is not None and self.durability == "fsync" and self.monitor is None:
+            raise ValueError(
+                'with url, durability "fsync" needs monitor, where the NATS server says whether it syncs '
+                'every write; durability "process" does not'
+            )
+        if self.key is not None and self.certificate is None:
+            raise ValueError("key needs certificate")
+        return self
 
 
 class Streaming(_Section):

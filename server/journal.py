@@ -6,13 +6,14 @@ state changed in memory -> record appended -> answered. Whoever asks for the sam
 for the same append.
 
 `MemoryJournal` keeps nothing beyond the process: what it is handed is as durable as the process itself.
-The one on disk is `log_journal`; what becomes of its records when a server starts is in `recovery`.
+The one on disk is `log_journal`, the one on another machine `jetstream_journal`; which one a server has
+says `journal_opening`, and what becomes of the records when it starts `recovery`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,10 @@ class EncodedRecord:
 
 
 Appended = Record | EncodedRecord
+
+
+class JournalInUse(Exception):
+    """Another server writes to it."""
 
 
 class JournalUnreadable(Exception):
@@ -91,7 +96,7 @@ class Journal(Protocol):
         """Ends, with the reason, when nothing can be appended any more."""
         ...
 
-    def replay(self) -> Iterator[tuple[Record, Stored]]:
+    def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Every record, oldest first, as the last server left them. Raises JournalUnreadable."""
         ...
 
@@ -153,9 +158,10 @@ class MemoryJournal:
         """Never."""
         return self._failed
 
-    def replay(self) -> Iterator[tuple[Record, Stored]]:
+    async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Nothing was left."""
-        return iter(())
+        for found in ():
+            yield found
 
     async def start(self, snapshot: Snapshot) -> None:
         """Nothing to do."""

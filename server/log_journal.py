@@ -34,21 +34,19 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
     Appended,
     Deferred,
     EncodedRecord,
-    Journal,
+    JournalInUse,
     JournalUnreadable,
-    MemoryJournal,
     Record,
     Snapshot,
     SnapshotItem,
@@ -81,10 +79,6 @@ HEADROOM_BYTES = 1 << 20
 SNAPSHOT_BATCH_BYTES = 8 << 20
 
 
-class JournalInUse(Exception):
-    """Another server writes to this folder."""
-
-
 @dataclass(eq=False)
 class _Append:
     payloads: list[Payload]
@@ -102,23 +96,6 @@ def _written_out(items: Iterable[SnapshotItem]) -> Iterator[Appended | Stored]:
             yield from item.make()
         else:
             yield item
-
-
-def open_journal(section: JournalSection) -> Journal:
-    """The journal that a server is configured with. Raises JournalInUse and JournalUnreadable."""
-    if section.folder is None or section.durability == "none":
-        return MemoryJournal()
-    try:
-        return LogJournal(
-            section.folder,
-            durability=section.durability,
-            max_bytes=section.max_bytes,
-            segment_bytes=section.segment_bytes,
-        )
-    except OSError as error:
-        raise JournalUnreadable(
-            f"the journal {section.folder} cannot be opened: {error}"
-        ) from error
 
 
 class LogJournal:
@@ -172,11 +149,12 @@ class LogJournal:
 
     # Reading
 
-    def replay(self) -> Iterator[tuple[Record, Stored]]:
+    async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Every record as the last server left them. Raises JournalUnreadable."""
         reading = Reading()
         try:
-            yield from read_records(self._files, reading)
+            for found in read_records(self._files, reading):
+                yield found
         except SegmentCorrupt as error:
             raise JournalUnreadable(
                 f"the journal {self._folder} is corrupt: {error}; `penstock journal verify` says more"

@@ -23,6 +23,7 @@ from penstock.server import journal as records
 from penstock.server.attempts import Attempt, Group
 from penstock.server.journal import (
     Deferred,
+    Journal,
     JournalUnreadable,
     Record,
     SnapshotItem,
@@ -270,14 +271,24 @@ def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
     """The state after all records. Raises JournalUnreadable."""
     state = Recovered()
     for record, stored in found:
-        try:
-            state.apply(record, stored)
-        except ValueError as error:
-            where = f"record at {stored.offset} of segment {stored.segment}"
-            raise JournalUnreadable(
-                f"the journal does not fit together: {where}: {error}"
-            ) from error
+        _apply(state, record, stored)
     return state
+
+
+async def recover_from(journal: Journal) -> Recovered:
+    """The state that the last server left. Raises JournalUnreadable."""
+    state = Recovered()
+    async for record, stored in journal.replay():
+        _apply(state, record, stored)
+    return state
+
+
+def _apply(state: Recovered, record: Record, stored: Stored) -> None:
+    try:
+        state.apply(record, stored)
+    except ValueError as error:
+        where = f"record at {stored.offset} of segment {stored.segment}"
+        raise JournalUnreadable(f"the journal does not fit together: {where}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.policy_messages import PolicyMessages
 from penstock.server.pool import PoolEngine
-from penstock.server.recovery import recover
+from penstock.server.recovery import recover_from
 from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
 from penstock.server.rollout_servicer import RolloutServicer
@@ -319,7 +319,7 @@ class Serving:
 
     async def _recover(self) -> None:
         """Takes up what the last server left in the journal. Raises JournalUnreadable."""
-        found = recover(self._journal.replay())
+        found = await recover_from(self._journal)
         self.parts.restore(found, self._journal)
         await self.messages.restore(self.store.records())
         self._starts = found.starts + 1

@@ -38,8 +38,8 @@ from penstock.server.authorization import open_gate
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.engine import AdapterLimits, TensorMeta
 from penstock.server.http_server import HttpAddressInUse, open_http
-from penstock.server.journal import JournalUnreadable
-from penstock.server.log_journal import JournalInUse, open_journal
+from penstock.server.journal import JournalInUse, JournalUnreadable
+from penstock.server.journal_opening import open_journal
 from penstock.server.serving import AddressInUse, Serving, bind
 from tests.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
@@ -122,7 +122,7 @@ async def serve(config: ServeConfig, options: EngineOptions) -> int:
     gate = open_gate(config)
     server, port = bind(config.listen, config.limits.concurrent_calls, gate)
     http = open_http(config, port, gate.credentials)
-    journal = open_journal(config.journal)
+    journal = await open_journal(config.journal)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

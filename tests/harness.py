@@ -22,7 +22,7 @@ from penstock.server.authorization import open_gate
 from penstock.server.conversation import Renderer
 from penstock.server.engine import AdapterLimits
 from penstock.server.http_server import open_http
-from penstock.server.log_journal import open_journal
+from penstock.server.journal_opening import open_journal
 from penstock.server.service import SERVICES
 from penstock.server.serving import Serving, bind
 from penstock.v1 import (
@@ -450,7 +450,7 @@ async def serve(
     gate = open_gate(loaded)
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
     http = open_http(loaded, port, gate.credentials)
-    journal = open_journal(loaded.journal)
+    journal = await open_journal(loaded.journal)
     serving = Serving(server, engine, renderer or ByteRenderer(), loaded, journal, gate, http)
     await serving.start()
     channel = open_channel(f"127.0.0.1:{port}", security)

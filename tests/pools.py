@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.server import config
 from penstock.server.authorization import open_gate
-from penstock.server.log_journal import open_journal
+from penstock.server.journal_opening import open_journal
 from penstock.server.pool import PoolEngine
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_rules import PoolRules
@@ -52,7 +52,7 @@ async def serve_hub(
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
     engine = PoolEngine(addresses, rules=rules)
     await engine.described()
-    journal = open_journal(loaded.journal)
+    journal = await open_journal(loaded.journal)
     serving = Serving(server, engine, ByteRenderer(), loaded, journal, gate)
     await serving.start()
     channel = open_channel(f"127.0.0.1:{port}")

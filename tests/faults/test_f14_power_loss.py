@@ -121,7 +121,8 @@ class Tape:
 async def write_some(folder: Path, tape: Tape, rng: random.Random) -> None:
     """A journal's life: appends of all sizes, one by one and many at a time, over several segments."""
     journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
-    list(journal.replay())
+    async for _ in journal.replay():
+        pass
     await journal.start(list)
 
     async def append(name: str) -> None:
@@ -172,7 +173,7 @@ CUTS = 10
 async def go_on(folder: Path, found: list[str]) -> None:
     """Another server takes it up, and what it adds is there as well."""
     journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
-    replayed = [stored for _, stored in journal.replay()]
+    replayed = [stored async for _, stored in journal.replay()]
     assert len(replayed) == len(found)
     for stored in replayed:
         journal.hold(stored)

@@ -1,0 +1,396 @@
+"""One connection to NATS, and the stream of a journal on it. The only module that imports nats.
+
+Writing: each message says which place it is for (`Nats-Expected-Last-Sequence`) and carries an id of this
+writer and that place (`Nats-Msg-Id`). So whatever becomes of the connection it is sent again until it is
+acknowledged, and is stored once: the server knows the id, or, where it has forgotten it, the place is taken
+by the message itself. Where it is taken by another one, another server writes: nothing is sent any more.
+
+Waiting: what cannot be reached is waited for, `patience` seconds since anything was last answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nats import errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from penstock.server.config import JournalSection
+from penstock.server.jetstream_frames import Message, Subjects
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5
+ANSWER_SECONDS = 5.0
+"""After which a message is sent again."""
+AGAIN_SECONDS = 0.1
+PING_SECONDS = 5
+WINDOW_BYTES = 8 << 20
+"""Sent and not yet acknowledged."""
+NO_RESPONDERS = "503"
+NOT_FOUND = 404
+WRONG_LAST_SEQUENCE = 10071
+STREAM_NOT_FOUND = 10059
+# Errors of the client that pass by themselves, once the server is there again.
+PASSING = (
+    errors.TimeoutError,
+    errors.NoRespondersError,
+    errors.OutboundBufferLimitError,
+    errors.ConnectionReconnectingError,
+    errors.StaleConnectionError,
+    errors.FlushTimeoutError,
+    OSError,
+)
+
+
+class JetStreamError(Exception):
+    """The stream refuses, or cannot be reached; the message is for a person."""
+
+
+class Unreachable(JetStreamError):
+    """Nobody answers for longer than is waited."""
+
+
+class Fenced(JetStreamError):
+    """Another server writes to the stream."""
+
+
+class Refused(JetStreamError):
+    """The server says no."""
+
+    def __init__(self, description: str, code: int) -> None:
+        super().__init__(description)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What a stream holds."""
+
+    first: int
+    last: int
+    """Place of the newest message that there ever was."""
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A message that was read."""
+
+    sequence: int
+    subject: str
+    message_id: str
+    body: bytes
+
+
+class Connection:
+    """To the stream of one journal."""
+
+    def __init__(self, section: JournalSection) -> None:
+        assert section.url is not None
+        self._section = section
+        self.subjects = Subjects(section.stream)
+        self._patience = section.patience_seconds
+        self.writer = uuid.uuid4().hex
+        """Who writes here, in the ids of its messages."""
+        self._client = Client()
+        self._inbox = ""
+        self._answers: dict[str, asyncio.Future[Msg | None]] = {}
+        """What is waited for, by where it comes to; None where the connection was lost before."""
+        self._asked = 0
+        self._up = asyncio.Event()
+
+    async def connect(self) -> None:
+        """Raises Unreachable and Refused."""
+        section = self._section
+        options: dict[str, Any] = {}
+        if section.credentials is not None:
+            options["user_credentials"] = str(section.credentials)
+        if section.ca is not None or section.certificate is not None:
+            options["tls"] = _tls(section)
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._client.connect(
+                    servers=cast("str", section.url).split(","),
+                    name=f"penstock {section.stream}",
+                    connect_timeout=CONNECT_SECONDS,
+                    # Of the first connection: whoever starts a server wants to know.
+                    allow_reconnect=True,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=cast("int", AGAIN_SECONDS),
+                    ping_interval=PING_SECONDS,
+                    max_outstanding_pings=2,
+                    pending_size=2 * WINDOW_BYTES,
+                    error_cb=_on_error,
+                    disconnected_cb=self._on_lost,
+                    reconnected_cb=self._on_back,
+                    **options,
+                )
+        except (TimeoutError, OSError, errors.Error, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            raise Unreachable(f"NATS cannot be reached: {reason}") from error
+        self._up.set()
+        self._inbox = self._client.new_inbox()
+        await self._subscribe(f"{self._inbox}.*", self._on_answer)
+
+    @property
+    def max_payload(self) -> int:
+        """Most bytes of a message that the server takes, headers included."""
+        return self._client.max_payload
+
+    async def close(self) -> None:
+        """Ends it."""
+        self._lose_answers()
+        with suppress(errors.Error, OSError):
+            await self._client.close()
+
+    # The connection's own events
+
+    async def _on_lost(self) -> None:
+        self._up.clear()
+        self._lose_answers()
+
+    async def _on_back(self) -> None:
+        logger.info("connected to NATS again")
+        self._up.set()
+
+    async def _on_answer(self, message: Msg) -> None:
+        waiting = self._answers.get(message.subject)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def _lose_answers(self) -> None:
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def _send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> str:
+        """Sends what is answered; returns where to. Whoever calls takes it from `_answers`."""
+        self._asked += 1
+        reply = f"{self._inbox}.{self._asked}"
+        self._answers[reply] = asyncio.get_running_loop().create_future()
+        await self._client.publish(subject, body, reply, headers)
+        return reply
+
+    async def _answer(self, reply: str) -> Msg:
+        """Raises PASSING."""
+        async with asyncio.timeout(ANSWER_SECONDS):
+            answer = await self._answers[reply]
+        if answer is None:
+            raise ConnectionResetError("the connection was lost")
+        if _unavailable(answer):
+            raise errors.NoRespondersError
+        return answer
+
+    # Requests
+
+    async def ask(self, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A request of JetStream's own, such as STREAM.INFO of this stream; asked until it is answered.
+
+        Raises Refused and Unreachable.
+        """
+        subject = f"$JS.API.{verb}.{self.subjects.stream}"
+        answer = await self._request(subject, json.dumps(body or {}).encode())
+        table = cast("dict[str, Any]", json.loads(answer.data))
+        if (error := table.get("error")) is not None:
+            raise Refused(str(error.get("description")), int(error.get("err_code", error["code"])))
+        return table
+
+    async def _request(self, subject: str, body: bytes) -> Msg:
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._patience
+        while True:
+            reply = ""
+            try:
+                reply = await self._send(subject, body)
+                return await self._answer(reply)
+            except PASSING as error:
+                await self._again(until - clock(), error)
+            except errors.Error as error:
+                raise Unreachable(f"the connection to NATS has ended: {error}") from error
+            finally:
+                self._answers.pop(reply, None)
+
+    async def _again(self, left: float, error: Exception) -> None:
+        """Returns when it is worth another try. Raises Unreachable."""
+        if left > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    # Connected, and nobody answers: the server is about to find its streams.
+                    await asyncio.sleep(AGAIN_SECONDS)
+                    await self._up.wait()
+                    return
+        reason = str(error) or type(error).__name__
+        raise Unreachable(f"NATS has not answered for {self._patience:.0f} s: {reason}")
+
+    async def state(self) -> StreamState:
+        """Raises Refused and Unreachable."""
+        return state_in(await self.ask("STREAM.INFO"))
+
+    async def fetch(self, sequence: int) -> Fetched | None:
+        """The message in a place; None where there is none. Raises Refused and Unreachable."""
+        return await self._fetch({"seq": sequence})
+
+    async def fetch_last(self, subject: str) -> Fetched | None:
+        """The newest of a subject."""
+        return await self._fetch({"last_by_subj": subject})
+
+    async def _fetch(self, wanted: dict[str, Any]) -> Fetched | None:
+        subject = f"$JS.API.DIRECT.GET.{self.subjects.stream}"
+        answer = await self._request(subject, json.dumps(wanted).encode())
+        headers = answer.headers or {}
+        if (status := headers.get("Status")) is not None:
+            if int(status) == NOT_FOUND:
+                return None
+            raise Refused(f"NATS answers {status} {headers.get('Description', '')}", int(status))
+        return Fetched(
+            int(headers["Nats-Sequence"]),
+            headers["Nats-Subject"],
+            headers.get("Nats-Msg-Id", ""),
+            answer.data,
+        )
+
+    # Writing
+
+    async def store(self, messages: Sequence[Message]) -> None:
+        """Returns once all are stored in their places. Raises Fenced, Refused and Unreachable."""
+        window: list[Message] = []
+        size = 0
+        for message in messages:
+            if window and size + len(message.body) > WINDOW_BYTES:
+                await self._store_window(window)
+                window, size = [], 0
+            window.append(message)
+            size += len(message.body)
+        await self._store_window(window)
+
+    async def _store_window(self, window: Sequence[Message]) -> None:
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._patience
+        done = 0
+        while done < len(window):
+            try:
+                async for _ in self._stored(window[done:]):
+                    done += 1
+                    until = clock() + self._patience
+            except PASSING as error:
+                await self._again(until - clock(), error)
+            except errors.Error as error:
+                raise Unreachable(f"the connection to NATS has ended: {error}") from error
+
+    async def _stored(self, messages: Sequence[Message]) -> AsyncIterator[Message]:
+        """Sends messages, and yields each in its order once it is stored. Raises PASSING."""
+        if not self._up.is_set():
+            raise ConnectionResetError("the connection was lost")
+        replies: list[str] = []
+        try:
+            for message in messages:
+                headers = {
+                    "Nats-Msg-Id": self._id(message.sequence),
+                    "Nats-Expected-Last-Sequence": str(message.sequence - 1),
+                }
+                replies.append(await self._send(message.subject, message.body, headers))
+            for message, reply in zip(messages, replies, strict=True):
+                await self._check_stored(message, await self._answer(reply))
+                yield message
+        finally:
+            for reply in replies:
+                self._answers.pop(reply, None)
+
+    def _id(self, sequence: int) -> str:
+        return f"{self.writer}.{sequence}"
+
+    async def _check_stored(self, message: Message, answer: Msg) -> None:
+        """Raises what the answer says; ConnectionResetError where it is worth another try."""
+        table = json.loads(answer.data)
+        error = table.get("error")
+        if error is None:
+            if table["seq"] != message.sequence:
+                raise Refused(f"message {message.sequence} came to be in {table['seq']}", 0)
+        elif error.get("err_code") == WRONG_LAST_SEQUENCE:
+            await self._check_taken(message.sequence)
+        else:
+            raise Refused(str(error.get("description")), int(error.get("err_code", 0)))
+
+    async def _check_taken(self, sequence: int) -> None:
+        """Returns where a place that was refused holds the message that was meant for it already."""
+        stream = self.subjects.stream
+        found = await self.fetch(sequence)
+        if found is not None:
+            if found.message_id == self._id(sequence):
+                return
+            raise Fenced(f"another server writes to the stream {stream}")
+        last = (await self.state()).last
+        if last >= sequence:
+            raise Fenced(f"another server has cleared the stream {stream}")
+        if last < sequence - 1:
+            raise Refused(
+                f"the stream {stream} ends at message {last}, and {sequence - 1} were acknowledged: "
+                "NATS has lost what it had said was stored",
+                WRONG_LAST_SEQUENCE,
+            )
+        raise ConnectionResetError("a message before it was lost with the connection")
+
+    # Who writes
+
+    async def ask_owner(self, seconds: float) -> str | None:
+        """What the server that writes says of itself; None where there is none, or it does not answer."""
+        try:
+            answer = await self._client.request(self.subjects.owner, b"", timeout=seconds)
+        except errors.NoRespondersError:
+            return None
+        except errors.TimeoutError:
+            logger.warning(
+                "whoever writes to the stream %s has not answered for %.0f s and is taken over from",
+                self.subjects.stream,
+                seconds,
+            )
+            return None
+        return answer.data.decode(errors="replace")
+
+    async def answer_as_owner(self, what: str) -> None:
+        """Tells whoever asks from here on who writes."""
+
+        async def answer(asked: Msg) -> None:
+            with suppress(errors.Error, OSError):
+                await asked.respond(what.encode())
+
+        await self._subscribe(self.subjects.owner, answer)
+
+    async def _subscribe(self, subject: str, what: Callable[[Msg], Awaitable[None]]) -> None:
+        # One of its parameters that is not used here is without a type.
+        await cast("Any", self._client).subscribe(subject, cb=what)
+
+
+async def _on_error(error: Exception) -> None:
+    logger.warning("NATS: %s", str(error) or type(error).__name__)
+
+
+def _unavailable(answer: Msg) -> bool:
+    """Whether there was nobody to answer, or nobody yet who could."""
+    if answer.headers:
+        return answer.headers.get("Status") == NO_RESPONDERS
+    error = json.loads(answer.data).get("error")
+    return error is not None and error.get("code") == int(NO_RESPONDERS)
+
+
+def _tls(section: JournalSection) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=section.ca)
+    if section.certificate is not None:
+        context.load_cert_chain(section.certificate, section.key)
+    return context
+
+
+def state_in(table: dict[str, Any]) -> StreamState:
+    """Of an answer that describes a stream."""
+    state = table["state"]
+    return StreamState(int(state["first_seq"]), int(state["last_seq"]), table["config"])

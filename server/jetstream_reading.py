@@ -1,0 +1,141 @@
+"""What the stream of a journal says, from the last whole snapshot on.
+
+Every message from there on has to be there, in its place and whole. What was appended while the snapshot
+was written lies between its pieces, and is kept aside until its end: it says more. A snapshot without an
+end, and what its server did not get to remove, count for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from penstock.server.jetstream_connection import Connection, Fetched
+from penstock.server.jetstream_frames import (
+    IN_SNAPSHOT,
+    MESSAGE_OVERHEAD,
+    PLACE,
+    FrameCorrupt,
+    Kind,
+    StoredOutside,
+    outside_bytes,
+    read_at,
+    read_message,
+)
+from penstock.server.journal import JournalRecord, Record, Stored
+
+AHEAD = 64
+"""Messages asked for at a time."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """What is to be read, and what was found meanwhile."""
+
+    connection: Connection
+    begin: int
+    last: int
+    outside: dict[int, int] = field(default_factory=dict[int, int])
+    """Bytes of the records that are outside, by their first messages."""
+    log_bytes: int = 0
+    snapshot_end: int = 0
+
+
+def begin_of(end: Fetched) -> int:
+    """Where the snapshot begins that ends with this message. Raises FrameCorrupt."""
+    found = list(read_message(end.sequence, end.body))[-1]
+    if found.kind is not Kind.END:
+        raise FrameCorrupt(f"message {end.sequence} ends no snapshot")
+    return int(PLACE.unpack(found.content)[0])
+
+
+async def replay_messages(reading: Reading) -> AsyncIterator[tuple[Record, Stored]]:
+    """Every record, oldest first. Raises FrameCorrupt and JetStreamError."""
+    connection = reading.connection
+    in_snapshot = False
+    aside: list[tuple[memoryview, Stored]] = []
+    chunks: dict[int, bytes] = {}
+    async for message in fetch_all(connection, reading.begin, reading.last):
+        if not connection.subjects.is_log(message.subject):
+            chunks[message.sequence] = message.body
+            continue
+        reading.log_bytes += len(message.body) + MESSAGE_OVERHEAD
+        for found in read_message(message.sequence, message.body):
+            stored = found.stored
+            if isinstance(stored, StoredOutside) and (in_snapshot or found.kind not in IN_SNAPSHOT):
+                reading.outside[stored.reference.first] = outside_bytes(stored.reference)
+            if found.kind is Kind.BEGIN and message.sequence == reading.begin:
+                in_snapshot = True
+            elif found.kind is Kind.END and in_snapshot:
+                in_snapshot = False
+                reading.snapshot_end = message.sequence
+                for content, each in aside:
+                    yield await _record(connection, content, each, {}), each
+                aside.clear()
+            elif found.kind is Kind.RECORD or found.kind is Kind.REFERENCE:
+                if in_snapshot:
+                    aside.append((found.content, stored))
+                else:
+                    yield await _record(connection, found.content, stored, chunks), stored
+            elif found.kind in IN_SNAPSHOT and in_snapshot:
+                yield await _record(connection, found.content, stored, chunks), stored
+        chunks.clear()
+    if in_snapshot:
+        raise FrameCorrupt(f"the snapshot that begins with message {reading.begin} has no end")
+
+
+async def _record(
+    connection: Connection, content: memoryview, stored: Stored, chunks: dict[int, bytes]
+) -> Record:
+    data = bytes(content)
+    if isinstance(stored, StoredOutside):
+        reference = stored.reference
+        places = range(reference.first, reference.first + reference.count)
+        if all(place in chunks for place in places):
+            data = reference.join([chunks[place] for place in places])
+        else:
+            data = await read_stored(connection, stored)
+    record = JournalRecord()
+    try:
+        record.ParseFromString(data)
+    except Exception as error:  # protobuf's own, of several kinds.
+        raise FrameCorrupt(
+            f"message {stored.segment} at {stored.offset} is no record: {error}"
+        ) from error
+    return record
+
+
+async def read_stored(connection: Connection, stored: Stored) -> bytes:
+    """A record again. Raises FrameCorrupt and JetStreamError."""
+    if isinstance(stored, StoredOutside):
+        first = stored.reference.first
+        last = first + stored.reference.count - 1
+        return stored.reference.join([m.body async for m in fetch_all(connection, first, last)])
+    # What is moved meanwhile changes in place.
+    sequence, offset = stored.segment, stored.offset
+    message = await connection.fetch(sequence)
+    if message is None:
+        raise FrameCorrupt(f"message {sequence} is missing")
+    return bytes(read_at(sequence, message.body, offset).content)
+
+
+async def fetch_all(connection: Connection, first: int, last: int) -> AsyncIterator[Fetched]:
+    """Every message of a range, in order. Raises FrameCorrupt where one is missing, and JetStreamError."""
+    ahead: deque[asyncio.Task[Fetched | None]] = deque()
+    wanted = first
+    try:
+        for sequence in range(first, last + 1):
+            while wanted <= last and len(ahead) < AHEAD:
+                ahead.append(asyncio.create_task(connection.fetch(wanted)))
+                wanted += 1
+            message = await ahead[0]
+            ahead.popleft()
+            if message is None:
+                raise FrameCorrupt(f"message {sequence} is missing")
+            yield message
+    finally:
+        for task in ahead:
+            task.cancel()
+        await asyncio.gather(*ahead, return_exceptions=True)

@@ -1,0 +1,74 @@
+"""A server's state as entries of a journal's stream, slice by slice; records are encoded in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from penstock.server.jetstream_connection import Connection
+from penstock.server.jetstream_frames import Entry, Kind, StoredOutside
+from penstock.server.jetstream_reading import read_stored
+from penstock.server.journal import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
+from penstock.server.journal_segment import frame_length, payload_length
+
+SLICE_BYTES = 1 << 20
+"""Between two of them what is appended gets in."""
+ENCODED_AT_A_TIME = 64
+
+Slice = list[tuple[Stored | None, Entry]]
+"""Entries, each with the place of what it is a copy of."""
+
+
+def entry_of(record: Appended, kind: Kind = Kind.RECORD) -> Entry:
+    """As it is stored."""
+    parts = record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
+    return Entry(kind, parts)
+
+
+def entry_bytes(entry: Entry) -> int:
+    """What its frame takes, roughly where it is a reference."""
+    return frame_length(payload_length(entry.payload) + 1)
+
+
+async def slice_snapshot(
+    connection: Connection, items: Sequence[SnapshotItem]
+) -> AsyncIterator[Slice]:
+    """All of a snapshot, in order. Raises FrameCorrupt and JetStreamError."""
+    part: Slice = []
+    size = 0
+    async for stored, entry in _entries(connection, items):
+        part.append((stored, entry))
+        size += entry_bytes(entry)
+        if size >= SLICE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+async def _entries(
+    connection: Connection, items: Sequence[SnapshotItem]
+) -> AsyncIterator[tuple[Stored | None, Entry]]:
+    waiting: list[Appended | Deferred] = []
+    for item in items:
+        if not isinstance(item, Stored):
+            waiting.append(item)
+            if len(waiting) < ENCODED_AT_A_TIME:
+                continue
+        for entry in await asyncio.to_thread(_encode, waiting):
+            yield None, entry
+        waiting = []
+        if isinstance(item, StoredOutside):
+            yield item, Entry(Kind.SNAPSHOT_REFERENCE, (), item.reference)
+        elif isinstance(item, Stored):
+            yield item, Entry(Kind.SNAPSHOT_RECORD, (await read_stored(connection, item),))
+    for entry in await asyncio.to_thread(_encode, waiting):
+        yield None, entry
+
+
+def _encode(items: Sequence[Appended | Deferred]) -> list[Entry]:
+    found: list[Entry] = []
+    for item in items:
+        records = item.make() if isinstance(item, Deferred) else (item,)
+        found += [entry_of(record, Kind.SNAPSHOT_RECORD) for record in records]
+    return found

@@ -1,0 +1,43 @@
+"""Which journal a server has: in memory, in a folder, or in a stream of NATS JetStream."""
+
+from __future__ import annotations
+
+from penstock.server.config import JournalSection
+from penstock.server.journal import Journal, JournalUnreadable, MemoryJournal
+from penstock.server.log_journal import LogJournal
+
+
+async def open_journal(section: JournalSection) -> Journal:
+    """The journal that a server is configured with. Raises JournalInUse and JournalUnreadable."""
+    if section.durability == "none":
+        return MemoryJournal()
+    if section.url is not None:
+        return await _open_stream(section)
+    if section.folder is None:
+        return MemoryJournal()
+    try:
+        return LogJournal(
+            section.folder,
+            durability=section.durability,
+            max_bytes=section.max_bytes,
+            segment_bytes=section.segment_bytes,
+        )
+    except OSError as error:
+        raise JournalUnreadable(
+            f"the journal {section.folder} cannot be opened: {error}"
+        ) from error
+
+
+async def _open_stream(section: JournalSection) -> Journal:
+    try:
+        # An extra of its own.
+        from penstock.server.jetstream_journal import JetStreamJournal
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "nats":
+            raise
+        raise JournalUnreadable(
+            "journal.url needs nats-py: pip install 'penstock[jetstream]'"
+        ) from error
+    journal = JetStreamJournal(section)
+    await journal.open()
+    return journal

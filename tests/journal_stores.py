@@ -1,0 +1,153 @@
+"""The places that a journal can be in, behind one face, for tests of what it promises wherever it is."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.server import log_journal
+from penstock.server.journal import Journal, JournalRecord, Record, Stored, tasks_known
+from penstock.server.log_journal import LogJournal
+from tests.nats_server import NatsServer
+
+MEBIBYTE = 1 << 20
+STREAMS = itertools.count()
+
+
+def record(name: str, size: int = 0) -> Record:
+    """One that can be told from others."""
+    return tasks_known([name, "x" * size])
+
+
+def name_of(found: Record) -> str:
+    """Of what `record` made."""
+    return found.tasks_known.task_ids[0]
+
+
+def read_name(payload: bytes) -> str:
+    """The same, of its bytes."""
+    return name_of(JournalRecord.FromString(payload))
+
+
+class Store(ABC):
+    """One place, which one journal after the other writes to."""
+
+    module: ModuleType
+    """Where its journal is written."""
+
+    @abstractmethod
+    async def make(self, *, max_bytes: int = 64 * MEBIBYTE) -> Any:
+        """A journal that was opened, and no more. Raises JournalInUse and JournalUnreadable."""
+
+    @abstractmethod
+    async def crash(self, journal: Any) -> None:
+        """What a server that is killed at this moment leaves is what the next journal finds."""
+
+    @abstractmethod
+    async def damage(self, journal: Any, stored: Stored) -> None:
+        """A record is not any more what was written."""
+
+    @abstractmethod
+    async def stored_bytes(self, journal: Any) -> int:
+        """What is in it."""
+
+    @asynccontextmanager
+    async def opened(
+        self, snapshot: Callable[[], Iterable[Record | Stored]] = list, **options: int
+    ) -> AsyncGenerator[tuple[Any, list[str]]]:
+        """A journal that is written to, and the names of what it held."""
+        journal = await self.make(**options)
+        try:
+            names = await names_in(journal)
+            await journal.start(snapshot)
+            yield journal, names
+        finally:
+            await journal.close()
+
+    async def names(self) -> list[str]:
+        """Of all that it holds."""
+        async with self.opened() as (_, names):
+            return names
+
+
+async def names_in(journal: Journal) -> list[str]:
+    """Of all that is replayed."""
+    return [name_of(found) async for found, _ in journal.replay()]
+
+
+class LogStore(Store):
+    """A folder."""
+
+    module = log_journal
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "journal"
+
+    async def make(self, *, max_bytes: int = 64 * MEBIBYTE) -> LogJournal:
+        return LogJournal(
+            self.folder, durability="fsync", max_bytes=max_bytes, segment_bytes=MEBIBYTE
+        )
+
+    async def crash(self, journal: LogJournal) -> None:
+        copy = self.folder.with_name(f"{self.folder.name}-again")
+        while True:
+            try:
+                # In its thread, which then writes nothing meanwhile.
+                await journal._in_thread(lambda: shutil.copytree(self.folder, copy))
+                break
+            except shutil.Error:  # Compaction removed a file.
+                shutil.rmtree(copy)
+        await journal.close()
+        self.folder = copy
+
+    async def damage(self, journal: LogJournal, stored: Stored) -> None:
+        with journal._paths[stored.segment].open("r+b") as file:
+            file.seek(stored.offset + 100)
+            file.write(b"?")
+
+    async def stored_bytes(self, journal: LogJournal) -> int:
+        return sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+
+
+class JetStreamStore(Store):
+    """A stream."""
+
+    def __init__(self, nats: NatsServer) -> None:
+        from penstock.server import jetstream_journal
+
+        self.module = jetstream_journal
+        self.nats = nats
+        self.stream = f"TEST_{next(STREAMS)}"
+
+    async def make(self, *, max_bytes: int = 64 * MEBIBYTE, **settings: object) -> Any:
+        from penstock.server.jetstream_journal import JetStreamJournal
+
+        section = self.nats.section(
+            self.stream, max_bytes=max_bytes, segment_bytes=MEBIBYTE, **settings
+        )
+        journal = JetStreamJournal(section)
+        await journal.open()
+        return journal
+
+    async def crash(self, journal: Any) -> None:
+        tasks = [task for task in (journal._writing, journal._compacting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await journal._log.close()
+
+    async def damage(self, journal: Any, stored: Stored) -> None:
+        reference = getattr(stored, "reference", None)
+        place = stored.segment if reference is None else reference.first
+        await journal._log.connection.ask("STREAM.MSG.DELETE", {"seq": place})
+
+    async def stored_bytes(self, journal: Any) -> int:
+        table = await journal._log.connection.ask("STREAM.INFO")
+        return int(table["state"]["bytes"])

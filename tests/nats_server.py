@@ -1,0 +1,127 @@
+"""A NATS server of its own, with JetStream, for tests that kill it, stop it and start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from penstock.server.config import JournalSection
+
+OWN = Path(__file__).resolve().parents[1] / ".venv" / "share" / "nats" / "nats-server"
+START_SECONDS = 20.0
+
+
+def find_program() -> str:
+    """The program; the test is skipped where there is none."""
+    pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
+    found = shutil.which("nats-server") or (str(OWN) if OWN.exists() else None)
+    if found is None:
+        pytest.skip("there is no nats-server; .ci/nats.py fetches Debian's")
+    return found
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass
+class NatsServer:
+    """One, over as many starts as it takes, all on one port and on one folder."""
+
+    program: str
+    folder: Path
+    port: int = field(default_factory=free_port)
+    monitor_port: int = field(default_factory=free_port)
+    extra: str = ""
+    """More of its configuration."""
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    @property
+    def monitor(self) -> str:
+        """Where it says how it is."""
+        return f"http://127.0.0.1:{self.monitor_port}"
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "nats.conf"
+        config.write_text(
+            f'host: "127.0.0.1"\nport: {self.port}\nhttp: "127.0.0.1:{self.monitor_port}"\n'
+            f'jetstream {{ store_dir: "{self.folder / "store"}" }}\n{self.extra}\n'
+        )
+        with (self.folder / "nats.log").open("ab") as log:
+            self.process = subprocess.Popen([self.program, "-c", str(config)], stderr=log)
+        until = time.monotonic() + START_SECONDS
+        while not self._ready():
+            assert self.process.poll() is None and time.monotonic() < until, self.log
+            time.sleep(0.01)
+
+    def _ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{self.monitor}/healthz", timeout=2).close()
+            return True
+        return False
+
+    @property
+    def log(self) -> str:
+        """What all of its starts printed."""
+        return (self.folder / "nats.log").read_text(errors="replace")[-4000:]
+
+    def kill(self) -> None:
+        """kill -9; returns when it is gone."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """As an operator does."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+            self.process.wait()
+            self.process = None
+
+    def section(self, stream: str, **settings: object) -> JournalSection:
+        """Of a journal on it."""
+        return JournalSection.model_validate(
+            {"url": self.url, "stream": stream, "durability": "process", **settings}
+        )
+
+    def settings(self, stream: str) -> tuple[str, ...]:
+        """Of a server whose journal is on it."""
+        return (
+            f"journal.url={self.url}",
+            f"journal.stream={stream}",
+            "journal.durability=process",
+            "journal.segment_bytes=1048576",
+            "journal.max_bytes=1073741824",
+        )
+
+
+@contextlib.contextmanager
+def nats_server(folder: Path, extra: str = "") -> Generator[NatsServer]:
+    """One that runs until the end of the block."""
+    server = NatsServer(find_program(), folder, extra=extra)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
