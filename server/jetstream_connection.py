@@ -17,7 +17,6 @@ import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 from nats import errors
@@ -25,6 +24,14 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from penstock.server.config import JournalSection
+from penstock.server.jetstream_answers import (
+    Fenced,
+    Fetched,
+    Refused,
+    StreamState,
+    Unreachable,
+    state_in,
+)
 from penstock.server.jetstream_frames import Message, Subjects
 
 logger = logging.getLogger(__name__)
@@ -39,6 +46,7 @@ WINDOW_BYTES = 8 << 20
 NO_RESPONDERS = "503"
 NOT_FOUND = 404
 WRONG_LAST_SEQUENCE = 10071
+STORE_FAILED = 10077
 STREAM_NOT_FOUND = 10059
 # Errors of the client that pass by themselves, once the server is there again.
 PASSING = (
@@ -50,46 +58,6 @@ PASSING = (
     errors.FlushTimeoutError,
     OSError,
 )
-
-
-class JetStreamError(Exception):
-    """The stream refuses, or cannot be reached; the message is for a person."""
-
-
-class Unreachable(JetStreamError):
-    """Nobody answers for longer than is waited."""
-
-
-class Fenced(JetStreamError):
-    """Another server writes to the stream."""
-
-
-class Refused(JetStreamError):
-    """The server says no."""
-
-    def __init__(self, description: str, code: int) -> None:
-        super().__init__(description)
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class StreamState:
-    """What a stream holds."""
-
-    first: int
-    last: int
-    """Place of the newest message that there ever was."""
-    config: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A message that was read."""
-
-    sequence: int
-    subject: str
-    message_id: str
-    body: bytes
 
 
 class Connection:
@@ -107,6 +75,7 @@ class Connection:
         self._answers: dict[str, asyncio.Future[Msg | None]] = {}
         """What is waited for, by where it comes to; None where the connection was lost before."""
         self._asked = 0
+        self._last_error = ""
         self._up = asyncio.Event()
 
     async def connect(self) -> None:
@@ -123,14 +92,13 @@ class Connection:
                     servers=cast("str", section.url).split(","),
                     name=f"penstock {section.stream}",
                     connect_timeout=CONNECT_SECONDS,
-                    # Of the first connection: whoever starts a server wants to know.
                     allow_reconnect=True,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=cast("int", AGAIN_SECONDS),
                     ping_interval=PING_SECONDS,
                     max_outstanding_pings=2,
                     pending_size=2 * WINDOW_BYTES,
-                    error_cb=_on_error,
+                    error_cb=self._on_error,
                     disconnected_cb=self._on_lost,
                     reconnected_cb=self._on_back,
                     **options,
@@ -144,7 +112,7 @@ class Connection:
 
     @property
     def max_payload(self) -> int:
-        """Most bytes of a message that the server takes, headers included."""
+        """Most bytes of a message, headers included."""
         return self._client.max_payload
 
     async def close(self) -> None:
@@ -155,12 +123,23 @@ class Connection:
 
     # The connection's own events
 
+    async def _on_error(self, error: Exception) -> None:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # It was told to end while it tried to connect: what the try failed with took the place of that.
+            raise asyncio.CancelledError
+        # Each try to connect again fails with one, of which the first says all.
+        text = str(error) or type(error).__name__
+        logger.log(logging.WARNING if text != self._last_error else logging.DEBUG, "NATS: %s", text)
+        self._last_error = text
+
     async def _on_lost(self) -> None:
         self._up.clear()
         self._lose_answers()
 
     async def _on_back(self) -> None:
-        logger.info("connected to NATS again")
+        logger.warning("connected to NATS again")
+        self._last_error = ""
         self._up.set()
 
     async def _on_answer(self, message: Msg) -> None:
@@ -371,16 +350,13 @@ class Connection:
         await cast("Any", self._client).subscribe(subject, cb=what)
 
 
-async def _on_error(error: Exception) -> None:
-    logger.warning("NATS: %s", str(error) or type(error).__name__)
-
-
 def _unavailable(answer: Msg) -> bool:
     """Whether there was nobody to answer, or nobody yet who could."""
     if answer.headers:
         return answer.headers.get("Status") == NO_RESPONDERS
-    error = json.loads(answer.data).get("error")
-    return error is not None and error.get("code") == int(NO_RESPONDERS)
+    error = cast("dict[str, Any]", json.loads(answer.data).get("error") or {})
+    # What cannot be stored has the same code, and does not pass.
+    return error.get("code") == int(NO_RESPONDERS) and error.get("err_code") != STORE_FAILED
 
 
 def _tls(section: JournalSection) -> ssl.SSLContext:
@@ -388,9 +364,3 @@ def _tls(section: JournalSection) -> ssl.SSLContext:
     if section.certificate is not None:
         context.load_cert_chain(section.certificate, section.key)
     return context
-
-
-def state_in(table: dict[str, Any]) -> StreamState:
-    """Of an answer that describes a stream."""
-    state = table["state"]
-    return StreamState(int(state["first_seq"]), int(state["last_seq"]), table["config"])

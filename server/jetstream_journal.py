@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
-from penstock.server.jetstream_connection import JetStreamError
+from penstock.server.jetstream_answers import JetStreamError
 from penstock.server.jetstream_frames import PLACE, Entry, FrameCorrupt, Kind, StoredOutside
 from penstock.server.jetstream_log import StreamLog
 from penstock.server.jetstream_snapshot import entry_bytes, entry_of, slice_snapshot
@@ -47,6 +47,7 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 1 << 20
+"""For what is appended without asking: receipts and the like, which make room."""
 BATCH_BYTES = 8 << 20
 MOST_MESSAGES = 1 << 14
 """Messages since the last snapshot: to read one at a start costs, however short it is."""
@@ -59,6 +60,11 @@ class _Append:
     hold_last: bool
     done: asyncio.Future[list[Stored]]
     byte_count: int
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it counts as what is about to be appended; a snapshot is a copy."""
+        return bool(self.entries) and self.entries[0].kind is Kind.RECORD
 
     @property
     def mark(self) -> bool:
@@ -141,7 +147,7 @@ class JetStreamJournal:
     def check_room(self, byte_count: int) -> None:
         """Raises DISK_FULL where records of so many bytes may not fit any more."""
         wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
-        kept, limit = self._kept + self._other, self._max_bytes // 2
+        kept, limit = self._kept + self._other, self._max_bytes // 3
         if kept + wanted > limit:
             raise DomainError(
                 Reason.DISK_FULL,
@@ -171,7 +177,8 @@ class JetStreamJournal:
             self._pending.appendleft(append)
         else:
             self._pending.append(append)
-        self._pending_bytes += append.byte_count
+        if append.waits_for_room:
+            self._pending_bytes += append.byte_count
         self._wake.set()
         return done
 
@@ -205,7 +212,8 @@ class JetStreamJournal:
         places = await self._log.store([entry for append in batch for entry in append.entries])
         hit("journal.before_reply")
         for append in batch:
-            self._pending_bytes -= append.byte_count
+            if append.waits_for_room:
+                self._pending_bytes -= append.byte_count
             count = len(append.entries)
             if append.hold_last:
                 self.hold(places[count - 1])
@@ -248,10 +256,10 @@ class JetStreamJournal:
         if self._compacting is not None or self._snapshot is None or self._closing:
             return False
         needed = self._kept + self._other
-        return (
-            self._log.byte_count - needed > max(self._segment_bytes, needed)
-            or self._log.message_count > MOST_MESSAGES
-        )
+        # What was appended since the last snapshot may all be needed, and is copied then: a third of the
+        # stream, and this sixth, twice.
+        most = min(max(self._segment_bytes, needed), self._max_bytes // 6)
+        return self._log.byte_count - needed > most or self._log.message_count > MOST_MESSAGES
 
     def _begin_compaction(self) -> None:
         """The state as it is now, when everything that was begun is stored."""

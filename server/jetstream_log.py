@@ -16,7 +16,8 @@ import socket
 from collections.abc import AsyncIterator
 
 from penstock.server.config import JournalSection
-from penstock.server.jetstream_connection import Connection, Fenced, JetStreamError
+from penstock.server.jetstream_answers import Fenced, JetStreamError
+from penstock.server.jetstream_connection import Connection
 from penstock.server.jetstream_frames import (
     MESSAGE_OVERHEAD,
     Entry,

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from penstock.server.jetstream_connection import Connection, Fetched
+from penstock.server.jetstream_answers import Fetched
+from penstock.server.jetstream_connection import Connection
 from penstock.server.jetstream_frames import (
     IN_SNAPSHOT,
     MESSAGE_OVERHEAD,

@@ -15,16 +15,15 @@ import json
 import urllib.request
 from typing import Any, cast
 
-from penstock.server.jetstream_connection import (
-    STREAM_NOT_FOUND,
-    Connection,
-    Refused,
-    StreamState,
-    state_in,
-)
+from penstock.server.jetstream_answers import Refused, StreamState, state_in
+from penstock.server.jetstream_connection import STREAM_NOT_FOUND, Connection
 from penstock.server.journal import JournalUnreadable
 
+SLACK_BYTES = 16 << 20
+"""More than may be in the stream, for what is appended while it is compacted."""
 MONITOR_SECONDS = 5.0
+NO_ROOM = (10023, 10047)
+"""Errors of JetStream: too little storage in all, or for the account."""
 DUPLICATE_WINDOW_NANOSECONDS = 120 * 10**9
 
 
@@ -37,7 +36,7 @@ def wanted_config(connection: Connection, max_bytes: int) -> dict[str, Any]:
         "retention": "workqueue",
         "storage": "file",
         "discard": "new",
-        "max_bytes": max_bytes,
+        "max_bytes": max_bytes + SLACK_BYTES,
         "max_msgs": -1,
         "max_age": 0,
         "max_msg_size": -1,
@@ -57,7 +56,7 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
     except Refused as error:
         if error.code != STREAM_NOT_FOUND:
             raise
-        return state_in(await connection.ask("STREAM.CREATE", wanted))
+        return state_in(await _make_room(connection, "STREAM.CREATE", wanted))
     # How much may be in it may change; what becomes of it may not.
     fixed = {name: value for name, value in wanted.items() if name != "max_bytes"}
     other = [
@@ -69,9 +68,23 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
         raise JournalUnreadable(
             f"the stream {wanted['name']} is no journal's: {'; '.join(other)}; name another one"
         )
-    if state.config.get("max_bytes") != max_bytes:
-        await connection.ask("STREAM.UPDATE", {**state.config, "max_bytes": max_bytes})
+    if state.config.get("max_bytes") != wanted["max_bytes"]:
+        await _make_room(connection, "STREAM.UPDATE", {**state.config, **wanted})
     return state
+
+
+async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Asks for a stream, whose room is set aside for it. Raises Refused, with what to do."""
+    try:
+        return await connection.ask(verb, config)
+    except Refused as error:
+        if error.code not in NO_ROOM:
+            raise
+        wanted = config["max_bytes"]
+        raise Refused(
+            f"the NATS server has no {wanted} bytes to set aside for it (journal.max_bytes): {error}",
+            error.code,
+        ) from error
 
 
 async def check_synced(monitor: str) -> None:

@@ -68,7 +68,9 @@ class NatsServer:
             f'jetstream {{ store_dir: "{self.folder / "store"}" }}\n{self.extra}\n'
         )
         with (self.folder / "nats.log").open("ab") as log:
-            self.process = subprocess.Popen([self.program, "-c", str(config)], stderr=log)
+            self.process = subprocess.Popen(
+                [self.program, "-c", str(config)], stdout=log, stderr=log
+            )
         until = time.monotonic() + START_SECONDS
         while not self._ready():
             assert self.process.poll() is None and time.monotonic() < until, self.log

@@ -84,11 +84,15 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def server_process(folder: Path, *options: str) -> AsyncGenerator[Server]:
-    """A fake-engine server with a journal in `folder`, which is there already."""
-    journal = ("--set", f"journal.folder={folder / 'journal'}")
-    small = ("--set", "journal.segment_bytes=1048576")
-    server = Server(folder, (*journal, *small, *options))
+async def server_process(
+    folder: Path, *options: str, journal: tuple[str, ...] | None = None
+) -> AsyncGenerator[Server]:
+    """A fake-engine server with a journal, in `folder`, which is there already, where no settings of one
+    are given."""
+    if journal is None:
+        journal = (f"journal.folder={folder / 'journal'}", "journal.segment_bytes=1048576")
+    given = [part for setting in journal for part in ("--set", setting)]
+    server = Server(folder, (*given, *options))
     try:
         await server.start()
         yield server

@@ -206,7 +206,7 @@ async def test_what_was_answered_is_there_after_an_end_at_each_step(
 
 
 async def test_at_its_bound_it_refuses_and_takes_again_what_was_released(store: Store) -> None:
-    async with store.opened(max_bytes=8 * MEBIBYTE) as (journal, _):
+    async with store.opened(max_bytes=16 * MEBIBYTE) as (journal, _):
         kept: list[Stored] = []
         while True:
             try:
@@ -216,7 +216,7 @@ async def test_at_its_bound_it_refuses_and_takes_again_what_was_released(store: 
                 assert error.retry_after_seconds
                 break
             kept += await journal.append([record("group", 400_000)], hold_last=True)
-        assert 5 <= len(kept) <= 10
+        assert 5 <= len(kept) <= 20
         # What needs no room of its own still gets in.
         await journal.append([record("receipt")])
         journal.release(kept.pop())

@@ -43,6 +43,7 @@ TABLE = {
     "F19": 200,
     "F20": 5_000,
     "F21": 200,
+    "F22": 100,
     # Rounds of one kill of each role.
     "F23": 10,
 }

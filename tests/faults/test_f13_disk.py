@@ -21,13 +21,15 @@ from tests.harness import SubmitTasksRequest, Task, Wire, sequence
 from tests.processes import Server, server_process
 
 
-async def submit_until_refused(server: Server, size: int = 50_000) -> tuple[list[str], str]:
+async def submit_until_refused(
+    server: Server, size: int = 50_000, most: int = 500, name: str = "task"
+) -> tuple[list[str], str]:
     """Tasks that were accepted, one by one, and why the next one was not."""
     accepted: list[str] = []
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
         wire = Wire(channel)
-        while len(accepted) < 500:
-            task = Task(task_id=f"task{len(accepted)}", group_size=1, tokens=sequence([1]))
+        while len(accepted) < most:
+            task = Task(task_id=f"{name}{len(accepted)}", group_size=1, tokens=sequence([1]))
             task.metadata["filler"] = "x" * size
             try:
                 async with asyncio.timeout(20):

@@ -234,7 +234,16 @@ async def until_lost(work: list[Any]) -> None:
                 raise error
 
 
-async def kill_at(folder: Path, point: str, rng: random.Random) -> None:
+def check_files(folder: Path) -> None:
+    """Every record that a killed server left is whole."""
+    for _ in read_records(find_files(folder / "journal"), Reading()):
+        pass
+
+
+async def kill_at(
+    folder: Path, point: str, rng: random.Random, journal: tuple[str, ...] | None = None
+) -> None:
+    """One life that ends there, and the next; `journal` names one that is not in the folder."""
     folder.mkdir()
     settings = (
         f"leases.seconds={LEASE_SECONDS}",
@@ -242,7 +251,7 @@ async def kill_at(folder: Path, point: str, rng: random.Random) -> None:
         "leases.max_attempts=20",
     )
     options = [part for setting in settings for part in ("--set", setting)]
-    async with server_process(folder, *options) as server:
+    async with server_process(folder, *options, journal=journal) as server:
         await server.kill()
         server.environment[VARIABLE] = (
             f"{point}=kill@{rng.randint(FIRST.get(point, 1), POINTS[point])}"
@@ -262,9 +271,8 @@ async def kill_at(folder: Path, point: str, rng: random.Random) -> None:
                 assert await ending == -9, f"{point} was never reached"
                 await working
         del server.environment[VARIABLE]
-        reading = Reading()
-        for _ in read_records(find_files(folder / "journal"), reading):
-            pass
+        if journal is None:
+            check_files(folder)
         await server.start()
         run.lose_what_was_not_saved()
         async with run.wire() as wire:

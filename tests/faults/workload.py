@@ -52,6 +52,8 @@ class Workload:
     groups: int
     name: str = "run"
     security: Security | None = None
+    filler_bytes: int = 0
+    """Of each outcome, beside what it says."""
     answers: list[Answer] = field(default_factory=list[Answer])
     ledger: list[Step] = field(default_factory=list[Step])
     delivered: dict[str, Group] = field(default_factory=dict[str, Group])
@@ -85,7 +87,8 @@ class Workload:
     async def _attempt(self, attempt: Attempt) -> None:
         trajectory = attempt.trajectory
         rng = random.Random(trajectory.trajectory_id)
-        outcome = Outcome(float(rng.randrange(10)))
+        metadata = {"filler": "x" * self.filler_bytes} if self.filler_bytes else {}
+        outcome = Outcome(float(rng.randrange(10)), metadata=metadata)
         try:
             await trajectory.turn()
             for _ in range(rng.randrange(3)):

@@ -58,6 +58,7 @@ FAULTS = {
     "F19": ("the staleness gate under random lengths and failures", ("R4",)),
     "F20": ("kill -9 of a worker while thousands of its attempts wait", ("R1",)),
     "F21": ("kill -9 of the engine servers of a pool", ("R1", "R2", "R4")),
+    "F22": ("the journal on NATS JetStream: kill -9 of NATS and of the server", ("R1",)),
     "F23": ("kill -9 of the actors of a run on Ray", ("R1", "R4")),
 }
 

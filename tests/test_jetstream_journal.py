@@ -1,0 +1,411 @@
+"""What is particular to the journal on NATS JetStream: frames, places, who writes, NATS that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import random
+import sys
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
+
+from penstock.server import jetstream_log
+from penstock.server.config import JournalSection
+from penstock.server.errors import DomainError
+from penstock.server.jetstream_frames import (
+    Entry,
+    FrameCorrupt,
+    Kind,
+    Packing,
+    StoredOutside,
+    Subjects,
+    read_message,
+)
+from penstock.server.journal import JournalInUse, JournalUnreadable, MemoryJournal
+from penstock.server.journal_opening import open_journal
+from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
+from tests.nats_server import NatsServer, nats_server
+
+PACKING = Packing(Subjects("TEST"), message_bytes=1_000, inline_bytes=300)
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
+    """One for all tests of this file."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture
+def store(nats: NatsServer) -> JetStreamStore:
+    """A stream that nobody has used."""
+    return JetStreamStore(nats)
+
+
+# Frames
+
+
+@given(st.lists(st.binary(max_size=2_500), max_size=12), st.integers(1, 1 << 40))
+def test_messages_say_what_was_packed(records: list[bytes], first: int) -> None:
+    entries = [Entry(Kind.RECORD, (data[:5], data[5:])) for data in records]
+    messages, places = PACKING.pack(first, entries)
+    assert [message.sequence for message in messages] == list(range(first, first + len(messages)))
+    assert all(len(message.body) <= 1_000 for message in messages)
+    bodies = {message.sequence: message.body for message in messages}
+    found: list[bytes] = []
+    stored: list[Any] = []
+    for message in messages:
+        if message.subject != PACKING.subjects.log:
+            continue
+        for frame in read_message(message.sequence, message.body):
+            stored.append(frame.stored)
+            if isinstance(frame.stored, StoredOutside):
+                reference = frame.stored.reference
+                # Outside is before what refers to it.
+                assert reference.first + reference.count <= message.sequence
+                chunks = [bodies[reference.first + n] for n in range(reference.count)]
+                found.append(reference.join(chunks))
+            else:
+                found.append(bytes(frame.content))
+    assert found == records
+    assert [(s.segment, s.offset, s.length) for s in stored] == [
+        (s.segment, s.offset, s.length) for s in places
+    ]
+
+
+@given(st.data())
+def test_no_flipped_bit_is_read(data: st.DataObject) -> None:
+    (message,), _ = PACKING.pack(7, [Entry(Kind.RECORD, (b"first" * 9,)), Entry(Kind.END, (b"x",))])
+    body = bytearray(message.body)
+    place = data.draw(st.integers(0, len(body) - 1))
+    body[place] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        found = [bytes(frame.content) for frame in read_message(7, bytes(body))]
+    except FrameCorrupt:
+        return
+    assert found == [b"first" * 9, b"x"]  # It hit the zeros between two frames.
+
+
+def test_a_message_in_another_place_is_corrupt() -> None:
+    (message,), _ = PACKING.pack(7, [Entry(Kind.RECORD, (b"a",))])
+    with pytest.raises(FrameCorrupt, match="belongs into message 7"):
+        list(read_message(8, message.body))
+
+
+def test_a_record_outside_that_is_not_what_was_written_is_corrupt() -> None:
+    messages, (stored,) = PACKING.pack(1, [Entry(Kind.RECORD, (b"x" * 2_000,))])
+    assert isinstance(stored, StoredOutside)
+    chunks = [message.body for message in messages[:-1]]
+    assert stored.reference.join(chunks) == b"x" * 2_000
+    for wrong in (chunks[:-1], [*chunks, b"x"], [b"y" + chunks[0][1:], *chunks[1:]]):
+        with pytest.raises(FrameCorrupt):
+            stored.reference.join(wrong)
+
+
+# Places
+
+
+async def test_what_is_sent_again_is_stored_once(store: JetStreamStore) -> None:
+    async with store.opened() as (journal, _):
+        connection = journal._log.connection
+        await journal.append([record("before")])
+        last = (await connection.state()).last
+        messages, _ = journal._log._packing.pack(
+            last + 1, [Entry(Kind.RECORD, (record("twice").SerializeToString(),))]
+        )
+        for _ in range(3):
+            await connection.store(messages)
+        assert (await connection.state()).last == last + 1
+        journal._log._next += 1
+        await journal.append([record("after")])
+    assert await store.names() == ["before", "twice", "after"]
+
+
+async def test_a_place_that_was_taken_before_it_was_forgotten_counts_as_stored(
+    store: JetStreamStore,
+) -> None:
+    # As when NATS was away for longer than it remembers ids.
+    async with store.opened() as (journal, _):
+        await journal.append([record("a")])
+        connection = journal._log.connection
+        last = (await connection.state()).last
+        await connection._check_taken(last)
+
+
+async def test_what_nats_has_lost_is_noticed(store: JetStreamStore) -> None:
+    async with store.opened() as (journal, _):
+        await journal.append([record("a")])
+        # As if it had been told so by a NATS whose disk was not synced.
+        journal._log._next += 5
+        with pytest.raises(DomainError, match="NATS has lost what it had said was stored"):
+            await journal.append([record("b")])
+        assert "lost" in await journal.failed
+
+
+async def test_many_at_a_time_are_few_messages(store: JetStreamStore) -> None:
+    async with store.opened() as (journal, _):
+        before = (await journal._log.connection.state()).last
+        await asyncio.gather(*(journal.append([record(f"{n}")]) for n in range(500)))
+        assert (await journal._log.connection.state()).last - before <= 4
+
+
+# Who writes
+
+
+async def test_a_server_that_was_taken_over_from_writes_nothing_more(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_log, "OWNER_SECONDS", 0.2)
+    first = await store.make()
+    assert await names_in(first) == []
+    await first.start(list)
+    await first.append([record("first")])
+    with pytest.raises(JournalInUse, match="process"):
+        await store.make()
+
+    async def silent(_: Any) -> None:
+        """Its machine is dark."""
+
+    for subscription in first._log.connection._client._subs.values():
+        if subscription.subject == first._log.connection.subjects.owner:
+            subscription._cb = silent
+    async with store.opened() as (second, names):
+        assert names == ["first"]
+        await second.append([record("second")])
+        with pytest.raises(DomainError, match="another server writes"):
+            await first.append([record("stale")])
+        assert first.failed.done()
+        await second.append([record("third")])
+    await first.close()
+    assert await store.names() == ["first", "second", "third"]
+
+
+async def test_of_two_that_begin_at_once_one_writes(store: JetStreamStore) -> None:
+    async with store.opened() as (journal, _):
+        await journal.append([record("a")])
+    made = await asyncio.gather(*(store.make() for _ in range(4)), return_exceptions=True)
+    ours = [each for each in made if not isinstance(each, BaseException)]
+    assert len(ours) == 1, made
+    assert all(isinstance(each, JournalInUse) for each in made if each not in ours)
+    assert await names_in(ours[0]) == ["a"]
+    await ours[0].start(list)
+    await ours[0].append([record("b")])
+    await ours[0].close()
+    assert await store.names() == ["a", "b"]
+
+
+# NATS goes away
+
+
+async def test_appends_and_reads_wait_for_nats(store: JetStreamStore, nats: NatsServer) -> None:
+    async with store.opened() as (journal, _):
+        (stored,) = await journal.append([record("before", 200_000)], hold_last=True)
+        nats.kill()
+        waiting = [journal.begin_append([record(f"{n}", 100_000 * (n % 2))]) for n in range(20)]
+        reading = asyncio.create_task(journal.read(stored))
+        await asyncio.sleep(0.3)
+        assert not reading.done() and not any(done.done() for done in waiting)
+        await asyncio.to_thread(nats.start)
+        await waiting[-1]
+        assert read_name(await reading) == "before"
+    assert await store.names() == ["before", *(f"{n}" for n in range(20))]
+
+
+async def test_nats_killed_again_and_again_loses_and_doubles_nothing(
+    store: JetStreamStore, nats: NatsServer
+) -> None:
+    rng = random.Random(3)
+    async with store.opened(max_bytes=512 * MEBIBYTE) as (journal, _):
+        waiting: list[asyncio.Future[Any]] = []
+        for _ in range(8):
+            for _ in range(25):
+                size = rng.choice([0, 1_000, 90_000])
+                waiting.append(
+                    journal.begin_append([record(f"{len(waiting)}", size)], hold_last=True)
+                )
+                await asyncio.sleep(rng.choice([0, 0.002]))
+            nats.kill()
+            await asyncio.to_thread(nats.start)
+        await asyncio.gather(*waiting)
+    assert await store.names() == [f"{n}" for n in range(200)]
+
+
+async def test_nats_that_stays_away_fails_the_journal(tmp_path: Path) -> None:
+    with nats_server(tmp_path / "own") as own:
+        store = JetStreamStore(own)
+        journal = await store.make(patience_seconds=0.5)
+        assert await names_in(journal) == []
+        await journal.start(list)
+        await journal.append([record("answered")])
+        own.kill()
+        with pytest.raises(DomainError, match="NATS has not answered"):
+            await journal.append([record("never")])
+        assert "NATS has not answered" in await journal.failed
+        async with asyncio.timeout(20):
+            await journal.close()
+        own.start()
+        assert (await store.names())[0] == "answered"
+
+
+async def test_a_start_waits_for_nats_and_not_for_ever(tmp_path: Path) -> None:
+    with nats_server(tmp_path / "own") as own:
+        own.kill()
+        store = JetStreamStore(own)
+        with pytest.raises(JournalUnreadable, match="cannot be reached"):
+            await store.make(patience_seconds=0.5)
+        starting = asyncio.create_task(store.make())
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(own.start)
+        await (await starting).close()
+
+
+# The stream
+
+
+async def test_a_stream_of_something_else_is_left_alone(
+    store: JetStreamStore, nats: NatsServer
+) -> None:
+    async with store.opened() as (journal, _):
+        config = {
+            "name": f"{store.stream}_OTHER",
+            "subjects": [f"other.{store.stream}"],
+            "storage": "file",
+            "max_bytes": 1 << 20,
+        }
+        subject = f"$JS.API.STREAM.CREATE.{config['name']}"
+        await journal._log.connection._request(subject, json.dumps(config).encode())
+    other = JetStreamStore(nats)
+    other.stream = f"{store.stream}_OTHER"
+    with pytest.raises(JournalUnreadable, match="is no journal's"):
+        await other.make()
+
+
+async def test_a_server_without_that_much_room_says_so(store: JetStreamStore) -> None:
+    with pytest.raises(JournalUnreadable, match=r"no \d+ bytes to set aside .*journal\.max_bytes"):
+        await store.make(max_bytes=1 << 60)
+
+
+async def test_a_stream_may_have_more_room_at_a_later_start(store: JetStreamStore) -> None:
+    async with store.opened(max_bytes=16 * MEBIBYTE) as (journal, _):
+        await journal.append([record("a")])
+        with pytest.raises(DomainError):
+            journal.check_room(8 * MEBIBYTE)
+    async with store.opened(max_bytes=64 * MEBIBYTE) as (journal, names):
+        assert names == ["a"]
+        journal.check_room(8 * MEBIBYTE)
+
+
+async def test_a_stream_whose_beginning_is_gone_is_not_read(store: JetStreamStore) -> None:
+    async with store.opened() as (journal, _):
+        for name in "abc":
+            await journal.append([record(name)])
+        await journal._log.connection.ask("STREAM.MSG.DELETE", {"seq": 1})
+    with pytest.raises(JournalUnreadable, match="its beginning is lost"):
+        await store.make()
+
+
+async def test_orphans_of_a_killed_server_are_removed(store: JetStreamStore) -> None:
+    async with store.opened(lambda: [record("state")]) as (journal, _):
+        async with asyncio.timeout(20):
+            while journal.compactions < 2:
+                await journal.append([record("filler", 300_000)])
+        while journal._compacting is not None:
+            await asyncio.sleep(0.01)
+        begin = journal._log._begin
+    # A snapshot that was written, and what came before it never removed: as if it had been ended there.
+    async with store.opened() as (journal, names):
+        assert names[0] == "state"
+        state = await journal._log.connection.state()
+        assert state.first >= begin
+
+
+# fsync
+
+
+class Monitor(http.server.BaseHTTPRequestHandler):
+    """Says of itself what a NATS server of 2.10 says that syncs every write."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"version": "2.10.22", "jetstream": {"config": {"sync_always": True}}})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nothing."""
+
+
+@asynccontextmanager
+async def monitor() -> AsyncGenerator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Monitor)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        thread.join()
+        server.server_close()
+
+
+async def test_fsync_is_promised_only_where_nats_says_so(
+    store: JetStreamStore, nats: NatsServer
+) -> None:
+    found = nats.section(
+        store.stream, durability="fsync", monitor=nats.monitor, max_bytes=64 * MEBIBYTE
+    )
+    with pytest.raises(JournalUnreadable, match="does not sync every write"):
+        await open_journal(found)
+    async with monitor() as address:
+        journal = await open_journal(found.model_copy(update={"monitor": address}))
+        await journal.close()
+    with pytest.raises(JournalUnreadable, match="monitor does not answer"):
+        await open_journal(found.model_copy(update={"monitor": "http://127.0.0.1:1"}))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"url": "nats://a", "folder": "b", "durability": "process"}, "exclude each other"),
+        ({"url": "nats://a"}, "needs monitor"),
+        ({"url": "a:4222", "durability": "process"}, "must begin with nats://"),
+        (
+            {"url": "nats://a", "durability": "process", "monitor": "nats://a"},
+            "must begin with http",
+        ),
+        ({"url": "nats://a", "durability": "process", "stream": "a.b"}, "letters, digits"),
+        ({"url": "nats://a", "durability": "process", "key": "k"}, "key needs certificate"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(
+    settings: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        JournalSection.model_validate(settings)
+
+
+async def test_without_durability_nothing_is_connected_to() -> None:
+    section = JournalSection.model_validate({"url": "nats://127.0.0.1:1", "durability": "none"})
+    assert isinstance(await open_journal(section), MemoryJournal)
+
+
+async def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("penstock.server.jetstream")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nats", None)
+    section = JournalSection.model_validate({"url": "nats://a", "durability": "process"})
+    with pytest.raises(JournalUnreadable, match=r"pip install 'penstock\[jetstream\]'"):
+        await open_journal(section)
