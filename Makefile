@@ -11,7 +11,8 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into format \
 	cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer \
-	bench-journal bench-overlap bench-corrections bench-parity bench-attempts bench-pool bench-prefix simulate
+	bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity bench-attempts bench-pool \
+	bench-prefix simulate
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -107,7 +108,7 @@ gen-clients-into:
 			--ts_proto_out=$(CLIENT_STUBS)/clients/typescript/src/gen google/rpc/status.proto google/rpc/error_details.proto; \
 		$(BIN)/buf generate --template clients/buf.gen.yaml -o $(CLIENT_STUBS)
 
-bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -144,6 +145,10 @@ VERL := .venv/share/verl
 
 bench-journal: setup ## what the journal costs the demo
 	@$(BIN)/python benchmarks/journal.py $(ARGS)
+
+bench-journal-stores: setup ## appends per second of the journal in a folder, and in a stream of NATS
+	-@$(BIN)/python .ci/nats.py
+	@$(BIN)/python -m benchmarks.journal_stores $(ARGS)
 
 bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best there can be
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)

@@ -99,7 +99,7 @@ class JournalSection(_Section):
     monitor: str | None = None
     """http://HOST:PORT at which the NATS server is monitored: it is asked whether it syncs every write."""
     credentials: Path | None = None
-    """File of NATS credentials, as `nsc` writes it; a user and password, or a token, may stand in `url`."""
+    """File of NATS credentials, as `nsc` writes it; in `url` no password and no token may stand."""
     ca: Path | None = None
     """PEM file of the authority that signed the NATS server's certificate; with it or `certificate`
     connections are made by TLS only."""
@@ -129,8 +129,9 @@ class JournalSection(_Section):
         known = ("nats://", "tls://") if info.field_name == "url" else ("http://", "https://")
         for address in [] if value is None else value.split(","):
             if not address.startswith(known):
-                # Without the address, which may hold a password.
                 raise ValueError(f"must begin with {' or '.join(known)}")
+            if "@" in address:
+                raise ValueError("must hold neither user nor password; name a file of credentials")
         return value
 
     @model_validator(mode="after")
@@ -389,7 +390,8 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}, got {item['input']!r}"
             for item in error.errors()
         ]
-        raise ConfigError(redact("; ".join(found))) from None
+        # What is refused may be an address with a password in it.
+        raise ConfigError(re.sub(r"//[^/@\s]+@", "//***@", redact("; ".join(found)))) from None
     for name, address in config.addresses.items():
         try:
             split_address(address)

@@ -98,12 +98,12 @@ class StreamLog:
         if section.durability == "fsync":
             assert section.monitor is not None, "the configuration sees to it"
             await check_synced(section.monitor)
-        await open_stream(connection, section.max_bytes)
+        # Before anybody is asked: whoever comes to be the owner meanwhile takes the place that is next now.
+        state = await open_stream(connection, section.max_bytes)
         owner = await connection.ask_owner(OWNER_SECONDS)
         if owner is not None:
             raise JournalInUse(f"another server writes to the stream {section.stream}: {owner}")
         await connection.answer_as_owner(f"process {os.getpid()} of {socket.gethostname()}")
-        state = await connection.state()
         self._next = state.last + 1
         await self.store([Entry(Kind.OWNER, (connection.writer.encode(),))])
         end = await connection.fetch_last(connection.subjects.end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 from abc import ABC, abstractmethod
@@ -113,7 +114,10 @@ class LogStore(Store):
             file.write(b"?")
 
     async def stored_bytes(self, journal: LogJournal) -> int:
-        return sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+        while True:
+            # One may go while it is looked at.
+            with contextlib.suppress(FileNotFoundError):
+                return sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
 
 
 class JetStreamStore(Store):

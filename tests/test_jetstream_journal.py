@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import json
 import random
-import sys
-import threading
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ from hypothesis import strategies as st
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server import jetstream_log
-from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
 from penstock.server.jetstream_frames import (
     Entry,
@@ -31,8 +26,7 @@ from penstock.server.jetstream_frames import (
     Subjects,
     read_message,
 )
-from penstock.server.journal import JournalInUse, JournalUnreadable, MemoryJournal
-from penstock.server.journal_opening import open_journal
+from penstock.server.journal import JournalInUse, JournalUnreadable
 from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
 from tests.nats_server import NatsServer, nats_server
 
@@ -276,18 +270,18 @@ async def test_a_stream_of_something_else_is_left_alone(
     store: JetStreamStore, nats: NatsServer
 ) -> None:
     async with store.opened() as (journal, _):
-        config = {
+        other = {
             "name": f"{store.stream}_OTHER",
             "subjects": [f"other.{store.stream}"],
             "storage": "file",
             "max_bytes": 1 << 20,
         }
-        subject = f"$JS.API.STREAM.CREATE.{config['name']}"
-        await journal._log.connection._request(subject, json.dumps(config).encode())
-    other = JetStreamStore(nats)
-    other.stream = f"{store.stream}_OTHER"
+        subject = f"$JS.API.STREAM.CREATE.{other['name']}"
+        await journal._log.connection._request(subject, json.dumps(other).encode())
+    taken = JetStreamStore(nats)
+    taken.stream = f"{store.stream}_OTHER"
     with pytest.raises(JournalUnreadable, match="is no journal's"):
-        await other.make()
+        await taken.make()
 
 
 async def test_a_server_without_that_much_room_says_so(store: JetStreamStore) -> None:
@@ -314,98 +308,21 @@ async def test_a_stream_whose_beginning_is_gone_is_not_read(store: JetStreamStor
         await store.make()
 
 
-async def test_orphans_of_a_killed_server_are_removed(store: JetStreamStore) -> None:
+async def test_what_a_killed_server_did_not_remove_counts_for_nothing_and_goes(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def killed(log: Any, carried: set[int]) -> None:
+        """The snapshot is whole by then."""
+
+    monkeypatch.setattr(jetstream_log.StreamLog, "remove", killed)
     async with store.opened(lambda: [record("state")]) as (journal, _):
+        await journal.append([record("first", 100_000)])
         async with asyncio.timeout(20):
-            while journal.compactions < 2:
+            while not journal.compactions:
                 await journal.append([record("filler", 300_000)])
-        while journal._compacting is not None:
-            await asyncio.sleep(0.01)
-        begin = journal._log._begin
-    # A snapshot that was written, and what came before it never removed: as if it had been ended there.
+        assert (await journal._log.connection.state()).first == 1
+        assert 1 < journal._log._begin
     async with store.opened() as (journal, names):
-        assert names[0] == "state"
+        assert names[0] == "state" and "first" not in names
         state = await journal._log.connection.state()
-        assert state.first >= begin
-
-
-# fsync
-
-
-class Monitor(http.server.BaseHTTPRequestHandler):
-    """Says of itself what a NATS server of 2.10 says that syncs every write."""
-
-    def do_GET(self) -> None:
-        body = json.dumps({"version": "2.10.22", "jetstream": {"config": {"sync_always": True}}})
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing."""
-
-
-@asynccontextmanager
-async def monitor() -> AsyncGenerator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Monitor)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        await asyncio.to_thread(server.shutdown)
-        thread.join()
-        server.server_close()
-
-
-async def test_fsync_is_promised_only_where_nats_says_so(
-    store: JetStreamStore, nats: NatsServer
-) -> None:
-    found = nats.section(
-        store.stream, durability="fsync", monitor=nats.monitor, max_bytes=64 * MEBIBYTE
-    )
-    with pytest.raises(JournalUnreadable, match="does not sync every write"):
-        await open_journal(found)
-    async with monitor() as address:
-        journal = await open_journal(found.model_copy(update={"monitor": address}))
-        await journal.close()
-    with pytest.raises(JournalUnreadable, match="monitor does not answer"):
-        await open_journal(found.model_copy(update={"monitor": "http://127.0.0.1:1"}))
-
-
-# Configuration
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"url": "nats://a", "folder": "b", "durability": "process"}, "exclude each other"),
-        ({"url": "nats://a"}, "needs monitor"),
-        ({"url": "a:4222", "durability": "process"}, "must begin with nats://"),
-        (
-            {"url": "nats://a", "durability": "process", "monitor": "nats://a"},
-            "must begin with http",
-        ),
-        ({"url": "nats://a", "durability": "process", "stream": "a.b"}, "letters, digits"),
-        ({"url": "nats://a", "durability": "process", "key": "k"}, "key needs certificate"),
-    ],
-)
-def test_a_configuration_that_makes_no_sense_is_refused(
-    settings: dict[str, str], problem: str
-) -> None:
-    with pytest.raises(ValueError, match=problem):
-        JournalSection.model_validate(settings)
-
-
-async def test_without_durability_nothing_is_connected_to() -> None:
-    section = JournalSection.model_validate({"url": "nats://127.0.0.1:1", "durability": "none"})
-    assert isinstance(await open_journal(section), MemoryJournal)
-
-
-async def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("penstock.server.jetstream")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "nats", None)
-    section = JournalSection.model_validate({"url": "nats://a", "durability": "process"})
-    with pytest.raises(JournalUnreadable, match=r"pip install 'penstock\[jetstream\]'"):
-        await open_journal(section)
+        assert state.first >= journal._log._begin

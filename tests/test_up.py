@@ -96,6 +96,11 @@ def test_a_section_may_begin_with_a_file(tmp_path: Path) -> None:
     }
 
 
+def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
+    stream = ["serve.journal.url=nats://h", "serve.journal.durability=process"]
+    assert "folder" not in load(config, stream).serve["journal"]
+
+
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [

@@ -7,6 +7,7 @@ module anew, so nothing here may have an effect at import.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -322,7 +323,27 @@ def demo(options: tuple[str, ...]) -> None:
 main.add_command(up)
 main.add_command(health)
 
-_JOURNAL = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+class _JournalFolder(click.Path):
+    """A folder; the address of a NATS server is told why it is none."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        if str(value).startswith(("nats:", "tls:")):
+            self.fail(
+                "a journal in a stream of NATS is read by its server alone: docs/many-hubs.md",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+_JOURNAL = click.argument(
+    "folder", type=_JournalFolder(exists=True, file_okay=False, path_type=Path)
+)
 
 
 @main.group()

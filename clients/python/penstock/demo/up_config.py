@@ -145,8 +145,10 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
     except ValidationError as error:
         raise UpConfigInvalid(f"{path}: {_explain(error)}") from error
     # What a server was told survives it, unless the file says otherwise.
-    journal: Table = {"journal": {"folder": str(file.up.out / "journal")}}
-    serve = _merge(journal, _with_file(file.serve))
+    serve = _with_file(file.serve)
+    if "url" not in _table(serve, "journal"):
+        journal: Table = {"journal": {"folder": str(file.up.out / "journal")}}
+        serve = _merge(journal, serve)
     if engines is not None:
         serve["engine"] = _merge(_table(serve, "engine"), _table(engines, "engine"))
     train = None if file.train is None else _with_file(file.train)

@@ -1,0 +1,118 @@
+"""How a journal on NATS JetStream is configured, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import sys
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
+
+from penstock.server import config
+from penstock.server.config import JournalSection
+from penstock.server.journal import JournalUnreadable, MemoryJournal
+from penstock.server.journal_opening import open_journal
+from tests.journal_stores import MEBIBYTE
+from tests.nats_server import NatsServer, nats_server
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
+    """One for all tests of this file."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+# fsync
+
+
+class Monitor(http.server.BaseHTTPRequestHandler):
+    """Says of itself what a NATS server of 2.10 says that syncs every write."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"version": "2.10.22", "jetstream": {"config": {"sync_always": True}}})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nothing."""
+
+
+@asynccontextmanager
+async def monitor() -> AsyncGenerator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Monitor)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        thread.join()
+        server.server_close()
+
+
+async def test_fsync_is_promised_only_where_nats_says_so(nats: NatsServer) -> None:
+    found = nats.section(
+        "SYNCED", durability="fsync", monitor=nats.monitor, max_bytes=64 * MEBIBYTE
+    )
+    with pytest.raises(JournalUnreadable, match="does not sync every write"):
+        await open_journal(found)
+    async with monitor() as address:
+        journal = await open_journal(found.model_copy(update={"monitor": address}))
+        await journal.close()
+    with pytest.raises(JournalUnreadable, match="monitor does not answer"):
+        await open_journal(found.model_copy(update={"monitor": "http://127.0.0.1:1"}))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"url": "nats://a", "folder": "b", "durability": "process"}, "exclude each other"),
+        ({"url": "nats://a"}, "needs monitor"),
+        ({"url": "a:4222", "durability": "process"}, "must begin with nats://"),
+        (
+            {"url": "nats://a", "durability": "process", "monitor": "nats://a"},
+            "must begin with http",
+        ),
+        ({"url": "nats://a", "durability": "process", "stream": "a.b"}, "letters, digits"),
+        ({"url": "nats://a:b@c", "durability": "process"}, "file of credentials"),
+        ({"url": "nats://a", "durability": "process", "key": "k"}, "key needs certificate"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(
+    settings: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        JournalSection.model_validate(settings)
+
+
+def test_a_password_is_in_no_message(tmp_path: Path) -> None:
+    for setting in ("url=nats://me:secret@a", "folder=b"):
+        with pytest.raises(config.ConfigError) as error:
+            config.load(None, ["journal.url=nats://me:secret@a", f"journal.{setting}"])
+        assert "secret" not in str(error.value)
+
+
+async def test_without_durability_nothing_is_connected_to() -> None:
+    section = JournalSection.model_validate({"url": "nats://127.0.0.1:1", "durability": "none"})
+    assert isinstance(await open_journal(section), MemoryJournal)
+
+
+async def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("penstock.server.jetstream")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nats", None)
+    section = JournalSection.model_validate({"url": "nats://a", "durability": "process"})
+    with pytest.raises(JournalUnreadable, match=r"pip install 'penstock\[jetstream\]'"):
+        await open_journal(section)
