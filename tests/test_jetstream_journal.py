@@ -321,7 +321,7 @@ async def test_what_a_killed_server_did_not_remove_counts_for_nothing_and_goes(
             while not journal.compactions:
                 await journal.append([record("filler", 300_000)])
         assert (await journal._log.connection.state()).first == 1
-        assert 1 < journal._log._begin
+        assert journal._log._begin > 1
     async with store.opened() as (journal, names):
         assert names[0] == "state" and "first" not in names
         state = await journal._log.connection.state()
