@@ -323,6 +323,7 @@ def demo(options: tuple[str, ...]) -> None:
 main.add_command(up)
 main.add_command(health)
 
+
 class _JournalFolder(click.Path):
     """A folder; the address of a NATS server is told why it is none."""
 
