@@ -34,7 +34,7 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 # Ray is no part of set-up: without it the tests of it are skipped, and say so.
 cluster-test: setup ## `penstock up` on a Ray cluster of this machine, each actor killed; installs Ray
 	@$(BIN)/python .ci/add_extra.py ray
-	@$(BIN)/python -m pytest tests/test_cluster.py tests/test_ray_placement.py $(ARGS)
+	@$(BIN)/python -m pytest tests/test_cluster.py tests/test_keeper.py tests/test_ray_placement.py $(ARGS)
 	@$(BIN)/python -m pytest -q tests/faults/test_f23_cluster.py --fault-count $(or $(FAULTS),1)
 
 FAULTS :=
