@@ -36,8 +36,8 @@ import zstandard
 
 from penstock.demo import settings
 from penstock.demo.model import prepare_model
-from penstock.demo.processes import Command, Process, end, first_match, wait_for
-from penstock.demo.run import SERVING
+from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed, end, explain
+from penstock.demo.supervisor import SERVING
 from penstock.demo.tasks import write_sums
 from penstock.v1 import weights_pb2
 from penstock.wire import sparse
@@ -328,17 +328,19 @@ async def train(model: Path, out: Path, learning_rate: str, steps: int) -> None:
     write_sums(plan.tasks_file)
     running: list[Process] = []
     try:
-        lines: asyncio.Queue[str] = asyncio.Queue()
-        server = start(out, "server", settings.serve_command(plan), settings.SERVER_THREADS, lines)
+        serves = FirstMatch(SERVING)
+        command = settings.serve_command(plan, None)
+        server = start(out, "server", command, settings.SERVER_THREADS, serves)
         running.append(server)
-        address = await first_match(SERVING, lines, server)
+        address = await serves.wait(server)
         plan.trainer_config_file.write_text(settings.trainer_config(plan, address))
         running.append(start(out, "worker", settings.rollout_command(plan, address), 1))
         options = (part for override in overrides for part in ("--set", override))
         command = (*settings.train_command(plan), *options)
         trainer = start(out, "trainer", command, settings.TRAINER_THREADS)
         running.append(trainer)
-        await wait_for(trainer, running[:2])
+        if status := await trainer.wait():
+            raise ProcessFailed(explain(trainer, status))
     finally:
         await end(running)
 
@@ -348,11 +350,11 @@ def start(
     name: str,
     arguments: tuple[str, ...],
     threads: int,
-    lines: asyncio.Queue[str] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> Process:
     """Starts one process; its log lies in `out`."""
     command = Command(name, arguments, out / f"{name}.log", settings.environment(threads))
-    return Process.start(command, None if lines is None else lines.put_nowait)
+    return Process.start(command, on_line)
 
 
 def version_folders(run: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from tests.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
 from penstock.server import allocator, config
 from penstock.server.engine import Delta, EngineRequest, EngineStats, Finish
-from penstock.server.log_journal import open_journal
+from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
@@ -102,7 +102,8 @@ async def serve() -> None:
     """One engine server as `penstock serve` makes it."""
     loaded = config.load(None, ["listen=127.0.0.1:0", "http.listen="])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
-    serving = Serving(server, PacedEngine(), ByteRenderer(), loaded, open_journal(loaded.journal))
+    journal = await open_journal(loaded.journal)
+    serving = Serving(server, PacedEngine(), ByteRenderer(), loaded, journal)
     await serving.start()
     print(f"serving {port}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from simulated_engine import EngineTimes
 
-from penstock.server.pool import PoolRules
+from penstock.server.pool_rules import PoolRules
 from penstock.server.staleness_gate import StalenessContract
 
 

@@ -5,8 +5,8 @@ with its `TurnLimit`. What is here is when the server calls them:
 
     place    pool.PoolEngine._deltas: a turn is placed, or waits in the hub. When one ends its engine has
              room, and who waits is woken
-    look     pool._keep, pool_member.heard: an engine's load moves its limit, its pace its slowness. All
-             engines are looked at in one moment here, as often as each is there
+    look     pool_roster._keep, pool_member.heard: an engine's load moves its limit, its pace its slowness.
+             All engines are looked at in one moment here, as often as each is there
     switch   pool.switch: a part of the engines that have not got the version at a time, or all of them;
              out of rotation meanwhile. Without any that have not, the version is the pool's
 
@@ -29,9 +29,9 @@ from simulated_engine import SimulatedEngine, Turn
 
 from penstock.server.engine import EngineRequest, Sampling
 from penstock.server.engine_server import EngineServer
-from penstock.server.pool import LOOKS_PER_SECOND
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_placing import Placing
+from penstock.server.pool_roster import LOOKS_PER_SECOND
 from penstock.server.routing import slowness
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.codec import twin

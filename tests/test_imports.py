@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OWN = ("penstock.", "tests.", "benchmarks.")
 PACKAGES = {
     "wire": ROOT / "clients/python/penstock/wire",
     "client": ROOT / "clients/python/penstock/client",
@@ -83,6 +87,24 @@ def test_arrows_point_one_way():
 def test_a_heavy_library_is_imported_in_its_seam_only(library):
     found = {file for _, file, name in imports() if name.split(".")[0] == library}
     assert found <= SEAMS[library]
+
+
+def test_benchmarks_and_examples_import_what_there_is():
+    """No test runs most of them, and a name that is gone is otherwise seen by whoever does."""
+    missing: list[str] = []
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(OWN):
+                continue
+            module = importlib.import_module(cast("str", node.module))
+            folder = hasattr(module, "__path__")
+            missing += [
+                f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+                for alias in node.names
+                if not hasattr(module, alias.name)
+                and not (folder and importlib.util.find_spec(f"{node.module}.{alias.name}"))
+            ]
+    assert missing == []
 
 
 def test_ray_is_imported_in_one_module_only():
