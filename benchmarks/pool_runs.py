@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import xxhash
 from pool_setup import Tally, Workload
 from safetensors.numpy import load_file
 from tests.harness import (
@@ -31,11 +30,11 @@ from tests.harness import (
     InlineSource,
     SubmitTasksRequest,
     SwitchWeights,
-    TensorSpec,
     Wire,
     header,
     hello,
     messages,
+    payload_of,
 )
 
 from penstock.client import SamplingParams, Task, connect
@@ -257,20 +256,7 @@ class Trainer:
         # Every version is another one, as that of a step is.
         name = next(iter(self._tensors))
         self._tensors[name].flat[version % 8] += 1e-3
-        data, specs = b"", []
-        for name, tensor in self._tensors.items():
-            values = tensor.tobytes()
-            specs.append(
-                TensorSpec(
-                    name=name,
-                    shape=tensor.shape,
-                    dtype="float32",
-                    offset_bytes=len(data),
-                    length_bytes=len(values),
-                    xxh3=xxhash.xxh3_64_intdigest(values),
-                )
-            )
-            data += values
+        data, specs = payload_of(self._tensors)
         head, _ = header(
             version, staged=True, tensors=specs, inline=InlineSource(length_bytes=len(data))
         )

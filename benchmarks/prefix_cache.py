@@ -28,11 +28,20 @@ from pathlib import Path
 import click
 import grpc
 import numpy as np
+from benchmarks.pool_agents import (
+    CompleteTrajectoryRequest,
+    ContinueRequest,
+    GenerateRequest,
+    Outcome,
+    SamplingParams,
+    StreamOptions,
+    TokenSequence,
+)
 from benchmarks.pool_processes import Hub, Process, hub, started
 from rich.console import Console
 from rich.table import Table
 
-from penstock.v1 import rollout_service_pb2, task_service_pb2, trajectory_pb2
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
 POLICIES = ("sticky", "least_loaded", "round_robin")
@@ -41,14 +50,6 @@ TURN_TOKENS = 32
 OBSERVATION_TOKENS = 64
 LONGEST_TOOL_SECONDS = 0.5
 ENGINE = ("--max-model-len", "2048", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "268435456")
-
-ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
-StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
-CompleteTrajectoryRequest = codec.twin(task_service_pb2.CompleteTrajectoryRequest)
-Outcome = codec.twin(trajectory_pb2.Outcome)
 
 
 @dataclass(frozen=True)

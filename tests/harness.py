@@ -249,9 +249,14 @@ def weights_of(version: int) -> Tensors:
 
 def payload(version: int) -> tuple[bytes, list[Any]]:
     """Bytes and specs of a version of the fake model."""
+    return payload_of(weights_of(version))
+
+
+def payload_of(tensors: Tensors) -> tuple[bytes, list[Any]]:
+    """Bytes and specs of tensors in float32."""
     data = b""
     specs: list[Any] = []
-    for name, tensor in weights_of(version).items():
+    for name, tensor in tensors.items():
         values = tensor.tobytes()
         specs.append(
             TensorSpec(
