@@ -65,7 +65,8 @@ class NatsServer:
         config = self.folder / "nats.conf"
         config.write_text(
             f'host: "127.0.0.1"\nport: {self.port}\nhttp: "127.0.0.1:{self.monitor_port}"\n'
-            f'jetstream {{ store_dir: "{self.folder / "store"}" }}\n{self.extra}\n'
+            # More than there is: each stream has room set aside, and none of them needs it.
+            f'jetstream {{ store_dir: "{self.folder / "store"}", max_file_store: 1TB }}\n{self.extra}\n'
         )
         with (self.folder / "nats.log").open("ab") as log:
             self.process = subprocess.Popen(
