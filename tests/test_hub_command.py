@@ -19,7 +19,7 @@ from penstock.demo.supervisor import SERVING
 from penstock.server import config
 from penstock.server.config import ConfigError
 from penstock.server.discovery import Discovery
-from tests.faults.test_f21_killed_engines import engine_processes
+from tests.faults.test_f21_killed_engines import FAKE, engine_processes
 from tests.processes import ENVIRONMENT
 from tests.tiny_model import make_tiny_model
 
@@ -49,7 +49,7 @@ async def test_a_hub_serves_what_its_engines_sample_and_stops_when_told(
         on_line=serves,
     )
     try:
-        async with engine_processes(tmp_path, model, 2) as servers:
+        async with engine_processes(tmp_path, model, FAKE, 2) as servers:
             listed.write_text("".join(f"{server.address}\n" for server in servers))
             address = await serves.wait(hub)
             assert WAITING in (tmp_path / "hub.log").read_text()
