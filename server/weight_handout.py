@@ -60,6 +60,9 @@ class WeightHandout:
     ) -> AsyncGenerator[bytes]:
         """Serialized FetchWeightsResponse messages. Raises WEIGHT_VERSION_NOT_STAGED, TENSOR_UNKNOWN,
         CHECKSUM_MISMATCH, FIELD_INVALID."""
+        if request.weight_version < 1:
+            problem = "must be a version that was uploaded"
+            raise FieldInvalid("weight_version", problem, request.weight_version)
         with self._opened(request.weight_version) as readable:
             slices = _slices(request, readable)
             place = 0

@@ -607,7 +607,7 @@ LOADS_CODE = {
     # `--reward` and `--generate`, and a loss or an advantage of the trainer's own configuration.
     "wire/functions.py": {"import_module"},
     # The command line's own modules, by names written there.
-    "client/__main__.py": {"import_module"},
+    "client/loading.py": {"import_module"},
     # For functions written for slime, which name others in the arguments they are given by the operator.
     "client/plugins/slime_functions.py": {"import_module"},
     # The source of megatron-core, as it is installed.

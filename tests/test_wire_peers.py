@@ -383,8 +383,11 @@ async def test_a_version_that_is_not_here_is_not_handed_out(giver: Harness, vers
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await fetched(giver, version, payload(1)[1])
     failure = read_failure(caught.value)
-    assert failure.reason == "WEIGHT_VERSION_NOT_STAGED"
-    assert failure.code == grpc.StatusCode.FAILED_PRECONDITION
+    if version < 1:
+        assert failure.reason == "FIELD_INVALID" and failure.metadata["field"] == "weight_version"
+    else:
+        assert failure.reason == "WEIGHT_VERSION_NOT_STAGED"
+        assert failure.code == grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_what_is_let_go_of_meanwhile_is_still_handed_out_to_its_end(

@@ -282,5 +282,5 @@ async def test_frames(
 
 
 def test_every_rpc_is_fuzzed() -> None:
-    assert len(set(NAMES)) == len(RPCS) == 11
+    assert len(set(NAMES)) == len(RPCS) == 12
     assert len(STREAMS) == 2
