@@ -143,6 +143,10 @@ class Upload:
         )
         try:
             self.check_complete()
+            if self._inline:
+                # Also where chunks came in another order than that of the payload.
+                self._in_order_bytes = self.length_bytes
+                self._progress.notify()
             if self._filling is not None:
                 await self._filling.finish(list(hashes.values()))
             places = await self._fill_target()

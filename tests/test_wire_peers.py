@@ -120,8 +120,12 @@ async def test_each_side_has_its_own_layout(giver: Harness, taker: Harness, gap:
 class Arriving:
     """An upload to a server that stops after its first chunk until it is told how to go on."""
 
-    def __init__(self, server: Harness, version: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, server: Harness, version: int, chunk_bytes: int, *, backwards: bool = False
+    ) -> None:
         self._requests = messages(*header(version, staged=True), chunk_bytes)
+        if backwards:
+            self._requests[2:-1] = reversed(self._requests[2:-1])
         self._on: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._call = server.wire.UpdateWeights(self._sent())
         self.answers = asyncio.ensure_future(self._read())
@@ -145,8 +149,10 @@ class Arriving:
             self._on.set_result(False)
 
 
-async def arriving(server: Harness, version: int, chunk_bytes: int = 64) -> Arriving:
-    upload = Arriving(server, version, chunk_bytes)
+async def arriving(
+    server: Harness, version: int, chunk_bytes: int = 64, *, backwards: bool = False
+) -> Arriving:
+    upload = Arriving(server, version, chunk_bytes, backwards=backwards)
     await until(lambda: server.serving.uploads.arriving is not None)
     half = server.serving.uploads.arriving
     assert half is not None and await half.come(chunk_bytes)
@@ -166,6 +172,19 @@ async def test_a_version_is_handed_on_while_it_arrives(giver: Harness, taker: Ha
     await taking
     assert loaded(taker) == tensors_of(2)
     assert (await upload.answers)[-1] == weights_pb2.WEIGHT_STATE_STAGED
+
+
+async def test_a_version_that_arrives_in_any_order_is_handed_on(
+    giver: Harness, taker: Harness
+) -> None:
+    upload = await arriving(giver, 2, backwards=True)
+    taking = asyncio.ensure_future(take(taker, from_peer(2, giver.address, 2)))
+    await until(lambda: taker.serving.uploads.arriving is not None)
+    # The peer has been asked, and waits for what comes last.
+    await asyncio.sleep(0.1)
+    upload.go_on()
+    await taking
+    assert loaded(taker) == tensors_of(2)
 
 
 async def test_an_upload_that_ends_ends_those_that_follow_it(
