@@ -140,7 +140,6 @@ async def with_agents(own: Hub, engine: Process, agent_count: int) -> None:
     tell(f"{agent_count:,} agents: turns", *cells)
     tell("  their segments", *row(spent, "segments", own))
     tell("  turns that ended", f"{done.turns_per_second:,.1f}")
-    tell("  calls that gRPC cancelled, in all", str(done.cancelled))
     takes = TURN_TOKENS / TOKENS_PER_SECOND
     middle, last = done.latencies or (float("nan"), float("nan"))
     tell(f"  a turn, of {takes:.1f} s: p50 and p99", f"{middle:.1f} s", f"{last:.1f} s")

@@ -94,7 +94,8 @@ def bind(
         check_exposure(listen, Security())
     server = grpc.aio.server(
         interceptors=() if gate is None else (gate,),
-        options=server_options(),
+        # As many again are told that there are too many.
+        options=server_options(2 * concurrent_calls),
         maximum_concurrent_rpcs=concurrent_calls,
     )
     try:

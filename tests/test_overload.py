@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import grpc
 import pytest
 
 from penstock.server.memory_budget import KEPT_PART
+from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from tests.harness import (
     GenerateRequest,
@@ -194,3 +198,31 @@ async def test_a_caller_that_reads_nothing_is_cut_off_and_others_do_not_notice(
                     pass
             assert read_failure(error.value).reason == "SLOW_READER"
             assert record.policy_versions() and not record.closed
+
+
+async def test_calls_that_come_while_the_process_is_busy_are_all_answered(tmp_path: Path) -> None:
+    """gRPC by itself cancels at random from 1,000 on: agents of a hub lost turns that never began."""
+    count = 3_500
+    async with serve(tmp_path) as harness:
+        sent, answers = threading.Event(), Counter[str]()
+
+        def call_many() -> None:
+            with grpc.insecure_channel(harness.address, client_options(own_connection=True)) as own:
+                call = own.unary_unary("/penstock.v1.RolloutService/GetServerInfo")
+                # Unary calls of this method are made again by themselves; not one that was cancelled.
+                call(b"")
+                begun.set()
+                waits.wait(60.0)
+                calls = [call.future(b"", timeout=60.0) for _ in range(count)]
+                sent.set()
+                answers.update(str(one.code()) for one in calls)
+
+        begun, waits = threading.Event(), threading.Event()
+        calling = asyncio.create_task(asyncio.to_thread(call_many))
+        await asyncio.to_thread(begun.wait, 60.0)
+        waits.set()
+        # The server's loop does nothing else until all of them are there.
+        assert sent.wait(60.0)
+        time.sleep(0.5)  # noqa: ASYNC251 - that is what is tested.
+        await calling
+        assert answers == {str(grpc.StatusCode.OK): count}

@@ -61,10 +61,14 @@ def _both_ends() -> Options:
     ]
 
 
-def server_options() -> Options:
-    """Channel arguments of a server."""
+def server_options(waiting_calls: int = 32_768) -> Options:
+    """Channel arguments of a server, where so many calls may wait until its process looks at them."""
     return [
         *_both_ends(),
+        # Between the two gRPC would cancel calls at random, which is from 1,000 to 3,000 on by itself: a
+        # process that is busy for a moment finds as many where it has thousands of agents.
+        ("grpc.server.max_pending_requests", waiting_calls),
+        ("grpc.server.max_pending_requests_hard_limit", waiting_calls),
         # Between the two gRPC would refuse at random.
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
