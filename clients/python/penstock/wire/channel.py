@@ -69,6 +69,8 @@ def server_options(waiting_calls: int = 32_768) -> Options:
         # process that is busy for a moment finds as many where it has thousands of agents.
         ("grpc.server.max_pending_requests", waiting_calls),
         ("grpc.server.max_pending_requests_hard_limit", waiting_calls),
+        # How long is too long the caller's deadline says; gRPC would cancel after 30 seconds.
+        ("grpc.server_max_unrequested_time_in_server", 24 * 3600),
         # Between the two gRPC would refuse at random.
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
