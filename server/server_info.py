@@ -85,6 +85,7 @@ class ServerInfo:
             host_id=self._host_id,
             tensors=self._tensors() if request.with_tensors else (),
             draining=self.draining,
+            full_weight_version=self._switch.full_version,
         )
 
     def _replicas(

@@ -156,11 +156,17 @@ class WeightSwitch:
         self._refusal: DomainError | None = None
         self._paused = False
         self._unconfirmed: _Unconfirmed | None = None
-        self.active_version = active_version
+        self.full_version = active_version
+        """The full weights that are there."""
         self.active_adapter: int | None = None
         """The active version where it is an adapter on the full weights."""
         self.on_health: Callable[[], Awaitable[None]] | None = None
         """Called when what `trusted` or `awaiting_trainer` says has changed."""
+
+    @property
+    def active_version(self) -> int:
+        """The version now sampling."""
+        return self.full_version if self.active_adapter is None else self.active_adapter
 
     @property
     def trusted(self) -> bool:
@@ -233,7 +239,7 @@ class WeightSwitch:
 
     def adopt_adapter(self, weight_version: int) -> None:
         """Makes an adapter that the engine has the active version; the gate is closed."""
-        self.active_version = self.active_adapter = weight_version
+        self.active_adapter = weight_version
 
     async def refuse(self, refusal: DomainError | None) -> None:
         """Refuses every admission with this error, or, with None, no longer."""
@@ -273,7 +279,7 @@ class WeightSwitch:
                         [t for t in turns.sampling if t.record.required_weight_version]
                     )
                     switched = await pool.switch(weights, policy)
-                    self.active_version = weights.weight_version
+                    self.full_version = weights.weight_version
                 finally:
                     self._pool_switching = self._closed = False
                     self._changed.notify()
@@ -345,7 +351,7 @@ class WeightSwitch:
                 {"weight_version": version, "active": self.active_version},
             ) from error
         if probe is None:
-            self.active_version = version
+            self.full_version = version
         else:
             # Before a single token can come.
             self._unconfirmed = _Unconfirmed(version, asyncio.get_running_loop().create_future())
@@ -370,7 +376,7 @@ class WeightSwitch:
         verdict.set_result(good)
         if good:
             self._unconfirmed = None
-            self.active_version = version
+            self.full_version = version
             return result
         # The verdict stands until the last token of these weights has been thrown away.
         await change.turns.abort(change.turns.sampling)

@@ -557,6 +557,8 @@ async def test_adapters_may_follow_full_weights(lora: Harness) -> None:
     assert set(turn.versions) == {1, 2}
     # The full version's bytes are of no more use.
     assert held_bytes(lora) == 0
+    info = await info_of(lora)
+    assert (info.active_weight_version, info.full_weight_version) == (2, 1)
 
 
 # Failures

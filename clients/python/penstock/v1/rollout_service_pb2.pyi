@@ -650,6 +650,7 @@ class GetServerInfoResponse(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    FULL_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     model: _builtins.str
@@ -672,6 +673,8 @@ class GetServerInfoResponse(_message.Message):
     """Boot id of its host: servers with the same one may be able to read each other's memory."""
     draining: _builtins.bool
     """Whether it was told to stop, and starts no turn any more."""
+    full_weight_version: _builtins.int
+    """Version of the full weights that are there: the one now sampling, or the one that its adapter is added to."""
     @_builtins.property
     def staged_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions uploaded and verified but not yet switched to."""
@@ -726,10 +729,11 @@ class GetServerInfoResponse(_message.Message):
         host_id: _builtins.str = ...,
         tensors: _abc.Iterable[Global___TensorDescription] | None = ...,
         draining: _builtins.bool = ...,
+        full_weight_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "draining", b"draining", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_id", b"server_id", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "tensors", b"tensors", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "draining", b"draining", "eos_token_ids", b"eos_token_ids", "full_weight_version", b"full_weight_version", "host_id", b"host_id", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_id", b"server_id", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "tensors", b"tensors", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

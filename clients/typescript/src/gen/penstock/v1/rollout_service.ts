@@ -318,6 +318,8 @@ export interface GetServerInfoResponse {
   tensors: TensorDescription[];
   /** Whether it was told to stop, and starts no turn any more. */
   draining: boolean;
+  /** Version of the full weights that are there: the one now sampling, or the one that its adapter is added to. */
+  fullWeightVersion: bigint;
 }
 
 /** A tensor of a full upload. */
@@ -1874,6 +1876,7 @@ function createBaseGetServerInfoResponse(): GetServerInfoResponse {
     hostId: "",
     tensors: [],
     draining: false,
+    fullWeightVersion: 0n,
   };
 }
 
@@ -1965,6 +1968,12 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
     }
     if (message.draining !== false) {
       writer.uint32(152).bool(message.draining);
+    }
+    if (message.fullWeightVersion !== 0n) {
+      if (BigInt.asIntN(64, message.fullWeightVersion) !== message.fullWeightVersion) {
+        throw new globalThis.Error("value provided for field message.fullWeightVersion of type int64 too large");
+      }
+      writer.uint32(160).int64(message.fullWeightVersion);
     }
     return writer;
   },
@@ -2174,6 +2183,14 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
             message.draining = reader.bool();
             continue;
           }
+          case 20: {
+            if (tag !== 160) {
+              break;
+            }
+
+            message.fullWeightVersion = reader.int64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2219,6 +2236,9 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
     message.hostId = object.hostId ?? "";
     message.tensors = object.tensors?.map((e) => TensorDescription.fromPartial(e)) || [];
     message.draining = object.draining ?? false;
+    message.fullWeightVersion = (object.fullWeightVersion !== undefined && object.fullWeightVersion !== null)
+      ? BigInt(object.fullWeightVersion)
+      : 0n;
     return message;
   },
 };
