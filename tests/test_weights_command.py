@@ -209,6 +209,7 @@ async def test_show_prints_what_the_server_is_and_holds(tmp_path: Path) -> None:
 async def test_adapters_and_replicas_are_listed() -> None:
     async with ScriptedServer() as server:
         server.info.adapter_weight_versions.extend([5, 6])
+        server.info.active_weight_version, server.info.full_weight_version = 6, 2
         server.info.lora.max_rank, server.info.lora.max_adapters = 16, 4
         replica = server.info.replicas.add()
         replica.address, replica.active_weight_version = "10.0.0.1:7", 5
@@ -216,6 +217,8 @@ async def test_adapters_and_replicas_are_listed() -> None:
         shown = (await command("show", server.address)).output
         found = json.loads((await command("show", server.address, "--json")).output)
     assert "version 5, version 6 (rank up to 16, 4 at a time)" in shown
+    assert "version 6, an adapter on version 2\n" in shown
+    assert found["full_weight_version"] == 2
     assert shown.splitlines()[-1].split() == ["10.0.0.1:7", "paused", "5", "0", "0"]
     assert found["lora"] == {"max_rank": 16, "max_adapters": 4}
 

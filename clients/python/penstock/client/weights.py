@@ -245,6 +245,7 @@ def _figures(info: Info) -> dict[str, object]:
         "server_version": info.server_version,
         "model": info.model,
         "active_weight_version": info.active_weight_version,
+        "full_weight_version": info.full_weight_version,
         "staged_weight_versions": list(info.staged_weight_versions),
         "delta_base_weight_version": info.delta_base_weight_version,
         "adapter_weight_versions": list(info.adapter_weight_versions),
@@ -274,11 +275,14 @@ def _table(address: str, info: Info) -> str:
         lora = _listed(info.adapter_weight_versions) + (
             f" (rank up to {info.lora.max_rank}, {info.lora.max_adapters} at a time)"
         )
+    active = f"version {info.active_weight_version}"
+    if info.active_weight_version in info.adapter_weight_versions:
+        active += f", an adapter on version {info.full_weight_version}"
     sources = [weights_pb2.WeightSourceKind.Name(kind) for kind in info.weight_sources]
     rows = [
         ("server", f"{address}, release {info.server_version}"),
         ("model", info.model),
-        ("active", f"version {info.active_weight_version}"),
+        ("active", active),
         ("staged", _listed(info.staged_weight_versions)),
         ("delta base", _listed([v for v in (info.delta_base_weight_version,) if v])),
         ("adapters", lora),
