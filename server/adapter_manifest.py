@@ -33,13 +33,24 @@ class AdapterShape:
     tensors: Mapping[str, TensorMeta]
     """Every tensor of it."""
 
+    def message(self) -> weights_pb2.LoraAdapter:
+        """As the header of an upload has it."""
+        return weights_pb2.LoraAdapter(
+            rank=self.rank,
+            alpha=self.alpha,
+            target_modules=self.target_modules,
+            rank_stabilized=self.rank_stabilized,
+        )
+
 
 def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescription) -> AdapterShape:
     """The adapter of a header. Raises FIELD_INVALID where this engine cannot have it."""
     limits = description.adapters
     if limits is None:
         raise FieldInvalid(
-            "header.adapter", "is taken only by a server that was started with --enable-lora"
+            "header.adapter",
+            "is taken only by a server that was started with --enable-lora, "
+            "and by a hub whose engine servers were",
         )
     source = header.WhichOneof("source")
     if source not in ("inline", "shared_memory", None):

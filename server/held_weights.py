@@ -1,6 +1,8 @@
 """The bytes of the active version: the base of the next delta, and what a failed switch goes back to.
 
-The base model is not held, since it can be read again from its folder.
+The base model is not held, since it can be read again from its folder. A pool also gives them to engines
+that come late. So where its version is an adapter, that is held beside the full weights it is added to; an
+engine of our own keeps both, and nothing is held.
 """
 
 from __future__ import annotations
@@ -22,45 +24,63 @@ BASE_VERSION = 0
 
 
 class HeldWeights:
-    """At most one version, complete and verified, in memory of this server."""
+    """At most one full version and one adapter on it, complete and verified, in memory of this server."""
 
     def __init__(self, stage: WeightStage, base_model: Path | None, *, enabled: bool) -> None:
         """`base_model` is the folder of version 0; without `enabled` nothing is ever held."""
         self._stage = stage
         self._base_model = base_model
         self._enabled = enabled
-        self._staged: Staged | None = None
+        self._full: Staged | None = None
+        self._adapter: Staged | None = None
 
     @property
     def weight_version(self) -> int:
-        """The version held; zero for none."""
-        return self._staged.weight_version if self._staged is not None else 0
+        """The full version held; zero for none."""
+        return self._full.weight_version if self._full is not None else 0
 
     def get(self, weight_version: int) -> Staged | None:
-        """This version, where it is the one that is held."""
-        return self._staged if self.weight_version == weight_version else None
+        """This full version, where it is the one that is held."""
+        return self._full if self.weight_version == weight_version else None
 
     async def replace(self, staged: Staged) -> None:
-        """Holds this version, which it takes over, instead of the one before; where there is room."""
+        """Holds this full version, which it takes over, instead of what it held; where there is room."""
         self.let_go()
+        self._full = await self._take_over(staged)
+
+    async def replace_adapter(self, staged: Staged) -> None:
+        """Holds this adapter, which it takes over, instead of the one before; where there is room."""
+        self._let_go_of_adapter()
+        self._adapter = await self._take_over(staged)
+
+    async def _take_over(self, staged: Staged) -> Staged | None:
         if not self._enabled:
             staged.release()
-            return
+            return None
         try:
-            self._staged = await self._stage.hold(staged)
+            return await self._stage.hold(staged)
         except WeightRefused as error:
             logger.warning("version %s is not held: %s", staged.weight_version, error)
+            return None
 
     def let_go(self) -> None:
         """Holds nothing any more."""
-        if self._staged is not None:
-            self._staged.release()
-            self._staged = None
+        self._let_go_of_adapter()
+        if self._full is not None:
+            self._full.release()
+            self._full = None
+
+    def _let_go_of_adapter(self) -> None:
+        if self._adapter is not None:
+            self._adapter.release()
+            self._adapter = None
 
     @contextlib.asynccontextmanager
     async def open(self, weight_version: int) -> AsyncGenerator[StagedWeights | None]:
         """A version the engine can load again: held, or the base model; None where it is neither."""
-        before = self.get(weight_version)
+        adapter = self._adapter
+        found = adapter is not None and adapter.weight_version == weight_version
+        before = adapter if found else self.get(weight_version)
         try:
             if before is not None:
                 before.retain()

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import (
     Adapter,
     CollectiveUpdate,
@@ -32,7 +33,7 @@ from penstock.server.pool_turns import PoolTurns
 from penstock.server.pool_weights import PoolWeights
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe
-from penstock.server.weight_switch import InFlight, Switched
+from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
 from penstock.server.weight_upload import Staged
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
@@ -120,12 +121,12 @@ class PoolEngine:
     def switches_at_once(self) -> bool:
         return self._rules.switches_at_once
 
-    def stage(self, staged: Staged, probe: Probe | None) -> None:
+    def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
         """Begins to stage a version everywhere; what was staged and not switched to is left."""
-        self.weights.stage(staged, probe)
+        self.weights.stage(staged, probe, adapter)
 
-    async def switch(self, weights: StagedWeights, policy: InFlight) -> Switched:
-        return await self.weights.switch(weights, policy)
+    async def switch(self, update: PoolUpdate, policy: InFlight) -> Switched:
+        return await self.weights.switch(update, policy)
 
     async def pause(self, *, drop_cache: bool) -> None:
         raise RuntimeError("a pool switches by itself")
@@ -142,10 +143,10 @@ class PoolEngine:
         raise RuntimeError("a pool's engines score their probes by themselves")
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        raise RuntimeError("a pool that offers no adapters is given none")
+        raise RuntimeError("a pool's engines take adapters by themselves")
 
     async def remove_adapter(self, weight_version: int) -> None:
-        raise RuntimeError("a pool that offers no adapters is given none")
+        raise RuntimeError("a pool's engines free adapters by themselves")
 
     async def join_collective(
         self, backend: str, rendezvous: Mapping[str, object], seconds: float

@@ -14,6 +14,10 @@ State only, and the arithmetic of it: what asks the engine server, and when, is 
 Version numbers: `wire_versions` maps what the engine server calls a version to what the pool calls it. An
 engine server that was never given weights by anybody samples the model as it was loaded, which is version 0
 on both sides.
+
+Weights: what it samples is full weights, or an adapter on full weights that stay there below it. An engine
+server takes adapter after adapter, and no full weights any more once it has one: so those below have to be
+the pool's before it is given the pool's adapter, and `full_version` says whether they are.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.server.engine import EngineDescription, TensorMeta
+from penstock.server.engine import AdapterLimits, EngineDescription, TensorMeta
 from penstock.server.engine_server import EngineServer
 from penstock.server.routing import EngineLoad, retry_seconds
 from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
@@ -73,6 +77,10 @@ class Member:
     """Whether it takes versions from other engine servers, and gives them."""
     version: int | None = None
     """The pool's number of what it samples; None where that is not known."""
+    full_version: int | None = None
+    """That of its full weights: the same, unless what it samples is an adapter."""
+    wire_adapters: tuple[int, ...] = ()
+    """Adapters that it said it still samples with."""
     changes: int = 0
     """How often its weights were changed from here: what it said of them before counts no more."""
     newest_wire_version: int = 0
@@ -139,6 +147,8 @@ class Member:
         accepted = [info.active_weight_version, *info.staged_weight_versions]
         self.newest_wire_version = max(accepted)
         self.version = self.pool_version(info.active_weight_version)
+        self.full_version = self.pool_version(info.full_weight_version)
+        self.wire_adapters = tuple(info.adapter_weight_versions)
         self.limit = self.limit.after(
             LoadReport(
                 len(self.turns),
@@ -168,8 +178,10 @@ class Member:
         number = max(pool_version, self.newest_wire_version + 1, *(n + 1 for n in self.reserved))
         self.reserved.add(number)
         self.wire_versions[number] = pool_version
-        while len(self.wire_versions) > KNOWN_VERSIONS:
-            self.wire_versions.popitem(last=False)
+        # While adapters come and go, turns go on under the full weights for as long as they like.
+        full = None if self.full_version is None else self.wire_version(self.full_version)
+        for wire in [wire for wire in self.wire_versions if wire != full][:-KNOWN_VERSIONS]:
+            del self.wire_versions[wire]
         return number
 
     def settle(self, wire_version: int, *, accepted: bool) -> None:
@@ -178,10 +190,18 @@ class Member:
         if accepted:
             self.newest_wire_version = max(self.newest_wire_version, wire_version)
 
-    def has(self, pool_version: int) -> None:
-        """It samples this version now."""
+    def has(self, pool_version: int, *, adapter: bool) -> None:
+        """It samples this version now; an adapter leaves the full weights what they were."""
         self.version = pool_version
+        if not adapter:
+            self.full_version = pool_version
         self.changes += 1
+
+    @property
+    def adapter_versions(self) -> list[int]:
+        """The pool's numbers of the adapters that it still samples with, as far as they are the pool's."""
+        known = (self.pool_version(wire) for wire in self.wire_adapters)
+        return [version for version in known if version is not None] if self.answers else []
 
     # What becomes of its turns
 
@@ -238,13 +258,17 @@ def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescripti
         eos_token_ids=tuple(info.eos_token_ids),
         weight_dtype=info.weight_dtype,
         tensors={t.name: TensorMeta(tuple(t.shape), t.optional) for t in info.tensors},
+        adapters=AdapterLimits(info.lora.max_rank, info.lora.max_adapters)
+        if info.HasField("lora")
+        else None,
     )
 
 
 def difference(pool: EngineDescription, engine: EngineDescription) -> str:
-    """How an engine differs from its pool, in words; empty where it does not.
+    """How an engine differs from its pool, in words; empty where it can be one of it.
 
-    Models are known by their shapes: the same one may be under another path on another host.
+    Models are known by their shapes: the same one may be under another path on another host. An engine may
+    offer more for adapters than its pool does.
     """
     for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
         ours, theirs = getattr(pool, name), getattr(engine, name)
@@ -257,4 +281,15 @@ def difference(pool: EngineDescription, engine: EngineDescription) -> str:
             if pool.tensors.get(name) != engine.tensors.get(name)
         )
         return f"{len(names)} tensors differ from the pool's, {names[0]} among them"
+    return _lacks(pool.adapters, engine.adapters) if pool.adapters is not None else ""
+
+
+def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
+    """How an engine offers less for adapters than its pool does; empty where it does not."""
+    if engine is None:
+        return "it takes no LoRA adapters, as the pool does: start it with --enable-lora"
+    for name in ("max_rank", "max_adapters"):
+        ours, theirs = getattr(pool, name), getattr(engine, name)
+        if theirs < ours:
+            return f"{name} of its LoRA adapters is {theirs}, the pool's is {ours}"
     return ""

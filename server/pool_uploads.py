@@ -5,6 +5,8 @@ from another host's leader (`pool_branches`); the others take them from its memo
 all take them from the hub's. Who cannot read what it is offered is sent the bytes, so that a wrong guess
 about hosts costs time and nothing else.
 
+An adapter, of a few megabytes, each takes from the hub: engine servers hand none on.
+
 Every engine server verifies every byte by itself, against the hub's checksums.
 """
 
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Mapping
 
 import xxhash
 
+from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_branches import Branches
@@ -40,9 +43,11 @@ POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
 class Payload:
     """The bytes of a staged version, mapped, and what a header says of them."""
 
-    def __init__(self, weights: StagedWeights) -> None:
-        """Blocks: it reads every byte once. Raises OSError."""
+    def __init__(self, weights: StagedWeights, adapter: AdapterShape | None = None) -> None:
+        """`adapter` is what they are, where they are not the model's own. Blocks: it reads every byte once.
+        Raises OSError."""
         self.weight_version = weights.weight_version
+        self.adapter = None if adapter is None else adapter.message()
         self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.host_namespace = host_namespace(self._descriptor)
@@ -113,6 +118,7 @@ class Fanout:
         """Whether an engine server takes it, once it has answered."""
         self._sending: dict[Member, asyncio.Task[StagedThere]] = {}
         self.weight_version = payload.weight_version
+        self.is_adapter = payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
         """Stages it there, unless that was begun before and has not failed. The task raises Unanswered
@@ -148,6 +154,8 @@ class Fanout:
                 name=self._payload.path, host_namespace=self._payload.host_namespace
             )
             return await self._offer(member, memory)
+        if self._payload.adapter is not None:
+            return (await self._send(member, None))[0]
         leading = self._leaders.get(member.host_id)
         if leading is not None and (memory := await asyncio.shield(leading)) is not None:
             return await self._offer(member, memory)
@@ -225,6 +233,7 @@ class Fanout:
             activation=weights_pb2.ACTIVATION_STAGED,
             trainer_epoch=self._epoch,
             probe=self._probe,
+            adapter=self._payload.adapter,
         )
         if source is None:
             header.inline.length_bytes = self._payload.length_bytes

@@ -7,6 +7,11 @@
 Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both decide that
 without an `await` between the look and the act.
 
+An adapter is a version as any other. Who joins is given it second: first the full weights that it is added
+to, unless it is known to have them, as one that was never given any has those of version 0. An engine that
+has somebody else's adapter on the right full weights needs the pool's adapter alone. On others, it can be
+given neither (ADAPTER_ACTIVE), and stays out until its process is another one.
+
 What a failure does. An engine that refuses a version has gone back to the one before: it leaves the
 rotation and is brought up to date. What all refuse is refused as a whole. Who is lost meanwhile is not
 waited for.
@@ -23,6 +28,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
+from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.errors import DomainError
@@ -32,7 +38,7 @@ from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
 from penstock.server.pool_uploads import POLICIES, Fanout, Payload
 from penstock.server.weight_probe import Probe, ProbeResult
-from penstock.server.weight_switch import InFlight, Switched
+from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
 from penstock.server.weight_upload import Staged
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
@@ -62,10 +68,20 @@ class PoolWeights:
         self._bringing_up = asyncio.Semaphore(BRING_UPS)
         self.active = 0
         """The pool's version."""
+        self._full = 0
+        """That of its full weights: the same, unless the active version is an adapter."""
+        self._adapter: AdapterShape | None = None
+        """What the active version is, where it is an adapter."""
         self.open_version: OpenVersion | None = None
         """Opens the bytes of a version for who comes late."""
         self.may_bring_up: Callable[[], bool] = lambda: True
         """Whether the active version is what should be sampled."""
+
+    @property
+    def adapter_versions(self) -> list[int]:
+        """Adapters that sample somewhere, oldest first; of the engines as each was looked at last."""
+        found = {v for member in self._roster.members for v in member.adapter_versions}
+        return sorted(found | ({self.active} if self._adapter is not None else set()))
 
     def is_current(self, member: Member) -> bool:
         """Whether it samples the active version or a newer one."""
@@ -78,6 +94,9 @@ class PoolWeights:
             if not self.may_bring_up():
                 member.problem = "waits for the trainer's version"
                 return
+            if not trusted:
+                # They failed to load, whatever it calls them.
+                member.version = member.full_version = None
             async with self._bringing_up:
                 await self._give(member)
         # Another version may have become active meanwhile: then it is looked at again at once.
@@ -87,40 +106,51 @@ class PoolWeights:
             self._roster.poke(member)
 
     async def _give(self, member: Member) -> None:
-        version = self.active
+        """The active version, and before it the full weights below, where it has others."""
+        if self._adapter is not None and member.full_version != self._full:
+            await self._give_version(member, self._full, None)
+            if member.full_version != self._full:
+                return
+        await self._give_version(member, self.active, self._adapter)
+
+    async def _give_version(
+        self, member: Member, version: int, adapter: AdapterShape | None
+    ) -> None:
         opened = self.open_version(version) if self.open_version is not None else _nothing()
         async with opened as weights:
             if weights is None:
-                member.problem = f"version {version} is not held: it waits for the next one"
+                waits = f"version {version} is not held: it waits for the next one"
+                lacks = f"its full weights are not version {version}, which is not held"
+                member.problem = waits if version == self.active else lacks
                 return
-            payload = await asyncio.to_thread(Payload, weights)
+            payload = await asyncio.to_thread(Payload, weights, adapter)
             holders = [other for other in self._roster.rotation if other.version == version]
             random.shuffle(holders)
             fanout = Fanout(payload, self._epoch, self._rules.branches, holders=holders)
             try:
                 there = await fanout.begin(member)
                 await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
-                member.has(version)
+                member.has(version, adapter=adapter is not None)
             except Refused as error:
                 fanout.settle(member, accepted=False)
                 member.leave_rotation(f"did not take version {version}: {error}")
             finally:
                 await fanout.close()
 
-    def stage(self, staged: Staged, probe: Probe | None) -> None:
+    def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
         """Begins to stage a version everywhere; what was staged and not switched to is left."""
         staged.retain()
         self._staging = self._tasks.start(
-            self._stage(staged.weights, probe),
+            self._stage(PoolUpdate(staged.weights, probe, adapter)),
             f"staging version {staged.weight_version}",
             staged.release,
         )
 
-    async def _stage(self, weights: StagedWeights, probe: Probe | None) -> None:
-        payload = await asyncio.to_thread(Payload, weights)
+    async def _stage(self, update: PoolUpdate) -> None:
+        payload = await asyncio.to_thread(Payload, update.weights, update.adapter)
         before, self._fanout = (
             self._fanout,
-            Fanout(payload, self._epoch, self._rules.branches, probe),
+            Fanout(payload, self._epoch, self._rules.branches, update.probe),
         )
         if before is not None:
             await before.close()
@@ -129,14 +159,14 @@ class PoolWeights:
                 # Who does not take it says so at the switch. Who joins is brought up to date after it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
-    async def switch(self, weights: StagedWeights, policy: InFlight) -> Switched:
+    async def switch(self, update: PoolUpdate, policy: InFlight) -> Switched:
         """Until every engine in rotation has it. Raises DomainError where all refuse it."""
-        version = weights.weight_version
+        version = update.weights.weight_version
         if self._staging is not None:
             await asyncio.wait([self._staging])
             self._staging = None
         if self._fanout is None or self._fanout.weight_version != version:
-            await self._stage(weights, None)
+            await self._stage(update)
         assert self._fanout is not None
         fanout, self._fanout = self._fanout, None
         answers: list[weights_pb2.UpdateWeightsResponse] = []
@@ -154,7 +184,9 @@ class PoolWeights:
             if refusals and not answers:
                 self._all_refused(refusals, version, before)
             # No await since the look at the rotation.
-            self.active = version
+            self.active, self._adapter = version, update.adapter
+            if update.adapter is None:
+                self._full = version
         finally:
             await fanout.close()
             self._roster.rotate()
@@ -199,7 +231,7 @@ class PoolWeights:
             refusals.append((member, error))
             self._roster.rotate()
             return
-        member.has(version)
+        member.has(version, adapter=fanout.is_adapter)
         answers.append(answer)
         if member.state is State.SWITCHING:
             member.state, member.problem = State.SERVING, ""

@@ -79,7 +79,7 @@ class ServerInfo:
             delta_base_weight_version=self._weights.delta_base_version,
             lora=self._lora(),
             http_port=self.http_port,
-            adapter_weight_versions=self._adapters.weight_versions,
+            adapter_weight_versions=self._adapter_versions(),
             server_id=self._server_id,
             eos_token_ids=description.eos_token_ids,
             host_id=self._host_id,
@@ -87,6 +87,11 @@ class ServerInfo:
             draining=self.draining,
             full_weight_version=self._switch.full_version,
         )
+
+    def _adapter_versions(self) -> list[int]:
+        if self._pool is not None:
+            return self._pool.weights.adapter_versions
+        return self._adapters.weight_versions
 
     def _replicas(
         self, load: rollout_service_pb2.ServerLoad

@@ -28,10 +28,10 @@ have, every admission is refused with WEIGHTS_INCONSISTENT, and only another com
 
 An adapter becomes active without a pause: see `adapter_versions`, which closes the gate for that moment.
 
-A *pool* of engines pauses, loads and goes back by itself, each engine for itself. Here it is one step:
-turns that require the old version are aborted, new ones of that kind wait, and v is the active version
-once every engine in rotation has it. Other turns go on being admitted, unless the pool switches all at
-once.
+A *pool* of engines pauses, loads and goes back by itself, each engine for itself, and takes an adapter in
+the same way. Here it is one step: turns that require the old version are aborted, new ones of that kind
+wait, and v is the active version once every engine in rotation has it. Other turns go on being admitted,
+unless the pool switches all at once.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from typing import Protocol
 
 from opentelemetry import trace
 
+from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.broadcast import Broadcast
 from penstock.server.engine import Engine, EngineLoadFailed, EngineLost, StagedWeights
 from penstock.server.errors import DomainError
@@ -116,6 +117,16 @@ class ProbeMismatch(DomainError):
         self.result = result
 
 
+@dataclass(frozen=True, slots=True)
+class PoolUpdate:
+    """A verified version, and what the engines of a pool are told of it."""
+
+    weights: StagedWeights
+    probe: Probe | None = None
+    adapter: AdapterShape | None = None
+    """None for full weights."""
+
+
 class Pool(Protocol):
     """Engines that take weights by themselves."""
 
@@ -124,7 +135,7 @@ class Pool(Protocol):
         """Whether no turn is admitted while they switch."""
         ...
 
-    async def switch(self, weights: StagedWeights, policy: InFlight) -> Switched:
+    async def switch(self, update: PoolUpdate, policy: InFlight) -> Switched:
         """Returns when every engine in rotation has the version.
 
         Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where each of them refused it and is what it was.
@@ -167,6 +178,11 @@ class WeightSwitch:
     def active_version(self) -> int:
         """The version now sampling."""
         return self.full_version if self.active_adapter is None else self.active_adapter
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether the engine is a pool."""
+        return self._pool is not None
 
     @property
     def trusted(self) -> bool:
@@ -258,19 +274,21 @@ class WeightSwitch:
     ) -> Switched:
         """Makes a staged version the active one; raises as `change`."""
         version = weights.weight_version
-        if self._pool is not None:
-            return await self._switch_pool(self._pool, weights, policy, turns)
         return await self.change(
             version, lambda: self._engine.load(weights), policy, turns, before, probe
         )
 
-    async def _switch_pool(
-        self, pool: Pool, weights: StagedWeights, policy: InFlight, turns: TurnsInFlight
+    async def switch_pool(
+        self, update: PoolUpdate, policy: InFlight, turns: TurnsInFlight
     ) -> Switched:
+        """Makes a staged version, full or an adapter, the active one of the pool; raises as that does."""
+        pool, version = self._pool, update.weights.weight_version
+        assert pool is not None, "there is one engine, which is switched by `switch`"
         async with self._lock:
             with tracer.start_as_current_span("penstock.switch_weights") as span:
-                span.set_attribute("penstock.weight_version", weights.weight_version)
+                span.set_attribute("penstock.weight_version", version)
                 span.set_attribute("penstock.in_flight", policy.value)
+                span.set_attribute("penstock.adapter", update.adapter is not None)
                 self._pool_switching, self._closed = True, pool.switches_at_once
                 try:
                     while self._admitting:
@@ -278,8 +296,11 @@ class WeightSwitch:
                     await turns.abort(
                         [t for t in turns.sampling if t.record.required_weight_version]
                     )
-                    switched = await pool.switch(weights, policy)
-                    self.full_version = weights.weight_version
+                    switched = await pool.switch(update, policy)
+                    if update.adapter is None:
+                        self.full_version = version
+                    else:
+                        self.active_adapter = version
                 finally:
                     self._pool_switching = self._closed = False
                     self._changed.notify()

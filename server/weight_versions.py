@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.engine import StagedWeights
 from penstock.server.errors import DomainError
@@ -28,7 +29,7 @@ from penstock.server.weight_header import Announced
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe
 from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import InFlight, Load, Switched, WeightSwitch
+from penstock.server.weight_switch import InFlight, Load, PoolUpdate, Switched, WeightSwitch
 from penstock.server.weight_upload import Staged
 from penstock.wire.reasons import Reason
 
@@ -74,8 +75,9 @@ class WeightVersions:
         """Called with an upload's bytes and its changed tensors, for metrics."""
         self.on_switched: Callable[[Switched], Awaitable[None]] | None = None
         """Called after every switch, once what it switched to is active."""
-        self.on_accepted: Callable[[Staged, Probe | None], None] | None = None
-        """Called with every version that is staged, and the probe it came with."""
+        self.on_accepted: Callable[[Staged, Probe | None, AdapterShape | None], None] | None = None
+        """Called with every version that is staged, the probe it came with, and what it is where it is an
+        adapter."""
 
     def open_version(
         self, weight_version: int
@@ -185,7 +187,7 @@ class WeightVersions:
         self._tell_staged(version, length_bytes)
         self._staged[announced.weight_version] = version, staged
         if self.on_accepted is not None:
-            self.on_accepted(staged, announced.probe)
+            self.on_accepted(staged, announced.probe, announced.adapter)
         while len(self._staged) > self._max_staged:
             self._unstage(min(self._staged))
         return version
@@ -236,16 +238,26 @@ class WeightVersions:
                 self._let_go_of_what_is_lost()
                 raise
             await self._adopt(version, switched)
-            if version.announced.adapter is None:
-                await self._held.replace(staged)
-            else:
-                # The engine has read it, and the full weights are there to stay.
-                staged.release()
-                self._held.let_go()
+            await self._hold(version.announced, staged)
             return switched
 
+    async def _hold(self, announced: Announced, staged: Staged) -> None:
+        """Keeps of what has become active whatever may be asked for again."""
+        if announced.adapter is None:
+            await self._held.replace(staged)
+        elif self._switch.is_pool:
+            # An engine that comes late is given it after the full weights.
+            await self._held.replace_adapter(staged)
+        else:
+            # The engine has read it, and the full weights are there to stay.
+            staged.release()
+            self._held.let_go()
+
     async def _load(self, announced: Announced, staged: Staged, in_flight: InFlight) -> Switched:
-        """Full weights by a switch, an adapter beside what is there."""
+        """Full weights by a switch, an adapter beside what is there; a pool takes both by itself."""
+        if self._switch.is_pool:
+            update = PoolUpdate(staged.weights, announced.probe, announced.adapter)
+            return await self._switch.switch_pool(update, in_flight, self._turns)
         if announced.adapter is None:
             return await self._switch.switch(
                 staged.weights, in_flight, self._turns, self._way_back, announced.probe

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.server import config
 from penstock.server.authorization import open_gate
+from penstock.server.engine import AdapterLimits
 from penstock.server.journal_opening import open_journal
 from penstock.server.pool import PoolEngine
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_rules import PoolRules
 from penstock.server.serving import Serving, bind
 from penstock.wire.security import open_channel
-from tests.fakes import ByteRenderer
+from tests.fakes import ByteRenderer, FakeEngine
 from tests.harness import Harness, Wire, serve, until
 
 QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0, whole_flush_seconds=0.0)
@@ -72,6 +73,8 @@ async def serve_pool(
     rules: PoolRules = QUICK,
     hosts: Sequence[str] = (),
     of_engines: Sequence[str] = (),
+    adapters: AdapterLimits | None = None,
+    make_engine: Callable[..., FakeEngine] = FakeEngine,
 ) -> AsyncGenerator[Pool]:
     """So many engine servers around fake engines, and a hub with all of them in rotation; each on the host
     of that name, or all on this one. `of_engines` are the settings of those servers."""
@@ -81,7 +84,13 @@ async def serve_pool(
             own = folder / f"engine-{number}"
             own.mkdir()
             engine = await stack.enter_async_context(
-                serve(own, *of_engines, step_seconds=step_seconds)
+                serve(
+                    own,
+                    *of_engines,
+                    step_seconds=step_seconds,
+                    adapters=adapters,
+                    make_engine=make_engine,
+                )
             )
             if hosts:
                 engine.serving.info._host_id = hosts[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig, load_config
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
+from tests.harness import until
+from tests.pools import serve_hub
 from tests.test_trainer_checkpoint import plan, policy_of, state, weights
 from tests.test_trainer_config import MINIMAL, write
 from tests.test_trainer_end_to_end import (
@@ -252,11 +255,43 @@ async def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
     assert [step["step"] for step in records(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-async def test_a_run_on_a_server_without_lora_ends_at_once_and_says_why(
+async def test_a_run_through_a_hub_uploads_its_adapter_to_every_engine(
     tiny: Path, tmp_path: Path
 ) -> None:
-    async with serving(tiny) as server:
-        path = configure(tmp_path, tiny, server.address, model={"lora": LORA})
+    limits = AdapterLimits(8, 2)
+    async with (
+        serving(tiny, adapters=limits) as one,
+        serving(tiny, adapters=limits) as two,
+        serve_hub(tmp_path / "hub", [one.address, two.address]) as (hub, pool),
+        working(hub.address, letters),
+    ):
+        await until(lambda: pool.serving_count == 2)
+        path = configure(tmp_path, tiny, hub.address, model={"lora": LORA}, run={"steps": 4})
+        code, _, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+        left = load_file(tmp_path / "out" / "model" / "adapter_model.safetensors")
+        for server in (one, two):
+            assert server.engine.versions == [1, 2, 3, 4]
+            assert server.engine.loaded == []
+            assert server.engine.pauses == 0
+            for name, tensor in left.items():
+                np.testing.assert_array_equal(server.engine.adapters[4][name], tensor)
+        assert all(member.given for member in pool.members)
+    steps = records(tmp_path)
+    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["pause_seconds"] == 0.0 and step["lag_max"] <= 2 for step in steps)
+
+
+@pytest.mark.parametrize("behind_a_hub", [False, True])
+async def test_a_run_on_a_server_without_lora_ends_at_once_and_says_why(
+    tiny: Path, tmp_path: Path, behind_a_hub: bool
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        address = (await stack.enter_async_context(serving(tiny))).address
+        if behind_a_hub:
+            hub, _ = await stack.enter_async_context(serve_hub(tmp_path / "hub", [address]))
+            address = hub.address
+        path = configure(tmp_path, tiny, address, model={"lora": LORA})
         code, _, err = await (await start_trainer(path)).end()
     assert code != 0
     assert "--enable-lora --max-lora-rank 4" in err

@@ -128,8 +128,8 @@ def check_taken(adapter: weights_pb2.LoraAdapter, max_rank: int | None) -> None:
     """
     if max_rank is None:
         raise ConfigInvalid(
-            "model.lora: the server takes no adapters; start it with --enable-lora "
-            f"--max-lora-rank {adapter.rank}"
+            "model.lora: the server takes no adapters; start it, or a hub's engine servers, "
+            f"with --enable-lora --max-lora-rank {adapter.rank}"
         )
     if adapter.rank > max_rank:
         raise ConfigInvalid(

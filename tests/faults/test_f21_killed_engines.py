@@ -202,9 +202,9 @@ class ByForward:
         accepted = versions.on_accepted
         assert accepted is not None
 
-        def note(staged: Staged, probe: Any) -> None:
+        def note(staged: Staged, probe: Any, adapter: Any) -> None:
             self._weights[staged.weight_version] = _tensors(staged)
-            accepted(staged, probe)
+            accepted(staged, probe, adapter)
 
         versions.on_accepted = note
 
