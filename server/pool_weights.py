@@ -13,8 +13,8 @@ has somebody else's adapter on the right full weights needs the pool's adapter a
 given neither (ADAPTER_ACTIVE), and stays out until its process is another one.
 
 What a failure does. An engine that refuses a version has gone back to the one before: it leaves the
-rotation and is brought up to date. What all refuse is refused as a whole. Who is lost meanwhile is not
-waited for.
+rotation and is brought up to date, with the probe that the version came with. What all refuse is refused as
+a whole. Who is lost meanwhile is not waited for.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class PoolWeights:
         """That of its full weights: the same, unless the active version is an adapter."""
         self._adapter: AdapterShape | None = None
         """What the active version is, where it is an adapter."""
+        self._probe: Probe | None = None
+        """What the active version came with."""
         self.open_version: OpenVersion | None = None
         """Opens the bytes of a version for who comes late."""
         self.may_bring_up: Callable[[], bool] = lambda: True
@@ -108,13 +110,18 @@ class PoolWeights:
     async def _give(self, member: Member) -> None:
         """The active version, and before it the full weights below, where it has others."""
         if self._adapter is not None and member.full_version != self._full:
-            await self._give_version(member, self._full, None)
+            await self._give_version(member, self._full)
             if member.full_version != self._full:
                 return
-        await self._give_version(member, self.active, self._adapter)
+        # Scored again: one whose probe was off is here, too.
+        await self._give_version(member, self.active, self._probe, self._adapter)
 
     async def _give_version(
-        self, member: Member, version: int, adapter: AdapterShape | None
+        self,
+        member: Member,
+        version: int,
+        probe: Probe | None = None,
+        adapter: AdapterShape | None = None,
     ) -> None:
         opened = self.open_version(version) if self.open_version is not None else _nothing()
         async with opened as weights:
@@ -126,7 +133,7 @@ class PoolWeights:
             payload = await asyncio.to_thread(Payload, weights, adapter)
             holders = [other for other in self._roster.rotation if other.version == version]
             random.shuffle(holders)
-            fanout = Fanout(payload, self._epoch, self._rules.branches, holders=holders)
+            fanout = Fanout(payload, self._epoch, self._rules.branches, probe, holders=holders)
             try:
                 there = await fanout.begin(member)
                 await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
@@ -184,7 +191,7 @@ class PoolWeights:
             if refusals and not answers:
                 self._all_refused(refusals, version, before)
             # No await since the look at the rotation.
-            self.active, self._adapter = version, update.adapter
+            self.active, self._probe, self._adapter = version, update.probe, update.adapter
             if update.adapter is None:
                 self._full = version
         finally:

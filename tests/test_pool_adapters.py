@@ -479,6 +479,37 @@ async def test_an_engine_that_refuses_an_adapter_is_given_it_again_and_serves(
             assert set(turn.versions) == {1}
 
 
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+async def test_an_engine_whose_probe_is_off_takes_no_turns_until_it_holds(
+    tmp_path: Path, kind: str
+) -> None:
+    async with lora_pool(tmp_path, 2) as pool:
+        engine = pool.engines[0].engine
+        score = engine.score
+
+        async def off(token_ids: NDArray[np.int32], adapter: int | None = None) -> Any:
+            return await score(token_ids, adapter) - 1.0
+
+        engine.score = off  # type: ignore[method-assign]
+        if kind == "full":
+            # Version 0 is no folder, and there has to be a way back.
+            await pool.hub.upload(1)
+            await pool.hub.upload(2, probe=probe(2))
+        else:
+            await push(pool.hub, 2, probe=probe(2))
+        await until(lambda: pool.member(0).failures >= 3)
+        assert "PROBE_MISMATCH" in pool.member(0).problem
+        given = pool.member(0).given
+        for n in range(4):
+            turn = await pool.hub.generate(f"t{n}")
+            check(turn, full=2 if kind == "full" else 0)
+            assert set(turn.versions) == {2}
+        assert pool.member(0).given == given
+        engine.score = score  # type: ignore[method-assign]
+        await pool.serving()
+        assert pool.member(0).version == 2
+
+
 @pytest.mark.parametrize("by", ["load", "probe"])
 async def test_an_adapter_that_every_engine_refuses_is_refused(tmp_path: Path, by: str) -> None:
     async with lora_pool(tmp_path, 2, step_seconds=SLOW) as pool:
