@@ -22,7 +22,6 @@ the pool's before it is given the pool's adapter, and `full_version` says whethe
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -87,7 +86,7 @@ class Member:
     """Newest version that its process has accepted."""
     reserved: set[int] = field(default_factory=set[int])
     """Versions on their way there."""
-    wire_versions: OrderedDict[int, int] = field(default_factory=OrderedDict[int, int])
+    wire_versions: dict[int, int] = field(default_factory=dict[int, int])
     turns: set[str] = field(default_factory=set[str])
     """Requests that it has."""
     given: int = 0
