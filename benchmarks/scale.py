@@ -1,0 +1,298 @@
+"""Arithmetic of a deployment: messages, bytes, memory, syncs a second, and what is full first.
+
+    python -m benchmarks.scale [--engines 1024] [--tokens-per-second 20000] [--turn-tokens 1000] ...
+
+Nothing is run. `Measured` has what one hub on one core was measured to take, by the commands that
+docs/scale.md names; `Deployment` is what somebody wants to run. Rates are per second, sizes in bytes.
+Without options the deployments of docs/scale.md are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+Command = Callable[..., Any]
+GIB, MIB = 2**30, 2**20
+BYTES_PER_TOKEN = 8
+"""An id and a log-probability, packed; on each hop, and in the journal."""
+JOURNAL_COPIES = 2
+"""A finished group is in the journal as its turns and as the group, until the next compaction."""
+RECORDS_PER_TURN, RECORDS_PER_TRAJECTORY, RECORDS_PER_GROUP = 2, 3, 3
+"""A turn begins and ends; opened, leased, closed; accepted, finished, receipted."""
+CALLS_PER_TURN, CALLS_PER_TRAJECTORY, CALLS_PER_GROUP = 4, 4, 4
+"""Request and answer at the agent's side and at the engine's; lease and completion; submission,
+delivery and receipt."""
+WHOLE_TURN_SECONDS = 1.0
+"""A turn that its agent reads as a whole comes from its engine this often,"""
+WHOLE_TURN_MESSAGES = 2_000
+"""or as much later as keeps one hub at so many messages."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one hub, one trainer and one disk."""
+
+    turn_seconds: float = 0.0026
+    """Processor time of a turn without its tokens."""
+    token_seconds: float = 1.1e-6
+    """Of each token of it."""
+    trajectory_seconds: float = 0.0062
+    """Of lease, outcome, gate and delivery of one attempt."""
+    attempt_bytes: float = 7.3 * 1024
+    """Memory of one open trajectory, without its tokens."""
+    rest_bytes: float = 437 * MIB
+    """Memory of a hub that has nothing to do."""
+    records_per_second: float = 7_003
+    """Appends that are made durable, with 64 callers at a time."""
+    stream_bytes_per_second: float = 1.0e9
+    """Of an upload over TCP, out of one process."""
+    decode_seconds: float = 2e-9
+    """Of a token, from its message to numpy, at the trainer."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is to be run."""
+
+    name: str
+    engines: int
+    tokens_per_second: float
+    """Of one engine."""
+    turns_per_engine: int
+    """In flight, of one engine."""
+    turn_tokens: int
+    """Sampled in one turn, in the mean."""
+    turns: int
+    """Of a trajectory."""
+    group_size: int
+    tool_seconds: float
+    """Between two turns of a trajectory."""
+    model_bytes: float
+    """Of a whole version as it is sampled."""
+    delta: float
+    """Part of it that one version's difference takes."""
+    step_seconds: float
+    """Between two versions."""
+    link_bytes_per_second: float
+    """Of the network of one host, in each direction."""
+    branches: int = 2
+
+
+@dataclass(frozen=True)
+class Load:
+    """What that makes for the hubs and the trainer together."""
+
+    tokens: float
+    turns: float
+    trajectories: float
+    messages: float
+    hub_cores: float
+    hubs: int
+    """Of a core each, used to seven tenths."""
+    memory_bytes: float
+    """Of one hub."""
+    token_bytes: float
+    """Into and out of all hubs, without the journal."""
+    journal_bytes: float
+    records: float
+    """Of one hub."""
+    trainer_bytes: float
+    trainer_cores: float
+    version_bytes: float
+    """Out of one hub, for one version."""
+    uploaded_bytes: float
+    """Out of the trainer, for one version: to each hub."""
+    version_seconds: float
+    """From the first byte at the hub to the last at the last host, where every link has the stream's rate
+    or its own, whichever is less."""
+    fullest: dict[str, float]
+    """By what could be full: the part of it that is used, of one hub of one core."""
+
+
+USED = 0.7
+PIECE_BYTES = 4 * MIB
+
+
+def load(deployment: Deployment, measured: Measured) -> Load:
+    """Everything in it, from what is wanted and what was measured."""
+    d, m = deployment, measured
+    tokens = d.engines * d.tokens_per_second
+    turns = tokens / d.turn_tokens
+    trajectories = turns / d.turns
+    groups = trajectories / d.group_size
+    in_flight = d.engines * d.turns_per_engine
+    cores = turns * m.turn_seconds + tokens * m.token_seconds + trajectories * m.trajectory_seconds
+    hubs = max(1, math.ceil(cores / USED))
+    messages = (
+        turns * CALLS_PER_TURN + trajectories * CALLS_PER_TRAJECTORY + groups * CALLS_PER_GROUP
+    )
+    messages += min(in_flight / WHOLE_TURN_SECONDS, WHOLE_TURN_MESSAGES * hubs)
+    # Half of what a trajectory comes to, in the mean of those that are open.
+    open_trajectories = in_flight + turns * d.tool_seconds
+    open_bytes = m.attempt_bytes + BYTES_PER_TOKEN * d.turn_tokens * d.turns / 2
+    token_bytes = tokens * BYTES_PER_TOKEN * 4
+    journal = tokens * BYTES_PER_TOKEN * JOURNAL_COPIES
+    records = (
+        turns * RECORDS_PER_TURN
+        + trajectories * RECORDS_PER_TRAJECTORY
+        + groups * RECORDS_PER_GROUP
+    )
+    hosts = math.ceil(d.engines / hubs)
+    link = min(d.link_bytes_per_second, m.stream_bytes_per_second)
+    version = d.model_bytes * d.delta
+    fan = min(d.branches, hosts)
+    depth = math.ceil(math.log(hosts + 1, max(2, d.branches)))
+    version_seconds = version * fan / link + depth * PIECE_BYTES / link
+    return Load(
+        tokens=tokens,
+        turns=turns,
+        trajectories=trajectories,
+        messages=messages,
+        hub_cores=cores,
+        hubs=hubs,
+        memory_bytes=m.rest_bytes + open_trajectories * open_bytes / hubs,
+        token_bytes=token_bytes,
+        journal_bytes=journal,
+        records=records / hubs,
+        trainer_bytes=tokens * BYTES_PER_TOKEN,
+        trainer_cores=tokens * m.decode_seconds,
+        version_bytes=version * fan,
+        uploaded_bytes=version * hubs,
+        version_seconds=version_seconds,
+        fullest={
+            "core of one hub": cores,
+            "syncs of one journal": records / m.records_per_second,
+            "link of one hub, tokens": token_bytes / 2 / d.link_bytes_per_second,
+            "link of one host, weights": version_seconds / d.step_seconds,
+            "link of the trainer, weights to each hub": version * hubs / link / d.step_seconds,
+            "core of the trainer, decoding": tokens * m.decode_seconds,
+            "16 GiB of one hub": (m.rest_bytes + open_trajectories * open_bytes) / (16 * GIB),
+        },
+    )
+
+
+GIGABIT = 1e9 / 8
+GPU = Deployment(
+    name="",
+    engines=1,
+    tokens_per_second=10_000,
+    turns_per_engine=128,
+    turn_tokens=1_000,
+    turns=8,
+    group_size=8,
+    tool_seconds=5.0,
+    model_bytes=15e9,
+    delta=0.025,
+    step_seconds=60.0,
+    link_bytes_per_second=100 * GIGABIT,
+)
+LAPTOP = Deployment(
+    name="a laptop",
+    engines=1,
+    tokens_per_second=600,
+    turns_per_engine=16,
+    turn_tokens=64,
+    turns=4,
+    group_size=4,
+    tool_seconds=1.0,
+    model_bytes=269e6,
+    delta=1.0,
+    step_seconds=30.0,
+    link_bytes_per_second=10 * GIGABIT,
+)
+DEPLOYMENTS = (
+    LAPTOP,
+    replace(GPU, name="8 engines", engines=8),
+    replace(GPU, name="128 engines", engines=128),
+    replace(GPU, name="1,024 engines", engines=1_024),
+    replace(
+        GPU,
+        name="10,240, over the internet",
+        engines=10_240,
+        step_seconds=600.0,
+        link_bytes_per_second=GIGABIT,
+    ),
+)
+
+
+def size(count: float) -> str:
+    """Bytes, as people read them."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1_000
+    return f"{count:.3g} TB"
+
+
+ROWS: dict[str, Callable[[Load], str]] = {
+    "tokens a second": lambda one: f"{one.tokens:,.0f}",
+    "turns a second": lambda one: f"{one.turns:,.1f}",
+    "trajectories an hour": lambda one: f"{3_600 * one.trajectories:,.0f}",
+    "messages a second": lambda one: f"{one.messages:,.0f}",
+    "cores of hubs": lambda one: f"{one.hub_cores:.2f}",
+    "hubs of a core, seven tenths full": lambda one: f"{one.hubs:,}",
+    "memory of one hub": lambda one: size(one.memory_bytes),
+    "token bytes a second, in and out of hubs": lambda one: size(one.token_bytes),
+    "journal bytes a second": lambda one: size(one.journal_bytes),
+    "journal records a second, one hub": lambda one: f"{one.records:,.1f}",
+    "into the trainer, bytes a second": lambda one: size(one.trainer_bytes),
+    "cores of the trainer, decoding": lambda one: f"{one.trainer_cores:.4f}",
+    "out of the trainer, one version": lambda one: size(one.uploaded_bytes),
+    "out of one hub, one version": lambda one: size(one.version_bytes),
+    "seconds until the last host has it": lambda one: f"{one.version_seconds:.2f}",
+}
+
+
+def show(deployments: Sequence[Deployment], measured: Measured, console: Console) -> None:
+    """Prints both tables."""
+    loads = [load(one, measured) for one in deployments]
+    table = Table(title="what it makes")
+    full = Table(title="how full, where there is one hub of one core: 1 is the wall")
+    for one in (table, full):
+        one.add_column("")
+        for deployment in deployments:
+            one.add_column(deployment.name, justify="right")
+    for name, text in ROWS.items():
+        table.add_row(name, *(text(one) for one in loads))
+    for name in loads[0].fullest:
+        full.add_row(name, *(f"{one.fullest[name]:.3g}" for one in loads))
+    console.print(table, full)
+
+
+def as_options(*kinds: type[Deployment] | type[Measured]) -> Callable[[Command], Command]:
+    """An option for each field that is a number."""
+
+    def decorate(command: Command) -> Command:
+        for kind in kinds:
+            for field in fields(kind):
+                if field.name != "name":
+                    number = int if field.type == "int" else float
+                    command = click.option(f"--{field.name.replace('_', '-')}", type=number)(
+                        command
+                    )
+        return command
+
+    return decorate
+
+
+@click.command(help=__doc__.split("\n")[0])
+@as_options(Deployment, Measured)
+def main(**given: float | None) -> None:
+    """Prints the tables of docs/scale.md, or that of the deployment the options say."""
+    wanted = {name: value for name, value in given.items() if value is not None}
+    of = {kind: {f.name for f in fields(kind)} for kind in (Deployment, Measured)}
+    measured = Measured(**{n: v for n, v in wanted.items() if n in of[Measured]})
+    asked = {n: v for n, v in wanted.items() if n in of[Deployment]}
+    deployments = [replace(GPU, name="asked for", **asked)] if asked else DEPLOYMENTS
+    show(deployments, measured, Console(width=140))
+
+
+if __name__ == "__main__":
+    main()
