@@ -159,9 +159,8 @@ class Site:
 
     def check_held(self, version: int) -> None:
         """The server holds this version, bit for bit, and no more memory than that."""
-        held = self.serving.weights._held._staged
+        held = self.serving.weights._held.get(version)
         assert held is not None
-        assert held.weight_version == version
         wanted = self.tensors(version)
         assert {tensor.name for tensor in held.weights.tensors} == set(wanted)
         for tensor in held.weights.tensors:
