@@ -39,19 +39,19 @@ WHOLE_TURN_MESSAGES = 2_000
 class Measured:
     """What was measured of one hub, one trainer and one disk."""
 
-    turn_seconds: float = 0.0026
+    turn_seconds: float = 0.0020
     """Processor time of a turn without its tokens."""
-    token_seconds: float = 1.1e-6
+    token_seconds: float = 1.44e-6
     """Of each token of it."""
-    trajectory_seconds: float = 0.0062
+    trajectory_seconds: float = 0.0074
     """Of lease, outcome, gate and delivery of one attempt."""
     attempt_bytes: float = 7.3 * 1024
     """Memory of one open trajectory, without its tokens."""
-    rest_bytes: float = 437 * MIB
+    rest_bytes: float = 472 * MIB
     """Memory of a hub that has nothing to do."""
     records_per_second: float = 7_003
     """Appends that are made durable, with 64 callers at a time."""
-    stream_bytes_per_second: float = 1.0e9
+    stream_bytes_per_second: float = 0.79e9
     """Of an upload over TCP, out of one process."""
     decode_seconds: float = 2e-9
     """Of a token, from its message to numpy, at the trainer."""
@@ -189,7 +189,7 @@ GPU = Deployment(
     group_size=8,
     tool_seconds=5.0,
     model_bytes=15e9,
-    delta=0.025,
+    delta=1 / 52.8,
     step_seconds=60.0,
     link_bytes_per_second=100 * GIGABIT,
 )
