@@ -223,7 +223,8 @@ class ByForward:
 
 
 def _tensors(staged: Staged) -> dict[str, Any]:
-    data = staged.weights.path.read_bytes()
+    # torch warns of arrays that cannot be written to, and a warning is an error here.
+    data = bytearray(staged.weights.path.read_bytes())
     return {
         tensor.name: np.frombuffer(
             data, np.float32, tensor.length_bytes // 4, tensor.offset_bytes
