@@ -2,6 +2,10 @@
 
 The gate itself (`staleness_gate`) is pure and belongs to one contract. This keeps it across trainers: a
 Hello with another contract makes a new gate, which is told of every group that is still under way.
+
+A server that is started again in the middle of a run does not know the contract before its trainer is back.
+No task is begun until then: by the plain bound more would be under way than the contract has places for,
+and they would be too old by the time that they are trained.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ class Admission:
         self._clock = clock
         self._bound = max_groups_without_trainer
         self._freshness = freshness
+        self.trainer_awaited = False
+        """Whether a run is under way here, of which the trainer has not named its contract yet."""
         self._gate: StalenessGate | None = None
         self._groups: dict[str, _Admitted] = {}
         self._changed = changed
@@ -83,6 +89,12 @@ class Admission:
         if self._gate is not None:
             return self._gate.may_admit(active_version)
         return len(self._groups) < self._bound
+
+    def may_begin(self, active_version: int) -> bool:
+        """Whether another task may begin: as `may_admit`, but not while the trainer is awaited."""
+        if self._gate is None and self.trainer_awaited:
+            return False
+        return self.may_admit(active_version)
 
     def admit(self, group_id: str, active_version: int) -> None:
         """A group begins; `may_admit` was true."""

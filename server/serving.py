@@ -324,7 +324,9 @@ class Serving:
         self.parts.restore(found, self._journal)
         await self.messages.restore(self.store.records())
         self._starts = found.starts + 1
-        await self.switch.await_trainer(self._await_trainer or found.weight_version > 0)
+        awaiting = self._await_trainer or found.weight_version > 0
+        self.admission.trainer_awaited = awaiting
+        await self.switch.await_trainer(awaiting)
         await self._journal.start(
             lambda: self.parts.snapshot(self._starts, self.switch.active_version)
         )

@@ -249,7 +249,7 @@ class TaskQueue:
         if not self.has_memory():
             return False
         if purpose == trajectory_pb2.PURPOSE_TRAIN:
-            return self._admission.may_admit(active_version)
+            return self._admission.may_begin(active_version)
         undelivered = len(self._evaluations) + self.buffered_evaluations()
         return undelivered < self.max_evaluation_groups
 

@@ -20,6 +20,7 @@ from tests.fakes import ByteRenderer, expected_tokens
 from tests.harness import (
     AbortRequest,
     GenerateRequest,
+    GetServerInfoRequest,
     GetTrajectoryRequest,
     Harness,
     LeaseTasksRequest,
@@ -256,3 +257,20 @@ async def test_leases_that_run_out_together_wait_for_the_journal_together(
         go_on.set()
         again = {(await take(call)).trajectory_id for _ in range(count)}
     assert len(first) == len(again) == count and not first & again
+
+
+async def test_no_task_is_begun_before_the_trainer_that_is_awaited_names_its_contract(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path, "weights.await_trainer=true") as harness:
+        call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=8))
+        await submit(harness, "first", "second", "third")
+        # A call that comes later is answered, and nothing was begun.
+        await harness.wire.GetServerInfo(GetServerInfoRequest())
+        assert harness.serving.admission.outstanding == 0
+        await hello(harness.wire, max_lag=0, groups_per_step=2)
+        names = {(await call.read()).task.task_id for _ in range(2)}
+        assert names == {"first", "second"}
+        # As many as the contract has places for.
+        assert harness.serving.admission.outstanding == 2
+        call.cancel()
