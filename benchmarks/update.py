@@ -36,6 +36,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from penstock.demo.model import prepare_model
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.publisher import Publisher
+from penstock.trainer.sender import Sender
+from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -200,7 +202,9 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         turns: list[Turn] = []
         compute = ComputeThread()
         async with serve(base) as server:
-            publisher = Publisher(server.weights, compute)
+            copy = WeightCopy(compute)
+            sender = Sender(server.weights, copy)
+            publisher = Publisher(copy, [sender])
             exchange = Exchange(server)
             await exchange.hello()
             stop = asyncio.Event()
@@ -215,7 +219,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                 model = models[version % 2]
                 await publisher.fill(tensors_of(model), version, "bfloat16")
                 began = time.perf_counter()
-                await publisher.upload(version, trainer_epoch=lambda: EPOCH, in_flight=in_flight)
+                await sender.upload(version, trainer_epoch=lambda: EPOCH, in_flight=in_flight)
                 uploads.append(time.perf_counter() - began)
                 pauses.append(await exchange.switch(version, in_flight))
                 await asyncio.sleep(0.5)

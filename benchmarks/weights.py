@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
+import grpc
 import numpy as np
 import torch
 from rich.console import Console
@@ -43,9 +44,19 @@ from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
 from penstock.demo.model import prepare_model
 from penstock.server import vllm_environment
 from penstock.trainer.compute import ComputeThread
+from penstock.trainer.parcel import Delta
 from penstock.trainer.payload import Payload
-from penstock.trainer.publisher import Announcement, Publisher, Weights
-from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream
+from penstock.trainer.payloads import Weights
+from penstock.trainer.publisher import Publisher
+from penstock.trainer.sender import Announcement, Sender
+from penstock.trainer.transports import (
+    CheckpointFolder,
+    SharedMemory,
+    Stream,
+    Transport,
+    VersionFolders,
+)
+from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
 
 DTYPE = "bfloat16"
@@ -101,28 +112,34 @@ class Trainer:
         self._exchange = exchange
         self._prompt = prompt
         channel = server.weights
-        checkpoint = CheckpointFolder(channel, self._compute, folder, keep=2)
-        stream = Publisher(channel, self._compute, transports=[Stream(channel)], delta="on")
+        folders = VersionFolders(self._compute, folder, keep=2)
+        stream = self._publisher(channel, Stream(channel), "on")
         self._publishers = {
-            SHARED: Publisher(channel, self._compute, transports=[SharedMemory(channel)]),
+            SHARED: self._publisher(channel, SharedMemory(channel)),
             STREAM: stream,
             # The stream's version before is its base.
             DELTA: stream,
-            CHECKPOINT: Publisher(channel, self._compute, transports=[checkpoint]),
+            CHECKPOINT: self._publisher(channel, CheckpointFolder(channel, folders)),
         }
         self.version = 0
+
+    def _publisher(
+        self, channel: grpc.aio.Channel, transport: Transport, delta: Delta = "auto"
+    ) -> Publisher:
+        copy = WeightCopy(self._compute)
+        return Publisher(copy, [Sender(channel, copy, transports=[transport], delta=delta)])
 
     async def publish(self, transport: str, weights: Weights) -> Travel:
         """The next version, until it is staged."""
         self.version += 1
         publisher = self._publishers[transport]
         if transport != DELTA:
-            publisher.forget_base()
+            publisher.senders[0].forget_base()
         began = time.perf_counter()
         announcement = Announcement(EPOCH, IN_FLIGHT)
-        await publisher.fill(weights, self.version, DTYPE, announcement)
+        await publisher.fill(weights, self.version, DTYPE, [announcement])
         packed = time.perf_counter()
-        sent = await publisher.upload(
+        sent = await publisher.senders[0].upload(
             self.version, trainer_epoch=lambda: EPOCH, in_flight=IN_FLIGHT
         )
         staged = time.perf_counter()
@@ -138,7 +155,7 @@ class Trainer:
         if running:
             await asyncio.sleep(0.3)
         pause = await self._exchange.switch(self.version, IN_FLIGHT)
-        self._publishers[transport].switched(self.version)
+        self._publishers[transport].senders[0].switched(self.version)
         await asyncio.gather(*running)
         return pause
 

@@ -149,7 +149,8 @@ class FakeExchange:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.evaluations = EvaluationStream(self.ready, self.send)
+        self.stream = EvaluationStream(self.ready, self.send)
+        self.evaluations = (self.stream,)
         self.ready.set()
 
     def send(self, request: Any) -> None:
@@ -171,7 +172,7 @@ class FakeExchange:
                 assert request.receipt.step > 0
                 self.received.append(task_id)
 
-    async def submit(self, tasks: Sequence[Any]) -> int:
+    async def submit(self, server: int, tasks: Sequence[Any]) -> int:
         await asyncio.sleep(0)
         if not self.ready.is_set():
             raise ServerLost("away")
@@ -214,7 +215,7 @@ class FakeExchange:
         group = TrajectoryGroup(
             group_id=f"g{task_id}", task_id=task_id, purpose=EVAL, trajectories=trajectories
         )
-        self.evaluations.take(GroupDelivery(delivery_id=delivery_id, group=group))
+        self.stream.take(GroupDelivery(delivery_id=delivery_id, group=group))
 
     @property
     def waiting(self) -> list[str]:
@@ -387,7 +388,7 @@ async def test_whatever_is_lost_each_prompt_is_measured_once(seed: int) -> None:
     count, concurrency = chance.randint(1, 40), chance.randint(1, 9)
     config = evaluation(prompts=count, concurrency=concurrency, mode=mode)
     async with measuring(config) as run:
-        exchange, stream = run.exchange, run.exchange.evaluations
+        exchange, stream = run.exchange, run.exchange.stream
         run.evaluator.version_active(0, 1)
         for _ in range(10_000):
             await run.settle()
@@ -408,7 +409,7 @@ async def test_whatever_is_lost_each_prompt_is_measured_once(seed: int) -> None:
                     exchange.known = set(exchange.received)
                 exchange.delivered.clear()
                 exchange.ready.set()
-                await run.evaluator.submit_again()
+                await run.evaluator.submit_again(0)
                 stream.resume()
         assert not run.running
         assert exchange.most_open <= concurrency

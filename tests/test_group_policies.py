@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from penstock.trainer.batching import TrainingGroup, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data_indices import DataIndices
+from penstock.trainer.division import Division
 from penstock.trainer.errors import ConfigInvalid, EverythingDropped
 from penstock.trainer.gathering import TASK_SETTLED, Gatherer, settle_refused
 from penstock.trainer.group_config import FilterConfig, GroupsConfig, OverlongConfig
@@ -34,7 +36,7 @@ from penstock.trainer.group_policies import (
 )
 from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.step_record import StepRecord
-from penstock.trainer.tasks import ALL_FAILED, TaskFeeder
+from penstock.trainer.tasks import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -46,7 +48,6 @@ from tests.trainer_walk import (
     Trajectory,
     TrajectoryGroup,
     WeightReceipt,
-    Welcome,
     delivery,
     greet,
     running,
@@ -307,16 +308,24 @@ async def test_the_prompt_of_a_failed_sibling_is_asked_again_under_another_id(
 
 
 class HandedOut:
-    """An exchange that has these groups, and notes what becomes of them."""
+    """An exchange with one server that has these groups, and notes what becomes of them."""
 
-    held_version = on_their_way = arrived_count = delivery_count = 0
+    held_version = on_their_way = 0
+    division = Division(1)
 
     def __init__(self, *groups: Any) -> None:
         self._groups = list(groups)
+        self.servers = (self,)
         self.refused: list[str] = []
 
+    @property
+    def all_seen(self) -> bool:
+        return not self._groups
+
+    def server_of(self, group: Any) -> int:
+        return 0
+
     async def next_group(self) -> Any:
-        self.delivery_count += 1
         return self._groups.pop(0)
 
     def demand(self, group_count: int) -> None: ...
@@ -331,7 +340,7 @@ class Settling:
     def __init__(self) -> None:
         self.given_up: list[str] = []
 
-    def arrived(self) -> None: ...
+    def arrived(self, server: int) -> None: ...
     def take(self, task_id: str) -> bool:
         return True
 
@@ -341,11 +350,11 @@ class Settling:
     def place(self, task_id: str) -> int:
         return 0
 
-    async def fill(self) -> None: ...
+    async def fill(self, server: int) -> None: ...
 
 
 class Reachable:
-    async def retry(self, call: Any) -> Any:
+    async def ask(self, server: int, call: Any) -> Any:
         return await call()
 
 
@@ -372,14 +381,14 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         ledger.resume(0)
         gatherer = Gatherer(
             config,
-            exchange=exchange,  # type: ignore[arg-type]
+            exchanges=exchange,  # type: ignore[arg-type]
             tasks=tasks,  # type: ignore[arg-type]
             handover=Reachable(),  # type: ignore[arg-type]
             ledger=ledger,
             compute=compute,
             stopping=asyncio.Event(),
         )
-        gatherer.follow(Welcome(buffered_group_count=3))
+        gatherer.follow()
         first, second = StepRecord(1), StepRecord(2)
         batch = await gatherer.gather(first)
         assert batch is not None and [d.group_id for d in batch.deliveries] == ["g2"]
@@ -395,7 +404,14 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
 @contextlib.asynccontextmanager
 async def feeder(server: ScriptedServer, **rest: Any) -> AsyncGenerator[TaskFeeder]:
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
-        yield TaskFeeder(channel, Numbers(), DATA, run_id="r", pending_target=3, **rest)
+        yield TaskFeeder(
+            [ServerTasks(channel, 3)],
+            Numbers(),
+            DATA,
+            DataIndices(Division(1), **rest),
+            run_id="r",
+            division=Division(1),
+        )
 
 
 async def test_a_trainer_that_resumes_knows_what_refusals_meant(tmp_path: Path) -> None:
@@ -426,12 +442,12 @@ async def test_a_trainer_that_resumes_knows_what_refusals_meant(tmp_path: Path) 
         server.pending = lambda _: 3
         settle_refused(tasks, read)
         assert (tasks.outstanding, tasks.next_index) == ((3, 5, 8, 9), 10)
-        await tasks.submit_again()
+        await tasks.submit_again(0)
         expected = ["r/3~+1", "r/5", "r/8", "r/9~+1"]
         assert [task.task_id for task in server.tasks][:4] == expected
         # A server that loses it again is given it under the same id.
         server.tasks.clear()
-        await tasks.submit_again()
+        await tasks.submit_again(0)
         assert [task.task_id for task in server.tasks][:4] == expected
         assert tasks.take("r/3~+1") and not tasks.take("r/3")
 
@@ -448,9 +464,9 @@ async def test_a_prompt_that_a_full_queue_does_not_take_is_asked_again_later() -
     async with Filling() as server, feeder(server, next_index=4, outstanding=(3,)) as tasks:
         server.pending = lambda _: 3
         tasks.ask_again("r/3")
-        await tasks.fill()
+        await tasks.fill(0)
         assert server.tasks == []
         full = False
-        await tasks.fill()
-        await tasks.fill()
+        await tasks.fill(0)
+        await tasks.fill(0)
         assert [task.task_id for task in server.tasks] == ["r/3~+1"]

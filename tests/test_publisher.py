@@ -22,8 +22,16 @@ from safetensors.torch import load_file
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
 from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Announcement, Publisher, Sent
-from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, Transport
+from penstock.trainer.publisher import Publisher
+from penstock.trainer.sender import Announcement, Sender, Sent
+from penstock.trainer.transports import (
+    CheckpointFolder,
+    SharedMemory,
+    Stream,
+    Transport,
+    VersionFolders,
+)
+from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -60,13 +68,17 @@ class Weights:
 
 @contextlib.asynccontextmanager
 async def publishing(
-    server: ScriptedServer | Harness, *transports: Callable[..., Transport], **options: Any
+    server: ScriptedServer | Harness,
+    *transports: Callable[..., Transport],
+    probe: Probe | None = None,
+    **options: Any,
 ) -> AsyncGenerator[Publisher]:
     compute = ComputeThread()
     own = client_options(own_connection=True)
     async with grpc.aio.insecure_channel(server.address, options=own) as channel:
         made = [make(channel) for make in transports]
-        publisher = Publisher(channel, compute, transports=made, **options)
+        copy = WeightCopy(compute, probe)
+        publisher = Publisher(copy, [Sender(channel, copy, transports=made, **options)])
         try:
             yield publisher
         finally:
@@ -75,7 +87,8 @@ async def publishing(
 
 
 async def upload(publisher: Publisher, version: int) -> Sent | None:
-    return await publisher.upload(version, trainer_epoch=lambda: 17, in_flight=KEEP)
+    (sender,) = publisher.senders
+    return await sender.upload(version, trainer_epoch=lambda: 17, in_flight=KEEP)
 
 
 async def publish(publisher: Publisher, weights: Weights, version: int) -> Sent:
@@ -83,7 +96,7 @@ async def publish(publisher: Publisher, weights: Weights, version: int) -> Sent:
     await publisher.fill(weights, version, "float32")
     sent = await upload(publisher, version)
     assert sent is not None
-    publisher.switched(version)
+    publisher.senders[0].switched(version)
     return sent
 
 
@@ -293,7 +306,7 @@ async def test_whether_differences_pay_is_the_transports_unless_told(
         change(weights)
         assert (await publish(publisher, weights, 2)).delta == expected
         # A second copy is there only where it is of use.
-        assert len(publisher._payloads) == 1 + expected
+        assert len(publisher._copy.payloads) == 1 + expected
 
 
 async def test_a_version_the_server_never_switched_to_is_no_base() -> None:
@@ -321,7 +334,7 @@ async def test_a_step_that_changed_nothing_sends_nothing() -> None:
         assert sent is not None
         assert (sent.bytes_sent, sent.delta, sent.changed_tensors) == (0, True, 0)
         assert second.header.inline.length_bytes == 0
-        publisher.switched(2)
+        publisher.senders[0].switched(2)
         change(weights)
         await publish(publisher, weights, 3)
         assert third.header.base_weight_version == 2
@@ -345,7 +358,7 @@ async def test_a_server_with_another_base_gets_the_same_version_whole_at_once(
         await publish(publisher, weights, 1)
         change(weights)
         # No pause comes in between.
-        monkeypatch.setattr("penstock.trainer.publisher.FIRST_PAUSE_SECONDS", 1e6)
+        monkeypatch.setattr("penstock.trainer.sender.FIRST_PAUSE_SECONDS", 1e6)
         sent = await publish(publisher, weights, 2)
         assert (sent.delta, sent.bytes_sent) == (False, sent.dense_bytes)
         assert (refused.header.base_weight_version, refused.header.weight_version) == (1, 2)
@@ -375,8 +388,8 @@ async def test_a_server_that_keeps_no_base_is_not_asked_for_ever(
                 sent.append(done.delta)
                 exchange.send(switch_weights=SwitchWeights(weight_version=version))
                 assert not (await exchange.receive("weight_receipt")).HasField("rejection")
-                publisher.switched(version)
-            assert len(publisher._payloads) == 1
+                publisher.senders[0].switched(version)
+            assert len(publisher._copy.payloads) == 1
     assert sent == [False] * 5
     # Versions 2, 3 and 4 were tried as differences.
     assert caplog.text.count("whole") == 4
@@ -388,12 +401,12 @@ async def test_a_forgotten_base_is_followed_by_a_whole_version() -> None:
     async with ScriptedServer() as server, publishing(server, Stream) as publisher:
         *_, third, fourth = uploads(server, 4)
         await publish(publisher, weights, 1)
-        publisher.forget_base()
+        publisher.senders[0].forget_base()
         assert not (await publish(publisher, weights, 2)).delta
         assert (await publish(publisher, weights, 3)).delta
         # Also one that is filled already.
         await publisher.fill(weights, 4, "float32")
-        publisher.forget_base()
+        publisher.senders[0].forget_base()
         sent = await upload(publisher, 4)
         assert sent is not None and not sent.delta
         assert third.header.base_weight_version == 2
@@ -410,7 +423,7 @@ async def test_without_memory_for_two_every_version_goes_whole(
         (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     70 kB\n")
         monkeypatch.setattr("penstock.trainer.payloads.MEMORY_INFO", tmp_path / "meminfo")
         assert [(await publish(publisher, weights, v)).delta for v in (2, 3)] == [False, False]
-        assert len(publisher._payloads) == 1
+        assert len(publisher._copy.payloads) == 1
     assert caplog.text.count("no memory for a second copy") == 1
 
 
@@ -461,7 +474,7 @@ async def test_the_server_sees_what_is_filled_while_the_rest_is_still_copied() -
     async with ScriptedServer() as server, publishing(server, SharedMemory) as publisher:
         server.uploads = [received.take]
         async with asyncio.timeout(20):
-            await publisher.fill(weights, 1, "float32", ANNOUNCED)
+            await publisher.fill(weights, 1, "float32", [ANNOUNCED])
         sent = await upload(publisher, 1)
         assert sent is not None
         assert (sent.bytes_sent, sent.delta) == (publisher.length_bytes, False)
@@ -482,7 +495,7 @@ async def test_what_was_begun_and_refused_is_sent_again_when_it_is_filled(reason
     weights, received = Weights(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [refuses, received.take]
-        await publisher.fill(weights, 1, "float32", ANNOUNCED)
+        await publisher.fill(weights, 1, "float32", [ANNOUNCED])
         assert await upload(publisher, 1)
     assert received.header.WhichOneof("source") == "shared_memory"
     assert not received.header.shared_memory.filling
@@ -497,7 +510,7 @@ async def test_a_server_that_was_lost_since_it_was_begun_is_sent_all_of_it() -> 
     weights, received = Weights(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [breaks, breaks, received.take]
-        await publisher.fill(weights, 1, "float32", ANNOUNCED)
+        await publisher.fill(weights, 1, "float32", [ANNOUNCED])
         with pytest.raises(ServerLost):
             await upload(publisher, 1)
         assert await upload(publisher, 1)
@@ -533,9 +546,9 @@ async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(ho
             if how == "failed":
                 await publisher.fill(weights, 0, "float32")
                 with pytest.raises(ArithmeticError):
-                    await publisher.fill(Broken(), 1, "float32", ANNOUNCED)
+                    await publisher.fill(Broken(), 1, "float32", [ANNOUNCED])
             else:
-                await publisher.fill(weights, 1, "float32", ANNOUNCED)
+                await publisher.fill(weights, 1, "float32", [ANNOUNCED])
                 await begun.wait()
             if how == "filled again":
                 await publisher.fill(weights, 2, "float32")
@@ -554,7 +567,7 @@ async def test_a_version_goes_through_a_real_server_while_it_is_filled(harness: 
     async with publishing(harness, SharedMemory) as publisher:
         for version in (1, 2):
             tensors = {n: torch.from_numpy(t) for n, t in weights_of(version).items()}
-            await publisher.fill(Weights(tensors), version, "float32", ANNOUNCED)
+            await publisher.fill(Weights(tensors), version, "float32", [ANNOUNCED])
             sent = await upload(publisher, version)
             assert sent is not None and sent.changed_tensors == len(tensors)
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
@@ -568,7 +581,7 @@ async def test_a_checkpoint_folder_for_each_version_of_which_the_newest_stay(
     tmp_path: Path,
 ) -> None:
     def checkpoints(channel: Any) -> CheckpointFolder:
-        return CheckpointFolder(channel, compute, tmp_path / "weights", keep=2)
+        return CheckpointFolder(channel, VersionFolders(compute, tmp_path / "weights", keep=2))
 
     compute, weights = ComputeThread(), changing()
     kept: list[list[str]] = []
@@ -595,7 +608,7 @@ async def test_a_checkpoint_folder_for_each_version_of_which_the_newest_stay(
 async def test_the_version_in_use_outlives_newer_ones(tmp_path: Path) -> None:
     compute = ComputeThread()
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        folders = CheckpointFolder(channel, compute, tmp_path, keep=1)
+        folders = CheckpointFolder(channel, VersionFolders(compute, tmp_path, keep=1))
         for version in (1, 2, 10):
             (tmp_path / str(version)).mkdir()
         folders.switched(2)

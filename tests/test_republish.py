@@ -141,10 +141,8 @@ async def test_a_server_killed_on_the_way_is_given_the_weights_again_before_it_s
                 tmp_path, server.address, steps=STEPS, policy=BigPolicy(), weights=options
             ) as run,
         ):
-            publisher: Any = run.publisher
-            publisher._transports = [
-                Interrupted(found, server, moment) for found in publisher._transports
-            ]
+            (sender,) = run.publisher.senders
+            sender.transports = [Interrupted(found, server, moment) for found in sender.transports]
             await run.ends(30)
             assert (await client.server_info()).active_weight_version == STEPS
         working.cancel()

@@ -10,6 +10,8 @@ from typing import Any
 import tomli_w
 
 from penstock.client import Outcome, Task, Trajectory
+from penstock.trainer.data_indices import DataIndices
+from penstock.trainer.division import Division
 from penstock.trainer.sources.problem import Problem
 from penstock.trainer.tasks import UNKNOWN_SOURCE, TaskFeeder
 from tests.test_trainer_end_to_end import configure, records, serving, start_trainer, working
@@ -120,13 +122,12 @@ class Rows:
 def test_of_another_runs_task_nothing_is_known_and_of_its_own_everything() -> None:
     source = Rows()
     feeder = TaskFeeder(
-        None,  # type: ignore[arg-type]
+        [],
         source,
         None,  # type: ignore[arg-type]
+        DataIndices(Division(1), 3, (1, 2)),
         run_id="r",
-        pending_target=1,
-        next_index=3,
-        outstanding=(1, 2),
+        division=Division(1),
     )
     assert feeder.data_source("another/1") == UNKNOWN_SOURCE
     # Those that a trainer before submitted; also beyond what its checkpoint knew.

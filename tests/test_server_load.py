@@ -26,7 +26,7 @@ async def taken(meter: LoadMeter, start: float) -> LoadFigures:
 
 async def test_a_step_has_the_samples_of_its_own_time() -> None:
     async with ScriptedServer() as server, grpc.aio.insecure_channel(server.address) as channel:
-        meter = LoadMeter(channel, 0.01)
+        meter = LoadMeter([channel], 0.01)
         begun = time.time()
         async with meter.running():
             idle = await taken(meter, begun)
@@ -52,7 +52,7 @@ async def test_a_step_has_the_samples_of_its_own_time() -> None:
 @pytest.mark.parametrize("every", [0.0, 0.005])
 async def test_a_server_that_does_not_answer_is_no_sample(every: float) -> None:
     async with unanswering() as (address, _), grpc.aio.insecure_channel(address) as channel:
-        meter = LoadMeter(channel, every)
+        meter = LoadMeter([channel], every)
         async with meter.running():
             await asyncio.sleep(0.05)
         assert meter.take(0.0, time.time()) == LoadFigures()

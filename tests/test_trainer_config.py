@@ -146,3 +146,37 @@ def test_a_backend_is_a_table_or_its_kind_alone(tmp_path: Path) -> None:
     table = load_config(write(tmp_path), ["model.backend={kind = 'megatron', tensor_parallel = 1}"])
     assert alone == table
     assert load_config(write(tmp_path)).model.backend.kind == "fsdp"
+
+
+def test_a_server_is_an_address_and_several_are_a_list(tmp_path: Path) -> None:
+    one = load_config(write(tmp_path), ["server.address=hub:1"])
+    assert one.server.addresses == ("hub:1",)
+    two = load_config(write(tmp_path), ["server.address=['hub-0:1', 'hub-1:1']"])
+    assert two.server.addresses == ("hub-0:1", "hub-1:1")
+    again = load_config(write(tmp_path, render_config(two)))
+    assert again == two
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["server.address=[]"], ["server.address", "a list of at least one"]),
+        (["server.address=['a:1', '']"], ["server.address", "a list of at least one"]),
+        (["server.address=['a:1', 'b:1', 'a:1']"], ["server.address", "a:1 is listed twice"]),
+        (
+            ["server.address=['a:1', 'b:1', 'c:1']", "train.groups_per_step=2"],
+            ["train.groups_per_step must be 3 at least", "got 2"],
+        ),
+        (
+            ["server.address=['a:1', 'b:1']", "weights.transport=collective"],
+            ['"collective" cannot be had with several servers', "has 2"],
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_divided_is_refused_with_its_reason(
+    tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        load_config(write(tmp_path), overrides)
+    for word in words:
+        assert word in str(caught.value)

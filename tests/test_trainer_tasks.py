@@ -14,13 +14,15 @@ import reasoning_gym
 from google.protobuf import json_format
 
 from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, SamplingConfig
+from penstock.trainer.data_indices import DataIndices
+from penstock.trainer.division import Division
 from penstock.trainer.errors import ServerLost, SessionRefused
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem
 from penstock.trainer.sources.procedural import ReasoningGymSource
-from penstock.trainer.tasks import TaskFeeder, build_task, submit_tasks
+from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_tasks
 from penstock.wire.channel import client_options
-from tests.scripted_trainer_server import ScriptedServer, refuse
+from tests.scripted_trainer_server import ScriptedServer, refuse, unanswering
 
 DATA = DataConfig(
     group_size=3,
@@ -39,8 +41,17 @@ class Numbers:
         return Problem((("user", str(index)),), {"answer": index}, "numbers")
 
 
-def feeder(channel: grpc.aio.Channel, target: int, **rest: Any) -> TaskFeeder:
-    return TaskFeeder(channel, Numbers(), DATA, run_id="r", pending_target=target, **rest)
+def feeder(
+    channel: grpc.aio.Channel, target: int, next_index: int = 0, outstanding: tuple[int, ...] = ()
+) -> TaskFeeder:
+    return TaskFeeder(
+        [ServerTasks(channel, target)],
+        Numbers(),
+        DATA,
+        DataIndices(Division(1), next_index, outstanding),
+        run_id="r",
+        division=Division(1),
+    )
 
 
 @contextlib.asynccontextmanager
@@ -94,14 +105,14 @@ async def test_tasks_are_topped_up_as_groups_arrive() -> None:
         taken = 0
         server.pending = lambda submitted: submitted - taken
         tasks = feeder(channel, 6)
-        await tasks.fill()
+        await tasks.fill(0)
         assert [task.task_id for task in server.tasks] == [f"r/{n}" for n in range(6)]
-        await tasks.fill()
+        await tasks.fill(0)
         assert len(server.tasks) == 6
         for _ in range(2):
             taken += 1
-            tasks.arrived()
-        await tasks.fill()
+            tasks.arrived(0)
+        await tasks.fill(0)
         assert len(server.tasks) == 8
 
 
@@ -110,7 +121,7 @@ async def test_known_tasks_are_passed_over_until_enough_wait() -> None:
     async with ScriptedServer() as server, connected(server) as channel:
         server.pending = lambda submitted: max(0, submitted - 10)
         tasks = feeder(channel, 4)
-        await tasks.fill()
+        await tasks.fill(0)
         assert tasks.next_index >= 14
 
 
@@ -118,7 +129,7 @@ async def test_what_is_outstanding_is_submitted_again() -> None:
     async with ScriptedServer() as server, connected(server) as channel:
         server.pending = lambda _: 3
         tasks = feeder(channel, 3, next_index=9, outstanding=(4, 7))
-        await tasks.submit_again()
+        await tasks.submit_again(0)
         assert [task.index for task in server.tasks] == [4, 7]
         tasks.settled("r/4")
         tasks.settled("another/7")
@@ -136,7 +147,7 @@ async def test_a_task_is_taken_once() -> None:
         assert tasks.take("r/4") and not tasks.take("r/4")
         assert tasks.outstanding == (4, 7)
         # What is in hand a server that has lost its task need not make again.
-        await tasks.submit_again()
+        await tasks.submit_again(0)
         assert [task.index for task in server.tasks] == [7]
         tasks.settled("r/4")
         assert not tasks.take("r/4")
@@ -150,9 +161,9 @@ async def test_a_trainer_that_went_back_learns_what_was_submitted_after_its_chec
         assert tasks.take("r/7")
         assert (tasks.next_index, tasks.outstanding) == (8, (5, 6, 7))
         tasks.settled("r/7")
-        await tasks.fill()
+        await tasks.fill(0)
         assert [task.index for task in server.tasks] == [8, 9, 10]
-        await tasks.submit_again()
+        await tasks.submit_again(0)
         assert [task.index for task in server.tasks][3:] == [5, 6, 8, 9, 10]
 
 
@@ -160,7 +171,7 @@ async def test_a_task_whose_groups_are_forgotten_gets_an_id_that_the_server_does
     async with ScriptedServer() as server, connected(server) as channel:
         server.pending = lambda _: 3
         tasks = feeder(channel, 3, next_index=9, outstanding=(4, 7))
-        await tasks.submit_anew(["r/4", "r/3", "another/4"], again=12)
+        await tasks.submit_anew(0, ["r/4", "r/3", "another/4"], again=12)
         assert [(task.task_id, task.index) for task in server.tasks] == [("r/4~12", 4)]
         assert tasks.take("r/4~12") and not tasks.take("r/4")
         tasks.settled("r/4~12")
@@ -176,7 +187,7 @@ async def test_a_full_queue_is_enough() -> None:
     server._submit = full  # type: ignore[method-assign]
     async with server, connected(server) as channel:
         tasks = feeder(channel, 5)
-        await tasks.fill()
+        await tasks.fill(0)
         assert (tasks.next_index, tasks.outstanding) == (0, ())
 
 
@@ -227,3 +238,66 @@ async def test_a_server_that_says_no_is_not_asked_again() -> None:
     async with server, connected(server) as channel:
         with pytest.raises(SessionRefused, match="SubmitTasks: FIELD_INVALID: it is odd"):
             await submit_tasks(channel, [])
+
+
+# Several servers
+
+
+async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() -> None:
+    used = [0, 0]
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(ScriptedServer()) for _ in used]
+        queues: list[ServerTasks] = []
+        division = Division(3, 2)
+        for place, (server, part) in enumerate(zip(servers, division.parts, strict=True)):
+            server.pending = lambda submitted, place=place: submitted - used[place]
+            queues.append(ServerTasks(await stack.enter_async_context(connected(server)), 2 * part))
+        indices = DataIndices(division)
+        tasks = TaskFeeder(queues, Numbers(), DATA, indices, run_id="r", division=division)
+        await asyncio.gather(tasks.fill(0), tasks.fill(1))
+        given = [[task.index for task in server.tasks] for server in servers]
+        assert given == [[0, 2, 3, 5], [1, 4]]
+        # The second one's groups are dropped again and again.
+        for _ in range(3):
+            used[1] += 2
+            tasks.arrived(1)
+            tasks.arrived(1)
+            await tasks.fill(1)
+        assert [task.index for task in servers[1].tasks] == [1, 4, 7, 10, 13, 16, 19, 22]
+        assert len(servers[0].tasks) == 4
+        assert tasks.next_index == 23
+        assert tasks.unasked == (6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21)
+        used[0] += 1
+        tasks.arrived(0)
+        await tasks.fill(0)
+        assert [task.index for task in servers[0].tasks][4:] == [6]
+        # What is asked again stays with its server, and so does what one has lost.
+        tasks.ask_again("r/4")
+        await tasks.fill(0)
+        await tasks.fill(1)
+        assert servers[1].tasks[-1].task_id == "r/4~+1"
+        servers[0].tasks.clear()
+        await tasks.submit_again(0)
+        assert [task.index for task in servers[0].tasks] == [0, 2, 3, 5, 6]
+
+
+async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:
+    async with (
+        ScriptedServer() as there,
+        connected(there) as channel,
+        unanswering() as (address, reached),
+        grpc.aio.insecure_channel(address, options=client_options()) as silent,
+    ):
+        queues = [ServerTasks(channel, 2), ServerTasks(silent, 2)]
+        division = Division(2, 2)
+        tasks = TaskFeeder(
+            queues, Numbers(), DATA, DataIndices(division), run_id="r", division=division
+        )
+        waiting = asyncio.create_task(tasks.fill(1))
+        await reached.wait()
+        await tasks.fill(0)
+        assert [task.index for task in there.tasks] == [0, 2]
+        # The silent one has none of its own yet.
+        assert (tasks.outstanding, tasks.unasked, tasks.next_index) == ((0, 2), (1,), 3)
+        waiting.cancel()
+        await asyncio.wait([waiting])

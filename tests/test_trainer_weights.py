@@ -139,7 +139,15 @@ async def test_only_what_a_step_changed_travels_and_the_record_says_so(tmp_path:
     assert server.tensors(5) == final
 
 
-@pytest.mark.parametrize("reason", ["WEIGHT_LOAD_FAILED", "PROBE_MISMATCH", "WEIGHTS_INCONSISTENT"])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "WEIGHT_LOAD_FAILED",
+        "PROBE_MISMATCH",
+        "WEIGHTS_INCONSISTENT",
+        "WEIGHT_VERSION_NOT_STAGED",
+    ],
+)
 async def test_a_rejected_switch_is_asked_for_once_more_with_the_whole_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
@@ -183,7 +191,7 @@ async def test_a_version_rejected_twice_ends_the_run(tmp_path: Path) -> None:
 
 async def test_another_rejection_ends_the_run_at_once(tmp_path: Path) -> None:
     async with (
-        Following("WEIGHT_VERSION_NOT_STAGED") as server,
+        Following("ENGINE_LOST") as server,
         running(tmp_path, server.address, policy=MovingPolicy()) as run,
     ):
         with pytest.RaisesGroup(pytest.RaisesGroup(SwitchRejected)):

@@ -20,17 +20,20 @@ from rich.console import Console
 from penstock.trainer.__main__ import _walk
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data_indices import DataIndices
+from penstock.trainer.division import Division
 from penstock.trainer.evaluation import EvaluationSet, Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange import Contract, Exchange
+from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.ledger import Ledger
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy import StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
-from penstock.trainer.tasks import Problem, TaskFeeder, submit_tasks
-from penstock.trainer.wiring import Parts, _make_publisher
+from penstock.trainer.tasks import Problem, ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.wiring import Link, Parts, make_publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -159,7 +162,7 @@ async def running(
             tolerance=config.weights.probe.tolerance,
             token_ids=probe,
         )
-        publisher = _make_publisher(config, compute, bulk, chosen)
+        publisher = make_publisher(config, compute, [Link(address, channel, bulk)], chosen)
         exchange = Exchange(
             channel,
             run_id="r",
@@ -170,21 +173,21 @@ async def running(
             give_up_after_seconds=60.0,
             stopping=stopping,
         )
+        exchanges = Exchanges([exchange], Division(1))
         tasks = TaskFeeder(
-            channel,
+            [ServerTasks(channel, 4)],
             Numbers(),
             config.data,
+            DataIndices(Division(1), next_index, outstanding),
             run_id="r",
-            pending_target=4,
-            next_index=next_index,
-            outstanding=outstanding,
+            division=Division(1),
         )
         last = last_steps(folder)
         evaluator = Evaluator(
             [EvaluationSet(one, config.data, last.get(one.name)) for one in config.evaluation],
-            exchange,
+            exchanges,
             run_id="r",
-            submit=lambda asked: submit_tasks(channel, asked),
+            submit=lambda _, asked: submit_tasks(channel, asked),
             write=measured.write,
             stopping=stopping,
         )
@@ -192,7 +195,7 @@ async def running(
             config,
             policy=policy,
             compute=compute,
-            exchange=exchange,
+            exchanges=exchanges,
             publisher=publisher,
             tasks=tasks,
             metrics=metrics,
@@ -204,7 +207,7 @@ async def running(
             share_prefixes=False,
             evaluator=evaluator,
         )
-        parts = Parts(exchange, publisher, metrics, loop)
+        parts = Parts(exchanges, publisher, metrics, loop)
         walk = asyncio.create_task(_walk(parts, stopping))
         try:
             yield Run(policy, exchange, publisher, chosen, loop, stopping, walk, folder, saved)

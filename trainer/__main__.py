@@ -216,16 +216,10 @@ async def _run_loaded(
 ) -> None:
     """From the first call of the server to the model being written."""
     from penstock.trainer.checkpoint import replace_folder
-    from penstock.trainer.wiring import security_of, wire
-    from penstock.wire.security import open_channel
+    from penstock.trainer.wiring import open_links, wire
 
-    security = security_of(config.server)
-    address = config.server.address
-    async with (
-        open_channel(address, security) as channel,
-        open_channel(address, security, own_connection=True) as bulk,
-    ):
-        parts = wire(config, start, compute, channel, bulk, console, stopping, trackers)
+    async with open_links(config.server) as links:
+        parts = wire(config, start, compute, links, console, stopping, trackers)
         try:
             async with parts.metrics.measuring():
                 await _walk(parts, stopping)
@@ -234,7 +228,7 @@ async def _run_loaded(
                 parts.evaluations.close()
             parts.metrics.close()
             parts.publisher.close()
-    if parts.exchange.left.is_set():
+    if parts.exchanges.left.is_set():
         # After the live display, which would draw over it.
         step = parts.loop.step
         sys.stderr.write(f"penstock train: stopped at step {step} while its server was away\n")
@@ -256,14 +250,13 @@ async def _walk(parts: Parts, stopping: asyncio.Event) -> None:
     """Connects, trains, disconnects."""
     if stopping.is_set():
         return  # Asked while the model was loaded: whether there is a server is not known.
-    welcome = await parts.exchange.open()
-    if welcome is None:
+    if not await parts.exchanges.open():
         return
     async with asyncio.TaskGroup() as group:
-        group.create_task(parts.exchange.run(parts.loop.restore), name="exchange")
-        await parts.loop.begin(welcome)
+        group.create_task(parts.exchanges.run(parts.loop.restore), name="exchanges")
+        await parts.loop.begin()
         await parts.loop.run()
-        await parts.exchange.close()
+        await parts.exchanges.close()
 
 
 def _log_to_console() -> Console:

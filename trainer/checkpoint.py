@@ -59,9 +59,12 @@ class TrainerState:
     weight_version: int
     """Version of the weights on the server."""
     next_index: int
-    """First data index never submitted."""
+    """First data index after all that were submitted."""
     outstanding: tuple[int, ...]
     """Data indices submitted and not trained."""
+    unasked: tuple[int, ...] = ()
+    """Data indices before `next_index` that were never submitted: with several servers, of those that use
+    up fewer than the others."""
     probe: tuple[int, ...] = ()
     """Tokens of the run's probe; none where it has none yet."""
     data: str = ""
@@ -171,6 +174,7 @@ def read_state(checkpoint: Path) -> TrainerState:
             weight_version=cast("int", fields["weight_version"]),
             next_index=cast("int", fields["next_index"]),
             outstanding=tuple(cast("list[int]", fields["outstanding"])),
+            unasked=tuple(cast("list[int]", fields.get("unasked", []))),
             probe=tuple(cast("list[int]", fields.get("probe", []))),
             data=str(fields.get("data", "")),
             ledger_bytes=cast("int | None", fields.get("ledger_bytes")),

@@ -17,6 +17,7 @@ from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.group_config import GroupsConfig
 from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.section import Section
+from penstock.trainer.server_config import ServerConfig
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
@@ -24,28 +25,6 @@ from penstock.wire.token_file import redact
 LONGEST_NAMES = 200
 # Transports that know neither differences nor adapters.
 ALWAYS_WHOLE = ("checkpoint", "collective")
-
-
-class ServerConfig(Section):
-    """The rollout server."""
-
-    address: str = "127.0.0.1:50051"
-    """HOST:PORT it listens on."""
-    tls: bool = False
-    """Whether the connection is encrypted; implied by `ca` and `certificate`."""
-    ca: Path | None = None
-    """PEM file of the authority that signed the server's certificate; unset trusts those that come with
-    gRPC."""
-    certificate: Path | None = None
-    """PEM file of the trainer's own certificate, for mutual TLS."""
-    key: Path | None = None
-    """PEM file of its private key."""
-    server_name: str = ""
-    """Name that the server's certificate is for, where it is not the address's."""
-    token_file: Path | None = None
-    """File with the token to show, read again for each call; unset takes the variable PENSTOCK_TOKEN."""
-    give_up_after_seconds: float = Field(default=120.0, gt=0)
-    """How long the server may be away, at the start or in mid-run, before the trainer stops."""
 
 
 class RunConfig(Section):
@@ -288,7 +267,7 @@ class TrainerConfig(Section):
     """Everything `penstock train` can be told."""
 
     server: ServerConfig = ServerConfig()
-    """The rollout server."""
+    """The rollout server, or servers."""
     run: RunConfig = RunConfig()
     """This run."""
     model: ModelConfig
@@ -313,6 +292,21 @@ class TrainerConfig(Section):
     """Sets that are measured while training runs."""
     metrics: MetricsConfig = MetricsConfig()
     """What is told of the run while it goes on."""
+
+    @model_validator(mode="after")
+    def _can_be_divided(self) -> TrainerConfig:
+        servers, groups = len(self.server.addresses), self.train.groups_per_step
+        if groups < servers:
+            raise ValueError(
+                f"train.groups_per_step must be {servers} at least, one for each server in server.address, "
+                f"got {groups}"
+            )
+        if servers > 1 and self.weights.transport == "collective":
+            raise ValueError(
+                'weights.transport = "collective" cannot be had with several servers: '
+                f"server.address has {servers}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _evaluations_have_names(self) -> TrainerConfig:

@@ -7,16 +7,17 @@ An evaluation begins when the server samples the version it is due for. **Pinned
 the loop does not switch. The trainer computes its next step and uploads it, staged, and then waits.
 **On the fly**: nothing waits; groups may be of several versions, which the record says.
 
-The groups never meet training: they have a demand of their own, pass the staleness gate, are received as
-soon as they are read, and stand in no ledger. So an evaluation that did not end is nothing that is to be
-resumed: it is begun anew.
+The prompts of a set are spread over the run's servers by their place in it, so that of few, too, each has
+its share. The groups never meet training: they have a demand of their own, pass the staleness gate, are
+received as soon as they are read, and stand in no ledger. So an evaluation that did not end is nothing that
+is to be resumed: it is begun anew.
 
 What a failure does:
 
     an attempt fails            the server has it made again, up to its bound; then it is a failure, in no
                                   figure, and counted by reason
     all of them do              a record without figures, and a warning; training goes on
-    the server is lost          what is asked is submitted again, under the same ids, once it is back; what
+    a server is lost            its prompts are submitted again, under the same ids, once it is back; what
                                   comes twice is measured once. A pinned set does not take tokens that
                                   another version sampled meanwhile, and asks again
     nothing comes               after `patience_seconds` with the server there it ends with what it has;
@@ -35,8 +36,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from penstock.trainer.data_config import DataConfig
@@ -50,6 +53,7 @@ from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Finite, Source
 from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import describe_problem
+from penstock.trainer.together import together
 from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -59,15 +63,15 @@ OTHER_VERSION = "OTHER_VERSION"
 # The first prompts of a set are the same in every run, whatever its own seed.
 SEED = 0
 
-Submit = Callable[[Sequence[task_service_pb2.Task]], Awaitable[int | None]]
-"""Gives tasks to the server; None where its queue is full. Raises ServerLost."""
+Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int | None]]
+"""Gives tasks to a server; None where its queue is full. Raises ServerLost."""
 
 
-class Exchange(Protocol):
-    """What an evaluation needs of the trainer's stream."""
+class Exchanges(Protocol):
+    """What an evaluation needs of the trainer's streams."""
 
     @property
-    def evaluations(self) -> EvaluationStream: ...
+    def evaluations(self) -> Sequence[EvaluationStream]: ...
     @property
     def trainer_epoch(self) -> int: ...
     @property
@@ -130,7 +134,7 @@ class Evaluator:
     def __init__(
         self,
         sets: Sequence[EvaluationSet],
-        exchange: Exchange,
+        exchanges: Exchanges,
         *,
         run_id: str,
         submit: Submit,
@@ -138,8 +142,8 @@ class Evaluator:
         stopping: asyncio.Event,
     ) -> None:
         self._sets = sets
-        self._exchange = exchange
-        self._stream = exchange.evaluations
+        self._exchanges = exchanges
+        self._streams = exchanges.evaluations
         self._run_id = run_id
         self._submit_tasks = submit
         self._write = write
@@ -149,7 +153,8 @@ class Evaluator:
     def open(self, group: asyncio.TaskGroup) -> None:
         """What begins from now on runs in this group."""
         self._group = group
-        self._stream.on_delivery = self._take
+        for stream in self._streams:
+            stream.on_delivery = partial(self._take, stream)
 
     def version_active(self, step: int, weight_version: int) -> None:
         """The server samples these weights: begins what is due."""
@@ -185,11 +190,12 @@ class Evaluator:
                 self._begin(one, step, weight_version)
         await self._ended(self._sets)
 
-    async def submit_again(self) -> None:
-        """Submits what is asked to a server that may have lost it. Raises ServerLost."""
+    async def submit_again(self, server: int) -> None:
+        """Submits what is asked of a server that may have lost it. Raises ServerLost."""
         for one in self._sets:
-            if one.current is not None and one.current.prompts.asked:
-                await self._submit(one, one.current, list(one.current.prompts.asked.values()))
+            if one.current is not None:
+                asked = one.current.prompts.asked.values()
+                await self._submit(one, one.current, server, asked)
 
     async def _ended(self, sets: Sequence[EvaluationSet]) -> None:
         running = [one.task for one in sets if one.task is not None]
@@ -200,7 +206,7 @@ class Evaluator:
         assert self._group is not None, "open comes first"
         config, mode = one.config, one.config.mode
         # The epoch is no other start's of the trainer: an id of theirs is never met again.
-        prefix = f"{self._run_id}/~{config.name}/{step}-{self._exchange.trainer_epoch}"
+        prefix = f"{self._run_id}/~{config.name}/{step}-{self._exchanges.trainer_epoch}"
         pinned = mode if isinstance(mode, PinnedConfig) else None
         prompts = Prompts(
             prefix,
@@ -243,10 +249,7 @@ class Evaluator:
         while not prompts.done:
             fresh = prompts.next()
             if fresh:
-                await keep_trying(
-                    self._stream.ready, lambda asked=fresh: self._submit(one, current, asked)
-                )
-                self._demand()
+                await self._submit_all(one, current, fresh)
             if not await self._comes(one, current):
                 log.warning(
                     "evaluation %s: nothing came for %g s; it ends with %d of %d prompts. Is there a "
@@ -266,29 +269,53 @@ class Evaluator:
                 async with asyncio.timeout(one.config.patience_seconds):
                     await current.changed.wait()
             except TimeoutError:
-                if self._stream.is_ready:
+                if all(stream.is_ready for stream in self._streams):
                     return False
-                await self._stream.ready()
+                for stream in self._streams:
+                    await stream.ready()
                 continue
             current.changed.clear()
             return True
 
-    async def _submit(
+    async def _submit_all(
         self, one: EvaluationSet, current: _Measurement, asked: Sequence[Asked]
     ) -> None:
-        tasks = [one.build_task(prompt) for prompt in asked]
+        """Each prompt to its server, and the demand for its group as soon as that has it."""
+
+        async def submit(server: int) -> None:
+            await keep_trying(
+                self._streams[server].ready, lambda: self._submit(one, current, server, asked)
+            )
+            self._demand()
+
+        await together(submit(server) for server in range(len(self._streams)))
+
+    async def _submit(
+        self, one: EvaluationSet, current: _Measurement, server: int, asked: Iterable[Asked]
+    ) -> None:
+        """Submits those of some prompts that are this server's."""
+        tasks = [one.build_task(p) for p in asked if self._server_of(p) == server]
         current.data_sources.update((task.task_id, task.data_source) for task in tasks)
-        if await self._submit_tasks(tasks) is None:
+        if tasks and await self._submit_tasks(server, tasks) is None:
             raise ServerLost(f"evaluation {one.config.name}: the server's queue is full")
 
-    def _demand(self) -> None:
-        """As much credit as prompts are asked; what an evaluation left unused counts."""
-        running = [one.current for one in self._sets if one.current is not None]
-        missing = sum(len(current.prompts.asked) for current in running) - self._stream.owed
-        if missing > 0:
-            self._stream.demand(missing)
+    def _server_of(self, prompt: Asked) -> int:
+        return prompt.index % len(self._streams)
 
-    def _take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
+    def _demand(self) -> None:
+        """As much credit as prompts are asked of each server; what an evaluation left unused counts."""
+        running = [one.current for one in self._sets if one.current is not None]
+        asked = Counter(
+            self._server_of(prompt)
+            for current in running
+            for prompt in current.prompts.asked.values()
+        )
+        for server, stream in enumerate(self._streams):
+            missing = asked[server] - stream.owed
+            if missing > 0:
+                stream.demand(missing)
+
+    def _take(self, stream: EvaluationStream, delivery: trainer_service_pb2.GroupDelivery) -> None:
         """A group came: it is one prompt's of one evaluation, or nobody's."""
         group, verdict = delivery.group, Verdict.UNKNOWN
         for one in self._sets:
@@ -301,13 +328,13 @@ class Evaluator:
             break
         if verdict is Verdict.MEASURED:
             # The step that the trainer is at: zero would be a refusal.
-            self._stream.measured(delivery, self._exchange.held_version + 1)
+            stream.measured(delivery, self._exchanges.held_version + 1)
         elif verdict is Verdict.AGAIN:
             message = f"another version than the one measured sampled {group.group_id}"
-            self._stream.refuse(delivery, OTHER_VERSION, message)
+            stream.refuse(delivery, OTHER_VERSION, message)
         else:
             message = f"task {group.task_id} is of no evaluation under way"
-            self._stream.refuse(delivery, OVER, message)
+            stream.refuse(delivery, OVER, message)
         self._demand()
 
     def _record(self, one: EvaluationSet, current: _Measurement) -> EvaluationRecord:
@@ -324,7 +351,7 @@ class Evaluator:
         )
         oldest = record.oldest_weight_version
         measured = current.weight_version if oldest is None else oldest
-        record.lag = max(0, self._exchange.held_version - measured)
+        record.lag = max(0, self._exchanges.held_version - measured)
         record.asked_again, record.skipped = prompts.asked_again, current.skipped
         record.time_start, record.time = current.time_start, time.time()
         record.seconds = record.time - record.time_start

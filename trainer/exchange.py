@@ -97,10 +97,11 @@ class Exchange:
         give_up_after_seconds: float,
         stopping: asyncio.Event,
         trained: Mapping[str, int] | None = None,
+        where: str = "",
     ) -> None:
         """`weight_version` is what the trainer holds, `step` the last one its state contains, and
         `trained` the steps of the groups it was trained on. Once `stopping` is set, a server that is
-        away is left."""
+        away is left. `where` tells the server apart, in what is said of it, where there are several."""
         self._channel = channel
         self._run_id = run_id
         self._contract = contract
@@ -109,8 +110,11 @@ class Exchange:
         self._step = step
         self._give_up_after = give_up_after_seconds
         self._stopping = stopping
+        self._where = f" at {where}" if where else ""
         self.left = asyncio.Event()
         """The run stops without its server, for good: no answer comes, and nothing is sent."""
+        self.on_left: Callable[[], None] | None = None
+        """Called when that becomes so."""
         self._epoch = 0
         self._final_step = step
         self._call: grpc.aio.StreamStreamCall[
@@ -129,8 +133,11 @@ class Exchange:
         """Step that used each group, zero where it was refused."""
         self.delivery_count = 0
         """Deliveries that arrived, those of known groups included."""
+        self._deliveries_to_see = 0
         self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
         self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
+        self.on_arrival: Callable[[], None] | None = None
+        """Called with each group that `next_group` will bring."""
         self.evaluations = EvaluationStream(self._ready, self._send)
         """Evaluation groups, which nothing else here is about."""
 
@@ -151,7 +158,7 @@ class Exchange:
         """
         welcome = await unless(self._stopping, self._connect(""))
         if welcome is None:
-            self._leave()
+            self.leave()
         else:
             self._ready.set()
         return welcome
@@ -170,7 +177,7 @@ class Exchange:
             self._ready.clear()
             welcome = await unless(self._stopping, self._connect_again(reason, restore))
             if welcome is None:
-                self._leave()
+                self.leave()
                 return
             self._resume(welcome)
 
@@ -187,6 +194,11 @@ class Exchange:
     def arrived_count(self) -> int:
         """Groups delivered that nobody has taken with `next_group`."""
         return self._arrived.qsize()
+
+    @property
+    def all_seen(self) -> bool:
+        """Whether all that waited at the server when it was greeted has come, and was taken."""
+        return self.delivery_count >= self._deliveries_to_see and self._arrived.empty()
 
     def take_arrived(self) -> list[trajectory_pb2.TrajectoryGroup]:
         """All of those at once."""
@@ -254,7 +266,16 @@ class Exchange:
         except (TimeoutError, grpc.aio.AioRpcError):
             self._call.cancel()
         if lost and self._stopping.is_set():
-            self._leave()
+            self.leave()
+
+    def leave(self) -> None:
+        """The run is to stop, and does so without this server. May be repeated."""
+        # A stream whose server is not up to date may be open: the loop must not write on it.
+        self._end_requests()
+        if not self.left.is_set():
+            self.left.set()
+            if self.on_left is not None:
+                self.on_left()
 
     # The stream itself.
 
@@ -262,7 +283,7 @@ class Exchange:
         self, reason: str, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]
     ) -> trainer_service_pb2.Welcome:
         while True:
-            log.warning("lost the server: %s", reason)
+            log.warning("lost the server%s: %s", self._where, reason)
             welcome = await self._connect(reason)
             try:
                 # Nobody reads the stream meanwhile: `restore` must not wait for an answer on it.
@@ -270,11 +291,6 @@ class Exchange:
                 return welcome
             except ServerLost as error:
                 reason = str(error)
-
-    def _leave(self) -> None:
-        # A stream whose server is not up to date may be open: the loop must not write on it.
-        self._end_requests()
-        self.left.set()
 
     def _end_requests(self) -> None:
         """Nothing more is written to the stream, lost or not: grpc's own task waits for the end."""
@@ -292,7 +308,8 @@ class Exchange:
                     return await self._greet()
             except TimeoutError as error:
                 raise ServerGone(
-                    f"no server for {self._give_up_after:g} s{f': {reason}' if reason else ''}"
+                    f"no server{self._where} for {self._give_up_after:g} s"
+                    f"{f': {reason}' if reason else ''}"
                 ) from error
             except grpc.aio.AioRpcError as error:
                 reason = self._explain(error)
@@ -325,7 +342,8 @@ class Exchange:
         first = await self._receive()
         if first is None or first.WhichOneof("message") != "welcome":
             self._end_requests()
-            raise SessionRefused("the server did not answer Hello with Welcome")
+            raise SessionRefused(f"the server{self._where} did not answer Hello with Welcome")
+        self._deliveries_to_see = self.delivery_count + first.welcome.buffered_group_count
         return first.welcome
 
     async def _receive(self) -> trainer_service_pb2.ExchangeResponse | None:
@@ -353,7 +371,7 @@ class Exchange:
         failure = read_failure(error)
         text = f"{failure.reason or failure.code.name}: {failure.message}"
         if failure.reason == Reason.SESSION_REPLACED or failure.code in FINAL_CODES:
-            raise SessionRefused(f"the server refuses this trainer: {text}") from error
+            raise SessionRefused(f"the server{self._where} refuses this trainer: {text}") from error
         return text
 
     def _handle(self, response: trainer_service_pb2.ExchangeResponse) -> None:
@@ -378,6 +396,8 @@ class Exchange:
             self._owed = max(0, self._owed - 1)
             self._in_hand[group_id] = delivery.delivery_id
             self._arrived.put_nowait(delivery.group)
+            if self.on_arrival is not None:
+                self.on_arrival()
             return
         # Sent again after a lost stream: it used credit that was meant for another group.
         self._send(Request(demand=Demand(group_count=1)))
@@ -426,7 +446,11 @@ class Exchange:
         self.evaluations.resume()
         if self._closing and self._outgoing is not None:
             self._outgoing.put_nowait(None)
-        log.warning("connected again; the server samples version %d", welcome.active_weight_version)
+        log.warning(
+            "connected again; the server%s samples version %d",
+            self._where,
+            welcome.active_weight_version,
+        )
 
     def _settle(self, group_id: str, step: int) -> int:
         self._settled[group_id] = step

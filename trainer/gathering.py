@@ -14,11 +14,14 @@ trainer that resumes does not ask for a prompt that was given up, and asks again
 Groups arrive in the order in which they were finished. Within a batch they are put in the order of
 the data, so that sums come out the same however long each of them took.
 
+A batch has its part of each server's groups (`division`), for whose gate that part is a step: what is
+demanded in the place of a group is demanded of the server that it came from.
+
 A run that resumes finds in its ledger what the trainer that was killed did beyond the checkpoint.
 The server delivers those groups again, among others that wait. While the gatherer follows the
 ledger, it makes the same batches of them: what is not of the step at hand is put aside, and what is was
 not dropped then, so it is not dropped now. It stops
-where all that waited at the server has come and a group is missing, because it was lost there.
+where all that waited at the servers has come and a group is missing, because it was lost there.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.trainer.batching import TrainingGroup, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import EverythingDropped, EverythingFailed
-from penstock.trainer.exchange import Exchange
+from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
     SIBLING_FAILED,
@@ -47,7 +50,7 @@ from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import ALL_FAILED, TaskFeeder, times_asked_again
-from penstock.v1 import trainer_service_pb2, trajectory_pb2
+from penstock.v1 import trajectory_pb2
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ class Gatherer:
         self,
         config: TrainerConfig,
         *,
-        exchange: Exchange,
+        exchanges: Exchanges,
         tasks: TaskFeeder,
         handover: Handover,
         ledger: Ledger,
@@ -79,7 +82,8 @@ class Gatherer:
         stopping: asyncio.Event,
     ) -> None:
         self._config = config
-        self._exchange = exchange
+        self._exchanges = exchanges
+        self._parts = exchanges.division.parts
         self._tasks = tasks
         self._handover = handover
         self._ledger = ledger
@@ -89,32 +93,32 @@ class Gatherer:
         self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
         """Groups in hand that no batch has taken yet, in the order they came in."""
         self._following = False
-        self._deliveries_to_see = 0
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
         self._filter = load_filter(config.groups.filter)
 
-    def follow(self, welcome: trainer_service_pb2.Welcome) -> None:
-        """Makes the batches that the ledger has ahead, out of what waits at a server that was just
-        greeted."""
+    def follow(self) -> None:
+        """Makes the batches that the ledger has ahead, out of what waits at the servers."""
         self._following = bool(self._ledger.ahead)
-        self._look(welcome)
 
-    async def came_back(self, welcome: trainer_service_pb2.Welcome) -> None:
+    async def came_back(self, server: int) -> None:
         """The server may have lost what it held: what it delivered before is in hand, and the tasks of
         it are not to be made again."""
-        for delivery in self._exchange.take_arrived():
+        for delivery in self._exchanges.take_arrived(server):
             if await self._take(delivery, instead=False):
                 self._aside[delivery.group_id] = delivery
-        self._look(welcome)
 
     def demand(self, step: int) -> None:
-        """Grants the server the credit that the batch of this step needs."""
+        """Grants each server the credit that its part of this step's batch needs."""
         wanted = self._of(step)
-        in_hand = len(wanted & self._aside.keys()) if wanted else len(self._aside)
-        missing = self._wanted_count - in_hand - self._exchange.on_their_way
-        if missing > 0:
-            self._exchange.demand(missing)
+        aside = [group for name, group in self._aside.items() if not wanted or name in wanted]
+        in_hand = Counter(map(self._exchanges.server_of, aside))
+        for server, (exchange, part) in enumerate(
+            zip(self._exchanges.servers, self._parts, strict=True)
+        ):
+            missing = part - in_hand[server] - exchange.on_their_way
+            if missing > 0:
+                exchange.demand(missing)
 
     async def gather(self, record: StepRecord) -> Batch | None:
         """Consumes deliveries; waits for as many groups as make a batch; produces it. None where the run
@@ -122,8 +126,9 @@ class Gatherer:
 
         Raises EverythingFailed, StorageFailed.
         """
-        held = self._exchange.held_version
+        held = self._exchanges.held_version
         wanted = self._of(record.step)
+        missing = list(self._parts)
         if record.step not in self._ledger.ahead:
             for entry in self._ledger.take_unfinished():
                 if entry.reason not in (ALL_FAILED, TASK_SETTLED):
@@ -134,7 +139,7 @@ class Gatherer:
                 log.warning("the server lost groups of step %d: taking others", record.step)
                 wanted = frozenset[str]()
                 continue
-            delivery = self._take_aside(wanted) or await self._next(wanted)
+            delivery = self._take_aside(wanted, missing) or await self._next(wanted, missing)
             if delivery is None:
                 if self._stopping.is_set():
                     return None
@@ -153,6 +158,7 @@ class Gatherer:
             self._failed_in_a_row = 0
             # What this step was made of before, it is made of again.
             if wanted or not await self._drop_useless(delivery, group, record):
+                missing[self._exchanges.server_of(delivery)] -= 1
                 found.append((delivery, self._weigh(delivery, group, record)))
         found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
@@ -162,37 +168,49 @@ class Gatherer:
         entry = self._ledger.ahead.get(step) if self._following else None
         return entry.group_ids if entry is not None else frozenset[str]()
 
-    def _look(self, welcome: trainer_service_pb2.Welcome) -> None:
-        self._deliveries_to_see = self._exchange.delivery_count + welcome.buffered_group_count
-
     def _all_seen(self) -> bool:
-        """Whether everything has come that waited at the server when it was greeted."""
-        seen = self._exchange.delivery_count >= self._deliveries_to_see
-        return seen and not self._exchange.arrived_count
+        """Whether everything has come that waited at the servers when they were greeted."""
+        return all(exchange.all_seen for exchange in self._exchanges.servers)
 
-    def _take_aside(self, wanted: frozenset[str]) -> trajectory_pb2.TrajectoryGroup | None:
-        found = next((name for name in self._aside if not wanted or name in wanted), None)
-        return self._aside.pop(found) if found is not None else None
+    def _take_aside(
+        self, wanted: frozenset[str], missing: Sequence[int]
+    ) -> trajectory_pb2.TrajectoryGroup | None:
+        """One in hand that is for this batch; `missing` of each server's part."""
+        for name, group in self._aside.items():
+            if name in wanted or (not wanted and missing[self._exchanges.server_of(group)] > 0):
+                return self._aside.pop(name)
+        return None
 
-    async def _next(self, wanted: frozenset[str]) -> trajectory_pb2.TrajectoryGroup | None:
+    async def _next(
+        self, wanted: frozenset[str], missing: Sequence[int]
+    ) -> trajectory_pb2.TrajectoryGroup | None:
         """The next group that comes; None where it is not for this batch, or the run is to stop."""
         if self._stopping.is_set():
             return None
-        delivery = await unless(self._stopping, self._exchange.next_group())
+        delivery = await unless(self._stopping, self._exchanges.next_group())
         if delivery is None:
             return None
         if not await self._take(delivery, instead=True):
             return None
-        if wanted and delivery.group_id not in wanted:
-            self._aside[delivery.group_id] = delivery
-            if not self._all_seen():
-                self._exchange.demand(1)
-            return None
-        return delivery
+        server = self._exchanges.server_of(delivery)
+        if delivery.group_id in wanted or (not wanted and missing[server] > 0):
+            return delivery
+        self._aside[delivery.group_id] = delivery
+        if wanted:
+            self._look_on(server)
+        return None
+
+    def _look_on(self, server: int) -> None:
+        """What came from this server is not what is looked for: another from where some may wait still."""
+        servers = self._exchanges.servers
+        for exchange in (servers[server], *servers):
+            if not exchange.all_seen:
+                exchange.demand(1)
+                return
 
     async def _take(self, delivery: trajectory_pb2.TrajectoryGroup, *, instead: bool) -> bool:
         """Whether its task is still to be trained; a group of another one is refused."""
-        self._tasks.arrived()
+        self._tasks.arrived(self._exchanges.server_of(delivery))
         if self._tasks.take(delivery.task_id):
             return True
         message = f"another group of task {delivery.task_id} was trained, or refused"
@@ -276,10 +294,11 @@ class Gatherer:
         # On disk first: what the server has been told it forgets.
         entry = RefusedEntry(delivery.group_id, delivery.task_id, reason)
         await self._compute.run(self._ledger.refuse, entry)
-        self._exchange.refuse(delivery, reason, message)
+        server = self._exchanges.server_of(delivery)
+        self._exchanges.refuse(delivery, reason, message)
         if instead:
-            self._exchange.demand(1)
-            await self._handover.retry(self._tasks.fill)
+            self._exchanges.servers[server].demand(1)
+            await self._handover.ask(server, lambda: self._tasks.fill(server))
 
 
 def _count_dropped(record: StepRecord, reason: str) -> None:

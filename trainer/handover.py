@@ -1,21 +1,31 @@
-"""Weights into the server's hands: staged, switched to, and once more where the switch is rejected.
+"""Weights into the servers' hands: staged, switched to, and once more where the switch is rejected.
 
-Whoever waits for the server here waits over its restarts, until the exchange gives it up, which ends the
-run, or the run stops without it (`Exchange.left`), which brings None.
+Each server is handed a version by itself, all at the same time; the whole is done once each of them is:
+
+    upload to each -> every one has it STAGED -> SwitchWeights to each -> a receipt: it samples the version
+                                                                       -> a rejection: uploaded there once
+                                                                            more, whole, and asked again
+
+A version is asked for only when every server has it staged. One that was restarted since has it no more,
+and says so by its rejection. Whoever waits for a server here waits over its restarts, until its exchange
+gives it up, which ends the run, or the run stops without it (`Exchanges.left`), which brings None.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.trainer.errors import ServerLost, SwitchRejected, WeightsRefused
-from penstock.trainer.exchange import Exchange, SwitchReceipt
-from penstock.trainer.publisher import Announcement, Publisher, Sent
+from penstock.trainer.exchange import SwitchReceipt
+from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.publisher import Publisher
+from penstock.trainer.sender import Announcement, Sent, largest, merge
 from penstock.trainer.stopping import unless
+from penstock.trainer.together import together
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 
@@ -24,15 +34,25 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 5.0
-# The engine did not take, or does not compute with, what was staged: the version may still be good.
-SENT_AGAIN = (Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH, Reason.WEIGHTS_INCONSISTENT)
+# The server has lost what was staged, or the engine did not take it, or does not compute with it: the
+# version may still be good.
+SENT_AGAIN = (
+    Reason.WEIGHT_VERSION_NOT_STAGED,
+    Reason.WEIGHT_LOAD_FAILED,
+    Reason.PROBE_MISMATCH,
+    Reason.WEIGHTS_INCONSISTENT,
+)
+
+Switches = Mapping[int, Awaitable[SwitchReceipt]]
+"""The answers to a switch, by server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """The server samples a version."""
+    """The servers sample a version."""
 
     receipt: SwitchReceipt
+    """Of all of them: the longest pause, the largest difference, the time of the last."""
     sent_again: Sent | None = None
     """What sending it once more took, where the first switch was rejected."""
 
@@ -42,58 +62,86 @@ class Handover:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchanges: Exchanges,
         publisher: Publisher,
         in_flight: weights_pb2.InFlightPolicy.ValueType,
     ) -> None:
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._publisher = publisher
         self._in_flight = in_flight
 
     @property
-    def announcement(self) -> Announcement:
-        """What an upload that begins now says of itself."""
-        return Announcement(self._exchange.trainer_epoch, self._in_flight)
+    def servers(self) -> range:
+        """All of them."""
+        return range(len(self._exchanges.servers))
 
-    async def upload(self, weight_version: int) -> Sent | None:
-        """One attempt; see `Publisher.upload`."""
-        return await self._publisher.upload(
+    @property
+    def announcements(self) -> list[Announcement]:
+        """What an upload that begins now says of itself, to each server."""
+        return [Announcement(e.trainer_epoch, self._in_flight) for e in self._exchanges.servers]
+
+    async def upload(self, server: int, weight_version: int) -> Sent | None:
+        """One attempt; see `Sender.upload`."""
+        exchange = self._exchanges.servers[server]
+        return await self._publisher.senders[server].upload(
             weight_version,
-            trainer_epoch=lambda: self._exchange.trainer_epoch,
+            trainer_epoch=lambda: exchange.trainer_epoch,
             in_flight=self._in_flight,
         )
 
-    async def stage(self, weight_version: int) -> Sent | None:
-        """Until the server has the version that the payload holds."""
-        return await self.retry(lambda: self.upload(weight_version))
+    async def stage(self, weight_version: int, servers: Sequence[int] | None = None) -> Sent | None:
+        """Until these servers, or all, have the version that the payload holds."""
+        sent = await together(
+            self.ask(server, lambda server=server: self.upload(server, weight_version))
+            for server in (self.servers if servers is None else servers)
+        )
+        took = [one for one in sent if one is not None]
+        return merge(took) if took and len(took) == len(sent) else None
 
-    async def confirm(
-        self, weight_version: int, switch: Awaitable[SwitchReceipt]
-    ) -> Switched | None:
-        """Waits for the answer to a switch. One that is rejected is asked for once more.
+    async def confirm(self, weight_version: int, switches: Switches) -> Switched | None:
+        """Waits for the answers to a switch. One that is rejected is asked for once more.
 
         Raises SwitchRejected, and WeightsRefused the second time.
         """
-        sent_again = None
+        answers = await together(
+            self._confirm(server, weight_version, switch) for server, switch in switches.items()
+        )
+        switched = [one for one in answers if one is not None]
+        if not switched or len(switched) < len(answers):
+            return None
+        receipts = [one.receipt for one in switched]
+        again = [one.sent_again for one in switched if one.sent_again is not None]
+        receipt = SwitchReceipt(
+            weight_version,
+            max(one.pause_seconds for one in receipts),
+            largest(one.probe_difference for one in receipts),
+            max(one.received_at for one in receipts),
+        )
+        return Switched(receipt, merge(again) if again else None)
+
+    async def _confirm(
+        self, server: int, weight_version: int, switch: Awaitable[SwitchReceipt]
+    ) -> Switched | None:
+        sender, sent_again = self._publisher.senders[server], None
         try:
             receipt = await self.answer(switch)
         except SwitchRejected as error:
             if error.reason not in SENT_AGAIN:
                 raise
             log.warning("%s; sending it once more, whole", error)
-            self._publisher.forget_base()
-            sent_again = await self.stage(weight_version)
+            sender.forget_base()
+            sent_again = await self.stage(weight_version, (server,))
             if sent_again is None:
                 return None
-            receipt = await self._last_chance(weight_version)
+            receipt = await self._last_chance(server, weight_version)
         if receipt is None:
             return None
-        self._publisher.switched(weight_version)
+        sender.switched(weight_version)
         return Switched(receipt, sent_again)
 
-    async def _last_chance(self, weight_version: int) -> SwitchReceipt | None:
+    async def _last_chance(self, server: int, weight_version: int) -> SwitchReceipt | None:
         try:
-            return await self.answer(self._exchange.switch(weight_version))
+            return await self.answer(self._exchanges.servers[server].switch(weight_version))
         except SwitchRejected as error:
             raise WeightsRefused(
                 f"version {weight_version} was sent whole and rejected again: "
@@ -101,12 +149,18 @@ class Handover:
             ) from error
 
     async def answer(self, wait: Awaitable[T]) -> T | None:
-        """What the server answers."""
-        return await unless(self._exchange.left, wait)
+        """What a server answers."""
+        return await unless(self._exchanges.left, wait)
 
-    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T | None:
-        """Until it succeeds."""
-        return await self.answer(keep_trying(self._exchange.ready, attempt))
+    async def ask(self, server: int, attempt: Callable[[], Awaitable[T]]) -> T | None:
+        """Until it succeeds; each time this server is ready first."""
+        return await self.answer(keep_trying(self._exchanges.servers[server].ready, attempt))
+
+    async def ask_all(self, attempt: Callable[[int], Awaitable[T]]) -> list[T | None]:
+        """The same of every server, at the same time."""
+        return await together(
+            self.ask(server, lambda server=server: attempt(server)) for server in self.servers
+        )
 
 
 async def keep_trying(

@@ -7,6 +7,10 @@
     switch   ask for them on the exchange, send receipts, demand the next batch
     conclude when the switch is answered: the step's record
 
+A run may have several servers (`exchanges`). Each delivers its part of the batch, is sent the weights and
+asked to switch, and gets the receipts of its own groups; the step goes on when all have. What follows says
+"the server" of each.
+
 The server goes on sampling all the while; what it has finished meanwhile is waiting at the next
 gather. A step's demand follows its switch, because from then on the trainer holds the new version,
 from which lag is counted. Every step publishes a version of its own, also where nothing had a
@@ -31,7 +35,7 @@ A run is asked to stop by `stopping`, and ends in one of these ways:
                      receipts, checkpoint, conclude
     server away      computing is finished, and so is its step, but only here: the server hears
                      nothing of it. Checkpoint; the record as far as known. Whoever waits for the
-                     server (`Handover`) stops waiting as `Exchange.left` is set
+                     server (`Handover`) stops waiting as `Exchanges.left` is set
     server lost      as with the server there until the loss, from then on as with the server away
       after that
 
@@ -61,7 +65,8 @@ from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.evaluation import Evaluator
-from penstock.trainer.exchange import Exchange, SwitchReceipt
+from penstock.trainer.exchange import SwitchReceipt
+from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.figures import as_json
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
@@ -70,7 +75,8 @@ from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Publisher, Sent
+from penstock.trainer.publisher import Publisher
+from penstock.trainer.sender import Sent
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import trainer_service_pb2, weights_pb2
@@ -101,7 +107,7 @@ class TrainingLoop:
         *,
         policy: Policy,
         compute: ComputeThread,
-        exchange: Exchange,
+        exchanges: Exchanges,
         publisher: Publisher,
         tasks: TaskFeeder,
         metrics: MetricsWriter,
@@ -117,7 +123,7 @@ class TrainingLoop:
     ) -> None:
         """`checkpoint(step, weight_version, figures)` notes what there is to save, among it the step's
         figures where they are not written yet; what it returns saves it, and runs in the compute thread.
-        `stopping`, which the exchange has too, ends the run after the step under way. Up to
+        `stopping`, which the exchanges have too, ends the run after the step under way. Up to
         `forgotten_step`, of a checkpoint that is broken, the server may have forgotten what the ledger
         has ahead. Without an `evaluator` nothing is measured. A plan is for `data_ranks` ranks."""
         self._data_ranks = data_ranks
@@ -125,7 +131,7 @@ class TrainingLoop:
         self._evaluator = evaluator
         self._policy = policy
         self._compute = compute
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._publisher = publisher
         self._tasks = tasks
         self._metrics = metrics
@@ -135,10 +141,10 @@ class TrainingLoop:
         self._stopping = stopping
         self._share_prefixes = share_prefixes
         self._objective = Objective(config.algorithm)
-        self._handover = Handover(exchange, publisher, IN_FLIGHT[config.weights.in_flight])
+        self._handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
         self._gatherer = Gatherer(
             config,
-            exchange=exchange,
+            exchanges=exchanges,
             tasks=tasks,
             handover=self._handover,
             ledger=ledger,
@@ -148,7 +154,7 @@ class TrainingLoop:
         self._agreement = Agreement(
             config,
             policy=policy,
-            exchange=exchange,
+            exchanges=exchanges,
             publisher=publisher,
             tasks=tasks,
             handover=self._handover,
@@ -168,17 +174,19 @@ class TrainingLoop:
         Ends after the last step or, sooner, when it is asked to stop: the module says how.
         """
         async with asyncio.TaskGroup() as concluding:
-            self._exchange.on_notice = lambda notice: self._heed(notice, concluding)
+            self._exchanges.on_notice = lambda server, notice: self._heed(
+                server, notice, concluding
+            )
             if self._evaluator is not None:
                 self._evaluator.open(concluding)
             try:
                 await self._steps(concluding)
             finally:
-                self._exchange.on_notice = None
+                self._exchanges.on_notice = None
 
     async def _steps(self, concluding: asyncio.TaskGroup) -> None:
         conclusion = None
-        self._measure(self._exchange.held_version)
+        self._measure(self._exchanges.held_version)
         if self.step < self._config.run.steps:
             self._gatherer.demand(self.step + 1)
         while self.step < self._config.run.steps:
@@ -200,31 +208,31 @@ class TrainingLoop:
             await self._publish(batch, result, record)
             hit("train.published")
             await self._may_switch(record)
-            switch = self._switch(batch, record)
+            switches = self._switch(batch, record)
             self._unconcluded = record
             record.finish(time.time() - record.time_gather_start)
             record.seconds_checkpoint = await self._save_if_due()
             record.finish(time.time() - record.time_gather_start)
-            conclusion = concluding.create_task(self._conclude(switch, record, span))
+            conclusion = concluding.create_task(self._conclude(switches, record, span))
         if conclusion is not None:
             await conclusion
-        if self._evaluator is not None and not self._exchange.left.is_set():
-            await self._evaluator.finish(self.step, self._exchange.held_version)
+        if self._evaluator is not None and not self._exchanges.left.is_set():
+            await self._evaluator.finish(self.step, self._exchanges.held_version)
 
-    async def begin(self, welcome: trainer_service_pb2.Welcome) -> None:
-        """Agrees with the server on weights and tasks before the first step. Raises ConfigInvalid where
-        it does not take this run's adapter."""
-        await self._agreement.begin(welcome, self.step)
+    async def begin(self) -> None:
+        """Agrees with the servers on weights and tasks before the first step. Raises ConfigInvalid where
+        one does not take this run's adapter."""
+        await self._agreement.begin(self.step)
 
-    async def restore(self, welcome: trainer_service_pb2.Welcome) -> None:
+    async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
         """Brings a server up to date that came back with less than it had. Raises ServerLost."""
-        await self._agreement.restore(welcome)
+        await self._agreement.restore(server, welcome)
         if self._evaluator is not None:
-            await self._evaluator.submit_again()
+            await self._evaluator.submit_again(server)
 
     def _measure(self, weight_version: int) -> None:
         """The server samples what the trainer holds: evaluations that are due begin."""
-        behind = self._agreement.catching_up or self._exchange.left.is_set()
+        behind = self._agreement.catching_up or self._exchanges.left.is_set()
         if self._evaluator is not None and not behind:
             self._evaluator.version_active(self.step, weight_version)
 
@@ -247,14 +255,16 @@ class TrainingLoop:
             for trajectory in delivery.trajectories
             if trajectory.traceparent
         ]
-        await self._handover.retry(self._tasks.fill)
-        return None if self._exchange.left.is_set() else batch
+        await self._handover.ask_all(self._tasks.fill)
+        return None if self._exchanges.left.is_set() else batch
 
-    def _heed(self, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup) -> None:
+    def _heed(
+        self, server: int, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup
+    ) -> None:
         """A dropped group took its task with it; a requeued one did not."""
         if notice.reason == "GROUP_DROPPED":
-            self._tasks.arrived()
-            group.create_task(self._handover.retry(self._tasks.fill))
+            self._tasks.arrived(server)
+            group.create_task(self._handover.ask(server, lambda: self._tasks.fill(server)))
 
     async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
         record.time_train_start = time.time()
@@ -283,8 +293,8 @@ class TrainingLoop:
         """Notes the step and uploads its weights, staged: generation goes on meanwhile. An upload that
         begins with the copy is committed only after the note."""
         record.time_upload_start = record.time_upload_end = time.time()
-        record.weight_version = self._exchange.held_version + 1
-        if self._exchange.left.is_set():
+        record.weight_version = self._exchanges.held_version + 1
+        if self._exchanges.left.is_set():
             await self._note(_entry(batch, record, ""))
             return
         if result.applied or not self._publisher.filled_version:
@@ -292,12 +302,9 @@ class TrainingLoop:
         else:
             self._publisher.relabel(record.weight_version)
         entry = _entry(batch, record, self._publisher.digest)
-        if self._agreement.is_held(entry):
-            await self._note(entry)
-            return
         record.weight_version = self._agreement.number(entry)
         await self._note(replace(entry, weight_version=record.weight_version))
-        sent = await self._handover.stage(record.weight_version)
+        sent = await self._agreement.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
@@ -308,20 +315,22 @@ class TrainingLoop:
         await self._compute.run(self._ledger.write, entry)
         hit("train.noted")
 
-    def _switch(self, batch: Batch, record: StepRecord) -> asyncio.Future[SwitchReceipt] | None:
-        """Switch, receipts, and the demand of the next step, in this order on the stream. None where the
-        server is past this version."""
+    def _switch(
+        self, batch: Batch, record: StepRecord
+    ) -> Mapping[int, asyncio.Future[SwitchReceipt]]:
+        """Switch, receipts, and the demand of the next step, in this order on each stream; the answers to
+        come, none of a server that is past this version."""
         record.time_switch_start = time.time()
-        switch = self._agreement.switch(record.weight_version)
+        switches = self._agreement.switch(record.weight_version)
         self.step = record.step
-        self._exchange.receipt(batch.deliveries, self.step)
+        self._exchanges.receipt(batch.deliveries, self.step)
         for delivery in batch.deliveries:
             self._tasks.settled(delivery.task_id)
         if not self._config.checkpoint.every_steps:
-            self._exchange.checkpoint(self.step)
+            self._exchanges.checkpoint(self.step)
         if self.step < self._config.run.steps and not self._stopping.is_set():
             self._gatherer.demand(self.step + 1)
-        return switch
+        return switches
 
     async def _save_if_due(self) -> float:
         """Saves what is not saved yet, each so many steps and at the end; returns its seconds."""
@@ -334,20 +343,21 @@ class TrainingLoop:
         figures: Mapping[str, object] = (
             {} if self._unconcluded is None else as_json(self._unconcluded.line())
         )
-        save = self._checkpoint(self.step, self._exchange.held_version, figures)
+        save = self._checkpoint(self.step, self._exchanges.held_version, figures)
         await self._compute.run(save)
         self._saved_step = self.step
         hit("checkpoint.before_notice")
         # Only now: what the notice makes final, the server forgets.
-        self._exchange.checkpoint(self.step)
+        self._exchanges.checkpoint(self.step)
         return time.time() - begun
 
     async def _conclude(
-        self, switch: asyncio.Future[SwitchReceipt] | None, record: StepRecord, span: Span
+        self,
+        switches: Mapping[int, asyncio.Future[SwitchReceipt]],
+        record: StepRecord,
+        span: Span,
     ) -> None:
-        switched = None
-        if switch is not None:
-            switched = await self._handover.confirm(record.weight_version, switch)
+        switched = await self._handover.confirm(record.weight_version, switches)
         if switched is None:
             record.time = time.time()
         else:

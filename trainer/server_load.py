@@ -1,8 +1,9 @@
-"""What the server's engine is busy with, sampled: whether it idles is known to the server alone.
+"""What the servers' engines are busy with, sampled: whether one idles is known to its server alone.
 
 A sample is taken every so many seconds while the run goes on, of what GetServerInfo says at that
 moment. It measures, and nothing waits for it: a sample that the server does not answer in time is left
-out. A step gets the samples of its own time; a short one may have none.
+out. A step gets the samples of its own time; a short one may have none. Each sample is of one server: means
+over several are means of a server.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -27,9 +28,9 @@ PER_SAMPLE = weighted("load_samples")
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """The server's load over one step; None without a sample."""
+    """The load of a server over one step; None without a sample."""
 
-    load_samples: int = figure(0, SUM, "samples", "How often the server was asked for its load.")
+    load_samples: int = figure(0, SUM, "samples", "How often a server was asked for its load.")
     engine_idle_ratio: float | None = figure(
         None, PER_SAMPLE, "share", "Samples in which the engine had no turn to sample."
     )
@@ -54,30 +55,25 @@ class _Sample:
 
 
 class LoadMeter:
-    """Samples one server."""
+    """Samples servers."""
 
-    def __init__(self, channel: grpc.aio.Channel, every_seconds: float) -> None:
+    def __init__(self, channels: Sequence[grpc.aio.Channel], every_seconds: float) -> None:
         """Zero seconds take no sample."""
-        self._call: grpc.aio.UnaryUnaryMultiCallable[
-            rollout_service_pb2.GetServerInfoRequest, rollout_service_pb2.GetServerInfoResponse
-        ] = channel.unary_unary(
-            GET_SERVER_INFO,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        self._channels = channels
         self._every = every_seconds
         self._samples: list[_Sample] = []
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Samples meanwhile."""
-        task = asyncio.create_task(self._run()) if self._every else None
+        channels = self._channels if self._every else ()
+        tasks = [asyncio.create_task(self._run(channel)) for channel in channels]
         try:
             yield
         finally:
-            if task is not None:
+            for task in tasks:
                 task.cancel()
-                await asyncio.wait((task,))
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def take(self, start: float, end: float) -> LoadFigures:
         """What was sampled in this time, in unix seconds; nothing before its end is kept."""
@@ -94,12 +90,19 @@ class LoadMeter:
             groups_buffered=_mean([load.buffered_group_count for load in own]),
         )
 
-    async def _run(self) -> None:
+    async def _run(self, channel: grpc.aio.Channel) -> None:
+        call: grpc.aio.UnaryUnaryMultiCallable[
+            rollout_service_pb2.GetServerInfoRequest, rollout_service_pb2.GetServerInfoResponse
+        ] = channel.unary_unary(
+            GET_SERVER_INFO,
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
+        )
         request = codec.twin(rollout_service_pb2.GetServerInfoRequest)()
         while True:
             await asyncio.sleep(self._every)
             try:
-                info = await self._call(request, timeout=TIMEOUT_SECONDS)
+                info = await call(request, timeout=TIMEOUT_SECONDS)
             except grpc.aio.AioRpcError:
                 continue
             self._samples.append(_Sample(time.time(), info.load))

@@ -1,19 +1,12 @@
-"""Data source to `SubmitTasks`: keeps enough tasks waiting at the server, and knows where it is in
-the data.
+"""Data source to `SubmitTasks`: keeps enough tasks waiting at every server.
 
-States of a data index:
+Which index of the data is where, and of which server, is in `data_indices`. Only outstanding ones are
+submitted again to a server that may have lost them. A task of which a second group comes, because the
+server lost the first one and made another, is trained once all the same: `take` says so.
 
-    never submitted -> outstanding -> taken (a group of its task is in hand) -> settled (trained or refused)
-                           ^              |
-                           +--------------+   the trainer died: its checkpoint has it outstanding;
-                                              or the group was of no use, and its prompt is asked again
-
-Only outstanding indices are submitted again to a server that may have lost them. A task of which a second
-group comes, because the server lost the first one and made another, is trained once all the same: `take`
-says so.
-
-Nothing polls. The server says how many tasks wait with each submission; between submissions every
-group that arrives, or that the server reports as dropped, means one less.
+Nothing polls. A server says how many tasks wait with each submission; between submissions every group that
+arrives from it, or that it reports as dropped, means one less. Each is filled by itself: one that is away
+keeps no other from having tasks.
 """
 
 from __future__ import annotations
@@ -21,11 +14,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import grpc
 from google.protobuf import json_format
 
 from penstock.trainer.data_config import DataConfig, SamplingConfig
+from penstock.trainer.data_indices import DataIndices
+from penstock.trainer.division import Division
 from penstock.trainer.errors import ServerLost, SessionRefused
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
@@ -101,55 +98,65 @@ def describe_problem(
     return task
 
 
+@dataclass(slots=True, eq=False)
+class ServerTasks:
+    """The tasks that wait at one server."""
+
+    channel: grpc.aio.Channel
+    target: int
+    """How many are to wait."""
+    pending: int = 0
+    """How many do, as far as is known."""
+    filling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Two fillers at once would submit the same indices."""
+
+
 class TaskFeeder:
-    """Keeps tasks waiting at the server."""
+    """Keeps tasks waiting at the servers."""
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        servers: Sequence[ServerTasks],
         source: Source,
         config: DataConfig,
+        indices: DataIndices,
         *,
         run_id: str,
-        pending_target: int,
+        division: Division,
         attempts: int | None = None,
-        next_index: int = 0,
-        outstanding: Sequence[int] = (),
     ) -> None:
-        """`attempts` are begun for each group (`groups.attempts`); `outstanding` are indices before
-        `next_index` that were submitted and not trained."""
-        self._channel = channel
+        """`attempts` are begun for each group (`groups.attempts`)."""
+        self._servers = servers
         self._source = source
         self._config = config
+        self._indices = indices
+        self._division = division
         self._attempts = attempts
         self._run_id = run_id
-        self._target = pending_target
-        self._next_index = next_index
-        # In the order of the data, which a server that has lost everything then begins them in.
-        self._outstanding = dict.fromkeys(sorted(outstanding))
-        self._taken: set[int] = set()
         # Of indices that are asked again: what sets their ids apart from now on.
         self._again: dict[int, str] = {}
         self._to_ask_again: dict[int, str] = {}
-        self._pending = 0
         self._data_sources: dict[int, str] = {}
         """Of indices that this process submitted and that are not settled."""
-        # Two fillers at once would submit the same indices.
-        self._filling = asyncio.Lock()
 
     @property
     def next_index(self) -> int:
-        """First index that was never submitted."""
-        return self._next_index
+        """First index after all that were submitted."""
+        return self._indices.next_index
 
     @property
     def outstanding(self) -> tuple[int, ...]:
         """Indices submitted and neither trained nor refused, those taken included."""
-        return tuple(self._outstanding)
+        return self._indices.outstanding
 
-    def arrived(self) -> None:
-        """A group arrived, or was dropped by the server: one task less waits there."""
-        self._pending -= 1
+    @property
+    def unasked(self) -> tuple[int, ...]:
+        """Indices before `next_index` that were never submitted."""
+        return self._indices.unasked
+
+    def arrived(self, server: int) -> None:
+        """A group arrived, or was dropped by its server: one task less waits there."""
+        self._servers[server].pending -= 1
 
     def take(self, task_id: str) -> bool:
         """A group of this task is in hand; False where another one of it is, or was trained or refused.
@@ -157,19 +164,13 @@ class TaskFeeder:
         Of tasks that are not of this run nothing is known: true.
         """
         index = self._index(task_id)
-        if index is None:
-            return True
-        if index in self._taken or index not in self._outstanding:
-            return False
-        self._taken.add(index)
-        return True
+        return True if index is None else self._indices.take(index)
 
     def settled(self, task_id: str) -> None:
         """A group of this task was trained or refused; it need not be asked for again."""
         index = self._index(task_id)
         if index is not None:
-            self._outstanding.pop(index, None)
-            self._taken.discard(index)
+            self._indices.settle(index)
             self._again.pop(index, None)
             self._to_ask_again.pop(index, None)
             self._data_sources.pop(index, None)
@@ -178,10 +179,10 @@ class TaskFeeder:
         """A group of this task was refused, and its prompt is to be answered by another one: the next
         `fill` submits it, under an id of its own. Not where it is trained already."""
         index = self._index(task_id)
-        if index is None or index not in self._outstanding:
+        if index is None or not self._indices.is_outstanding(index):
             return
         suffix = task_id.rpartition("/")[2].partition(AGAIN)[2].partition(TIMES)[0]
-        self._taken.discard(index)
+        self._indices.give_back(index)
         suffix = f"{suffix}{TIMES}{times_asked_again(task_id) + 1}"
         self._again[index] = self._to_ask_again[index] = suffix
 
@@ -207,51 +208,63 @@ class TaskFeeder:
         if run_id != self._run_id or not number.isdecimal():
             return None
         index = int(number)
-        # A trainer of before went on further than the state it left: so the server knows more.
-        self._outstanding.update(dict.fromkeys(range(self._next_index, index + 1)))
-        self._next_index = max(self._next_index, index + 1)
+        self._indices.known(index)
         return index
 
-    async def submit_again(self) -> None:
+    async def submit_again(self, server: int) -> None:
         """Submits what is outstanding and not in hand to a server that may have lost it; what it knows
-        is unharmed."""
-        async with self._filling:
-            await self._submit_all([i for i in self._outstanding if i not in self._taken])
-        await self.fill()
+        is unharmed. Raises ServerLost and SessionRefused."""
+        async with self._servers[server].filling:
+            await self._submit_all(server, self._indices.waiting(server))
+        await self.fill(server)
 
-    async def submit_anew(self, task_ids: Iterable[str], again: int) -> None:
-        """Submits tasks whose groups the server has forgotten, but whose ids it still knows."""
-        async with self._filling:
+    async def submit_anew(self, server: int, task_ids: Iterable[str], again: int) -> None:
+        """Submits tasks whose groups a server has forgotten, but whose ids it still knows; those of other
+        servers are passed over. Raises ServerLost and SessionRefused."""
+        async with self._servers[server].filling:
             known = (self._index(task_id) for task_id in task_ids)
-            lost = [index for index in known if index is not None and index in self._outstanding]
-            await self._submit_all(lost, str(again))
+            lost = [
+                index
+                for index in known
+                if index is not None
+                and self._indices.is_outstanding(index)
+                and self._division.server_of(index) == server
+            ]
+            await self._submit_all(server, lost, str(again))
 
-    async def _submit_all(self, indices: Sequence[int], again: str = "") -> None:
+    async def _submit_all(self, server: int, indices: Sequence[int], again: str = "") -> None:
         for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
-            await self._submit(indices[begin : begin + MOST_TASKS_PER_CALL], again)
+            await self._submit(server, indices[begin : begin + MOST_TASKS_PER_CALL], again)
 
-    async def fill(self) -> None:
-        """Submits until enough tasks wait, or the server's queue is full."""
-        async with self._filling:
-            while self._to_ask_again:
-                asked = list(self._to_ask_again.items())[:MOST_TASKS_PER_CALL]
-                if not await self._submit([index for index, _ in asked]):
+    async def fill(self, server: int) -> None:
+        """Submits until enough tasks wait at a server, or its queue is full. Raises ServerLost and
+        SessionRefused."""
+        tasks = self._servers[server]
+        async with tasks.filling:
+            while asked := self._asked_again(server):
+                if not await self._submit(server, [index for index, _ in asked]):
                     return
                 for index, suffix in asked:
                     # While the server was asked, it may have become another one.
                     if self._to_ask_again.get(index) == suffix:
                         del self._to_ask_again[index]
-            while self._pending < self._target:
-                count = min(self._target - self._pending, MOST_TASKS_PER_CALL)
-                indices = range(self._next_index, self._next_index + count)
-                if not await self._submit(indices):
+            while tasks.pending < tasks.target:
+                count = min(tasks.target - tasks.pending, MOST_TASKS_PER_CALL)
+                indices = self._indices.upcoming(server, count)
+                if not await self._submit(server, indices):
                     return
-                # While it was asked, groups of theirs may have come, and been trained.
-                fresh = range(self._next_index, indices.stop)
-                self._next_index = max(self._next_index, indices.stop)
-                self._outstanding.update(dict.fromkeys(fresh))
+                self._indices.submitted(indices)
 
-    async def _submit(self, indices: Sequence[int], again: str = "") -> bool:
+    def _asked_again(self, server: int) -> list[tuple[int, str]]:
+        """What is to be asked again of a server, as much as one call takes."""
+        own = (
+            (index, suffix)
+            for index, suffix in self._to_ask_again.items()
+            if self._division.server_of(index) == server
+        )
+        return list(islice(own, MOST_TASKS_PER_CALL))
+
+    async def _submit(self, server: int, indices: Sequence[int], again: str = "") -> bool:
         """Whether the server took them. Raises ServerLost and SessionRefused."""
         tasks: list[task_service_pb2.Task] = []
         for index in indices:
@@ -267,10 +280,10 @@ class TaskFeeder:
                     again=again or self._again.get(index, ""),
                 )
             )
-        pending = await submit_tasks(self._channel, tasks)
+        pending = await submit_tasks(self._servers[server].channel, tasks)
         if pending is None:
             return False
-        self._pending = pending
+        self._servers[server].pending = pending
         return True
 
 

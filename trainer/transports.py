@@ -2,7 +2,7 @@
 
     SharedMemory         the server maps the trainer's own memory; one host
     Stream               chunks, over a connection that carries nothing else
-    CheckpointFolder     a folder of safetensors on a file system that both see
+    CheckpointFolder     a folder of safetensors on a file system that both see; one for all servers
     CollectiveTransport  a group that the trainer and the engine's workers join; in a module of its own
 
 A transport makes one call of `UpdateWeights`, from the header to the version being staged. What is sent,
@@ -186,35 +186,74 @@ class SharedMemory:
             self._difference = None
 
 
-class CheckpointFolder:
+class VersionFolders:
     """A folder for each version, whole: `<folder>/<version>/model.safetensors`."""
+
+    def __init__(self, compute: ComputeThread, folder: Path, *, keep: int) -> None:
+        """`folder` has to have the same name on every server's side. The `keep` newest stay, and always
+        the one that is sampled."""
+        self._compute = compute
+        self._folder = folder.absolute()
+        self._keep = keep
+        self._written = (0, "")
+        """Version and checksum of the last one."""
+
+    async def write(self, parcel: Parcel) -> Path:
+        """The folder of a version, written unless it was for another server. Raises StorageFailed."""
+        return await self._compute.run(self._write, parcel)
+
+    def keep(self, weight_version: int) -> None:
+        """Removes versions beyond those to keep, but not this one."""
+        for version in self._versions()[: -self._keep]:
+            if version != weight_version:
+                shutil.rmtree(self._folder / str(version))
+
+    # In the compute thread, which does one thing after another.
+
+    def _write(self, parcel: Parcel) -> Path:
+        final = self._folder / str(parcel.weight_version)
+        written = (parcel.weight_version, parcel.payload.digest)
+        if written == self._written and final.exists():
+            return final
+        for version in self._versions():
+            # Of a run that went further, was stopped and resumed from before.
+            if version > parcel.weight_version:
+                shutil.rmtree(self._folder / str(version))
+        tensors = parcel.payload.tensors()
+        replace_folder(
+            final, lambda folder: save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
+        )
+        self._written = written
+        return final
+
+    def _versions(self) -> list[int]:
+        return sorted(int(path.name) for path in self._folder.glob("*") if path.name.isdecimal())
+
+
+class CheckpointFolder:
+    """The folder of a version, which the server reads."""
 
     prefers_deltas = False
     passing = ()
 
-    def __init__(
-        self, channel: grpc.aio.Channel, compute: ComputeThread, folder: Path, *, keep: int
-    ) -> None:
-        """`folder` has to have the same name on the server's side. The `keep` newest stay, and
-        always the one that is sampled."""
+    def __init__(self, channel: grpc.aio.Channel, folders: VersionFolders) -> None:
+        """`folders` may be those of several servers."""
         self._channel = channel
-        self._compute = compute
-        self._folder = folder.absolute()
-        self._keep = keep
+        self._folders = folders
         self.bytes_sent = 0
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
         """See `Transport`."""
-        await self._compute.run(self._write, parcel)
+        folder = await self._folders.write(parcel)
         for spec in parcel.specs:
             tensor = header.tensors.add()
             tensor.CopyFrom(spec)
             # Where a tensor lies, its file says itself.
             tensor.ClearField("offset_bytes")
             tensor.ClearField("length_bytes")
-        header.checkpoint.path = str(self._folder / str(parcel.weight_version))
+        header.checkpoint.path = str(folder)
         staged = await upload(self._channel, header)
         self.bytes_sent += parcel.payload.length_bytes
         return staged
@@ -224,23 +263,7 @@ class CheckpointFolder:
 
     def switched(self, weight_version: int) -> None:
         """Removes versions beyond those to keep."""
-        for version in self._versions()[: -self._keep]:
-            if version != weight_version:
-                shutil.rmtree(self._folder / str(version))
+        self._folders.keep(weight_version)
 
     def close(self) -> None:
         """The folders stay."""
-
-    def _write(self, parcel: Parcel) -> None:
-        for version in self._versions():
-            # Of a run that went further, was stopped and resumed from before.
-            if version > parcel.weight_version:
-                shutil.rmtree(self._folder / str(version))
-        tensors = parcel.payload.tensors()
-        replace_folder(
-            self._folder / str(parcel.weight_version),
-            lambda folder: save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"}),
-        )
-
-    def _versions(self) -> list[int]:
-        return sorted(int(path.name) for path in self._folder.glob("*") if path.name.isdecimal())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -12,33 +13,70 @@ from torch.utils.tensorboard import SummaryWriter
 
 from penstock.trainer.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.compute import ComputeThread
-from penstock.trainer.config import ServerConfig, TrainerConfig
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data_indices import DataIndices
+from penstock.trainer.division import Division
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter
 from penstock.trainer.exchange import Contract, Exchange
+from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
+from penstock.trainer.sender import Sender
+from penstock.trainer.server_config import ServerConfig
 from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.starting import Start
-from penstock.trainer.tasks import TaskFeeder, submit_tasks
+from penstock.trainer.tasks import ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.trackers import TrackedScalars, Trackers
-from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, Transport
+from penstock.trainer.transports import (
+    CheckpointFolder,
+    SharedMemory,
+    Stream,
+    Transport,
+    VersionFolders,
+)
+from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
-from penstock.wire.security import CredentialsUnusable, Security
+from penstock.wire.security import CredentialsUnusable, Security, open_channel
 
 # Batches' worth of tasks that wait at the server beyond what the gate may admit at once.
 SPARE_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The connections to one server."""
+
+    address: str
+    channel: grpc.aio.Channel
+    bulk: grpc.aio.Channel
+    """Carries weights, and nothing else."""
+
+
+@asynccontextmanager
+async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
+    """A link to every server, in their order. Raises ConfigInvalid."""
+    security = security_of(server)
+    async with AsyncExitStack() as stack:
+        links: list[Link] = []
+        for address in server.addresses:
+            channel = open_channel(address, security)
+            await stack.enter_async_context(channel)
+            bulk = open_channel(address, security, own_connection=True)
+            await stack.enter_async_context(bulk)
+            links.append(Link(address, channel, bulk))
+        yield tuple(links)
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What a run is made of."""
 
-    exchange: Exchange
+    exchanges: Exchanges
     publisher: Publisher
     metrics: MetricsWriter
     loop: TrainingLoop
@@ -49,24 +87,24 @@ def wire(
     config: TrainerConfig,
     start: Start,
     compute: ComputeThread,
-    channel: grpc.aio.Channel,
-    bulk: grpc.aio.Channel,
+    links: Sequence[Link],
     console: Console,
     stopping: asyncio.Event,
     trackers: Trackers,
 ) -> Parts:
     run, state = config.run, start.state
-    tasks = _make_feeder(config, start, channel)
-    exchange = _make_exchange(config, start, channel, stopping)
+    division = Division(config.train.groups_per_step, len(links))
+    tasks = _make_feeder(config, start, links, division)
+    exchanges = _make_exchanges(config, start, links, division, stopping)
     probe = Probe(
         start.policy.score,
         tokens=config.weights.probe.tokens,
         tolerance=config.weights.probe.tolerance,
         token_ids=state.probe,
     )
-    publisher = _make_publisher(config, compute, bulk, probe, start.policy.adapter())
+    publisher = make_publisher(config, compute, links, probe, start.policy.adapter())
     settle_refused(tasks, start.ledger.refused)
-    metrics, evaluations = _make_writers(config, start, channel, console, trackers)
+    metrics, evaluations = _make_writers(config, start, links, console, trackers)
 
     def checkpoint(
         step: int, weight_version: int, figures: Mapping[str, object]
@@ -77,6 +115,7 @@ def wire(
             weight_version,
             tasks.next_index,
             tasks.outstanding,
+            tasks.unasked,
             probe.token_ids,
             state.data,
             start.ledger.length_bytes,
@@ -89,7 +128,7 @@ def wire(
         config,
         policy=start.policy,
         compute=compute,
-        exchange=exchange,
+        exchanges=exchanges,
         publisher=publisher,
         tasks=tasks,
         metrics=metrics,
@@ -100,16 +139,16 @@ def wire(
         step=state.step,
         share_prefixes=start.share_prefixes,
         forgotten_step=start.passed_over,
-        evaluator=_make_evaluator(start, run.id, exchange, channel, evaluations, stopping),
+        evaluator=_make_evaluator(start, run.id, exchanges, links, evaluations, stopping),
         data_ranks=start.policy.data_ranks,
     )
-    return Parts(exchange, publisher, metrics, loop, evaluations)
+    return Parts(exchanges, publisher, metrics, loop, evaluations)
 
 
 def _make_writers(
     config: TrainerConfig,
     start: Start,
-    channel: grpc.aio.Channel,
+    links: Sequence[Link],
     console: Console,
     trackers: Trackers,
 ) -> tuple[MetricsWriter, EvaluationWriter]:
@@ -127,7 +166,7 @@ def _make_writers(
         step=start.written_step if unwritten else state.step,
         every_steps=config.metrics.every_steps,
         trackers=trackers,
-        load=LoadMeter(channel, config.metrics.load_every_seconds),
+        load=LoadMeter([link.channel for link in links], config.metrics.load_every_seconds),
     )
     if unwritten:
         metrics.restore(state.step, unwritten)
@@ -137,56 +176,66 @@ def _make_writers(
 def _make_evaluator(
     start: Start,
     run_id: str,
-    exchange: Exchange,
-    channel: grpc.aio.Channel,
+    exchanges: Exchanges,
+    links: Sequence[Link],
     writer: EvaluationWriter,
     stopping: asyncio.Event,
 ) -> Evaluator:
     return Evaluator(
         start.evaluations,
-        exchange,
+        exchanges,
         run_id=run_id,
-        submit=lambda asked: submit_tasks(channel, asked),
+        submit=lambda server, asked: submit_tasks(links[server].channel, asked),
         write=writer.write,
         stopping=stopping,
     )
 
 
-def _make_publisher(
+def make_publisher(
     config: TrainerConfig,
     compute: ComputeThread,
-    bulk: grpc.aio.Channel,
+    links: Sequence[Link],
     probe: Probe,
     adapter: weights_pb2.LoraAdapter | None = None,
 ) -> Publisher:
+    """What uploads the weights to every server. Raises ConfigInvalid."""
+    weights = config.weights
+    copy = WeightCopy(compute, probe)
+    folders = VersionFolders(compute, config.run.out / "weights", keep=weights.keep)
+    senders = [
+        Sender(
+            link.bulk,
+            copy,
+            transports=_make_transports(config, link, folders),
+            delta=weights.delta,
+            anchor_every=weights.anchor_every,
+            adapter=adapter,
+        )
+        for link in links
+    ]
+    return Publisher(copy, senders)
+
+
+def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders) -> list[Transport]:
     weights = config.weights
     transports: list[Transport] = []
     if weights.transport in ("auto", "shared_memory"):
-        transports.append(SharedMemory(bulk))
+        transports.append(SharedMemory(link.bulk))
     if weights.transport in ("auto", "stream"):
-        transports.append(Stream(bulk))
+        transports.append(Stream(link.bulk))
     if weights.transport == "checkpoint":
-        folder = config.run.out / "weights"
-        transports.append(CheckpointFolder(bulk, compute, folder, keep=weights.keep))
+        transports.append(CheckpointFolder(link.bulk, folders))
     if weights.transport == "collective":
         from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
 
         settings = CollectiveSettings(**weights.collective.model_dump())
         security = security_of(config.server)
-        transports.append(CollectiveTransport(config.server.address, settings, security))
-    return Publisher(
-        bulk,
-        compute,
-        transports=transports,
-        delta=weights.delta,
-        anchor_every=weights.anchor_every,
-        probe=probe,
-        adapter=adapter,
-    )
+        transports.append(CollectiveTransport(link.address, settings, security))
+    return transports
 
 
 def security_of(server: ServerConfig) -> Security:
-    """How the server is called. Raises ConfigInvalid."""
+    """How the servers are called. Raises ConfigInvalid."""
     security = Security(
         tls=server.tls,
         ca=server.ca,
@@ -196,44 +245,57 @@ def security_of(server: ServerConfig) -> Security:
         token_file=server.token_file,
     ).with_environment()
     try:
-        security.check(server.address)
+        for address in server.addresses:
+            security.check(address)
     except CredentialsUnusable as error:
         raise ConfigInvalid(f"server: {error}") from error
     return security
 
 
-def _make_feeder(config: TrainerConfig, start: Start, channel: grpc.aio.Channel) -> TaskFeeder:
+def _make_feeder(
+    config: TrainerConfig, start: Start, links: Sequence[Link], division: Division
+) -> TaskFeeder:
     batches = config.staleness.max_lag + 1 + SPARE_BATCHES
+    state = start.state
     return TaskFeeder(
-        channel,
+        [
+            ServerTasks(link.channel, batches * part)
+            for link, part in zip(links, division.parts, strict=True)
+        ],
         start.source,
         config.data,
+        DataIndices(division, state.next_index, state.outstanding, state.unasked),
         run_id=config.run.id,
-        pending_target=batches * config.train.groups_per_step,
+        division=division,
         attempts=config.groups.attempts,
-        next_index=start.state.next_index,
-        outstanding=start.state.outstanding,
     )
 
 
-def _make_exchange(
+def _make_exchanges(
     config: TrainerConfig,
     start: Start,
-    channel: grpc.aio.Channel,
+    links: Sequence[Link],
+    division: Division,
     stopping: asyncio.Event,
-) -> Exchange:
-    return Exchange(
-        channel,
-        run_id=config.run.id,
-        contract=Contract(
-            max_lag=config.staleness.max_lag,
-            late_policy=LATE_POLICIES[config.staleness.late_policy],
-            groups_per_step=config.train.groups_per_step,
-        ),
-        in_flight=IN_FLIGHT[config.weights.in_flight],
-        weight_version=start.state.weight_version,
-        step=start.state.step,
-        give_up_after_seconds=config.server.give_up_after_seconds,
-        stopping=stopping,
-        trained={**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}},
-    )
+) -> Exchanges:
+    trained = {**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}}
+    exchanges = [
+        Exchange(
+            link.channel,
+            run_id=config.run.id,
+            contract=Contract(
+                max_lag=config.staleness.max_lag,
+                late_policy=LATE_POLICIES[config.staleness.late_policy],
+                groups_per_step=part,
+            ),
+            in_flight=IN_FLIGHT[config.weights.in_flight],
+            weight_version=start.state.weight_version,
+            step=start.state.step,
+            give_up_after_seconds=config.server.give_up_after_seconds,
+            stopping=stopping,
+            trained=trained,
+            where=link.address if len(links) > 1 else "",
+        )
+        for link, part in zip(links, division.parts, strict=True)
+    ]
+    return Exchanges(exchanges, division)

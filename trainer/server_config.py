@@ -1,0 +1,47 @@
+"""`[server]`: where the rollout servers are, and how they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from penstock.trainer.section import Section
+
+
+class ServerConfig(Section):
+    """The rollout server, or servers."""
+
+    address: str | tuple[str, ...] = "127.0.0.1:50051"
+    """HOST:PORT it listens on. A list of several divides the run over them: docs/many-hubs.md."""
+    tls: bool = False
+    """Whether the connection is encrypted; implied by `ca` and `certificate`."""
+    ca: Path | None = None
+    """PEM file of the authority that signed the server's certificate; unset trusts those that come with
+    gRPC."""
+    certificate: Path | None = None
+    """PEM file of the trainer's own certificate, for mutual TLS."""
+    key: Path | None = None
+    """PEM file of its private key."""
+    server_name: str = ""
+    """Name that the server's certificate is for, where it is not the address's."""
+    token_file: Path | None = None
+    """File with the token to show, read again for each call; unset takes the variable PENSTOCK_TOKEN."""
+    give_up_after_seconds: float = Field(default=120.0, gt=0)
+    """How long a server may be away, at the start or in mid-run, before the trainer stops."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of every server; what follows is of each of them."""
+        return (self.address,) if isinstance(self.address, str) else self.address
+
+    @field_validator("address")
+    @classmethod
+    def _each_once(cls, address: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(address, str):
+            return address
+        if not address or not all(address):
+            raise ValueError("must be HOST:PORT, or a list of at least one")
+        if twice := next((one for one in address if address.count(one) > 1), None):
+            raise ValueError(f"{twice} is listed twice; a server has one part of the run")
+        return address
