@@ -148,6 +148,42 @@ async def test_rollout_works_until_its_attempts_are_done(functions):
         assert "penstock rollout: 6 attempts ended: reward 1.000" in errors.decode()
 
 
+TWO = ("--server", "127.0.0.1:1", "--server", "127.0.0.1:2", "--reward", "my_functions:reward")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", "1"), "--concurrency must be 2 at least, one for each --server, got 1"),
+        (("--attempts", "3"), "--attempts and --style go with one --server"),
+        (("--style", "verl"), "--attempts and --style go with one --server"),
+        (("--server", "127.0.0.1:1"), "--server 127.0.0.1:1 is given twice"),
+    ],
+)
+def test_what_does_not_go_with_several_servers_ends_the_worker_with_2(
+    functions, caplog, arguments, message
+):
+    assert invoke("rollout", *TWO, *arguments).exit_code == 2
+    assert message in caplog.text
+
+
+async def test_a_worker_before_two_servers_works_for_both_with_a_share_each(functions):
+    async with ScriptedServer(Script()) as first, ScriptedServer(Script()) as second:
+        for index in range(3):
+            first.add_task(Task(f"first-{index}", "hello"))
+            second.add_task(Task(f"second-{index}", "hello"))
+        options = ("--reward", "my_functions:reward", "--generate", "my_functions:generate")
+        addresses = ("--server", first.address, "--server", second.address)
+        process = await run_rollout(functions, *addresses, "--concurrency", "5", *options)
+        for server in (first, second):
+            await asyncio.wait_for(server.wait_until(lambda s=server: len(s.outcomes) == 3), 60)
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, errors.decode()
+        leases = [server.requests[server.calls.index("LeaseTasks")] for server in (first, second)]
+        assert [request.concurrency for request in leases] == [3, 2]
+
+
 async def test_sigterm_gives_back_and_ends_with_0(functions):
     async with ScriptedServer(Script(max_attempts=1)) as server:
         server.add_task(Task("t", "hello"))

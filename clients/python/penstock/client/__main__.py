@@ -83,16 +83,23 @@ def train(
 ) -> None:
     """Train a policy as CONFIG, a TOML file, says.
 
-    The file names the rollout server, the model and where the tasks come from; what it leaves out
-    has a default, which --dry-run prints. Reward, lag and times are shown for every step, and written
-    to the run's folder.
+    The file names the rollout server, or several, the model and where the tasks come from; what it
+    leaves out has a default, which --dry-run prints. Reward, lag and times are shown for every step,
+    and written to the run's folder.
     """
     run = load("penstock.trainer.__main__", "train", "trainer")
     exit_with(run, "trainer", config, list(overrides), resume, dry_run, ranks)
 
 
 @main.command()
-@click.option("--server", required=True, metavar="HOST:PORT", help="The rollout server.")
+@click.option(
+    "--server",
+    "servers",
+    required=True,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="The rollout server; may be repeated, and --concurrency is then divided over them.",
+)
 @click.option(
     "--generate",
     metavar="PKG.MODULE:FUNCTION",
@@ -176,7 +183,7 @@ def rollout(
     security: Security,
     external: CommandSettings | None,
     environments: EnvironmentSettings | None,
-    server: str,
+    servers: tuple[str, ...],
     style: str,
     arguments: Path | None,
     rollout_function: str | None,
@@ -224,7 +231,7 @@ def rollout(
     )
     patience = Patience(reconnect_seconds=reconnect_timeout)
     options = RolloutOptions(
-        *(server, generate, reward, settings, patience, security),
+        *(servers, generate, reward, settings, patience, security),
         style=style,
         arguments=arguments,
         rollout_function=rollout_function,

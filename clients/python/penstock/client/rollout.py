@@ -1,4 +1,9 @@
-"""`penstock rollout`: the worker as a process."""
+"""`penstock rollout`: the worker as a process.
+
+Before several servers it is a worker for each, with an equal share of the attempts in flight. The share is
+fixed: an attempt that is leased is work under way, and an agent that leased more of each server than it
+works on would hold groups up. A server that is away leaves its share idle, as it does its engines.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +26,8 @@ from penstock.wire import telemetry
 from penstock.wire.security import CredentialsUnusable, Security
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.client.environments.settings import EnvironmentSettings
     from penstock.client.external.settings import CommandSettings
 
@@ -31,12 +38,13 @@ logger = logging.getLogger("penstock.rollout")
 class RolloutOptions:
     """What the command line says."""
 
-    server: str
+    servers: tuple[str, ...]
     generate: str | None
     """`pkg.module:function`; None takes one turn on the task's prompt."""
     reward: str | None
     """`pkg.module:function`; None where `generate` returns the reward."""
     settings: WorkerSettings
+    """Of all servers together."""
     patience: Patience
     security: Security | None = None
     """None: plaintext, and no token."""
@@ -58,8 +66,9 @@ def rollout(options: RolloutOptions) -> int:
         level=logging.INFO, format="penstock rollout: %(message)s", stream=sys.stderr
     )
     try:
-        (options.security or Security()).check(options.server)
-        make_worker = _load(options)
+        for server in options.servers:
+            (options.security or Security()).check(server)
+        make_workers = [_load(share) for share in _divide(options)]
         telemetry.configure("penstock-rollout")
     except (BadFunction, CredentialsUnusable) as error:
         logger.error("%s", error)
@@ -72,7 +81,7 @@ def rollout(options: RolloutOptions) -> int:
         )
         return 2
     try:
-        return asyncio.run(_work(options, make_worker))
+        return asyncio.run(_work(options, make_workers))
     finally:
         telemetry.shutdown()
 
@@ -92,6 +101,31 @@ class AnyWorker(Protocol):
     async def run(self) -> Statistics:
         """Works."""
         ...
+
+
+def _divide(options: RolloutOptions) -> list[RolloutOptions]:
+    """What each server's worker is told. Raises BadFunction."""
+    servers, settings = options.servers, options.settings
+    if len(servers) == 1:
+        return [options]
+    if twice := next((server for server in servers if servers.count(server) > 1), None):
+        raise BadFunction(f"--server {twice} is given twice")
+    if settings.concurrency < len(servers):
+        raise BadFunction(
+            f"--concurrency must be {len(servers)} at least, one for each --server, "
+            f"got {settings.concurrency}"
+        )
+    if settings.attempts is not None or options.style != "penstock":
+        raise BadFunction("--attempts and --style go with one --server")
+    each, left = divmod(settings.concurrency, len(servers))
+    return [
+        replace(
+            options,
+            servers=(server,),
+            settings=replace(settings, concurrency=each + (place < left)),
+        )
+        for place, server in enumerate(servers)
+    ]
 
 
 def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
@@ -157,29 +191,48 @@ def _load_environments(
     return lambda calls: Worker(calls, play, reward, options.settings)
 
 
-async def _work(options: RolloutOptions, make_worker: Callable[[Calls], AnyWorker]) -> int:
-    calls = Calls(options.server, options.patience, options.security)
-    worker = make_worker(calls)
+async def _work(
+    options: RolloutOptions, make_workers: Sequence[Callable[[Calls], AnyWorker]]
+) -> int:
+    opened = [Calls(server, options.patience, options.security) for server in options.servers]
+    workers = [make(calls) for make, calls in zip(make_workers, opened, strict=True)]
     loop = asyncio.get_running_loop()
-    working = loop.create_task(worker.run())
+    working = loop.create_task(_work_together(workers))
 
     def stop() -> None:
         # Who asks twice does not want to wait for the drain.
-        if worker.stopping:
+        if any(worker.stopping for worker in workers):
             working.cancel()
-        worker.stop()
+        for worker in workers:
+            worker.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    logger.info("%s: %d attempts at a time", options.server, options.settings.concurrency)
+    servers, concurrency = ", ".join(options.servers), options.settings.concurrency
+    logger.info("%s: %d attempts at a time", servers, concurrency)
     try:
         await working
     except asyncio.CancelledError:
         logger.warning("stopped at once; what was in flight goes back when its lease has run out")
         return 1
-    except (PenstockError, WorkerMisconfigured) as error:
+    except WorkerMisconfigured as error:
+        divided = f" (--concurrency {concurrency} is divided over {len(workers)} servers)"
+        logger.error("%s%s", error, divided if len(workers) > 1 else "")
+        return 2
+    except PenstockError as error:
         logger.error("%s", error)
-        return 2 if isinstance(error, WorkerMisconfigured) else 1
+        return 1
     finally:
-        await calls.close()
+        for calls in opened:
+            await calls.close()
     return 0
+
+
+async def _work_together(workers: Sequence[AnyWorker]) -> None:
+    """Until all have stopped. Where one cannot go on, its error is raised, and the others end."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for worker in workers:
+                group.create_task(worker.run())
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
