@@ -5,9 +5,8 @@
     GroupReceipt, CheckpointNotice -> nothing
 
 A lost stream loses nothing. The server delivers again what it has no receipt for; a group that
-comes twice is recognized by its id, and its receipt, if it was trained, is sent once more. One that
-a durable checkpoint contains is refused instead: it must never come again, and takes no place in a
-batch. Demand that was not met is granted again to the new stream.
+comes twice is recognized (`known_groups`), and takes no place in a batch. Demand that was not met is
+granted again to the new stream.
 
 A run that is to stop (`stopping` is set) needs its server for the end of its step, but does not
 wait for one that is away:
@@ -26,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -35,6 +33,7 @@ import grpc
 
 from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
 from penstock.trainer.evaluation_stream import EvaluationStream
+from penstock.trainer.known_groups import KnownGroups
 from penstock.trainer.stopping import unless
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
@@ -45,8 +44,6 @@ from penstock.wire.reasons import Reason
 log = logging.getLogger(__name__)
 
 EXCHANGE = "/penstock.v1.TrainerService/Exchange"
-# The server forgets a trained group with its checkpoint; this many are remembered here.
-REMEMBERED_GROUPS = 65_536
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 5.0
 # A status that a restarted server, or a better moment, does not turn into success.
@@ -127,10 +124,7 @@ class Exchange:
         """Groups demanded and not yet delivered."""
         self._arrived: asyncio.Queue[trajectory_pb2.TrajectoryGroup] = asyncio.Queue()
         # Bounded by demand: the server sends no more than it was granted.
-        self._in_hand: dict[str, int] = {}
-        """Delivery id of each group delivered and not yet receipted, the newest."""
-        self._settled: OrderedDict[str, int] = OrderedDict(trained or {})
-        """Step that used each group, zero where it was refused."""
+        self._groups = KnownGroups(trained)
         self.delivery_count = 0
         """Deliveries that arrived, those of known groups included."""
         self._deliveries_to_see = 0
@@ -216,14 +210,14 @@ class Exchange:
 
     def receipt(self, groups: list[trajectory_pb2.TrajectoryGroup], step: int) -> None:
         """Says that a step used these groups."""
-        ids = [self._settle(group.group_id, step) for group in groups]
+        ids = [self._groups.settle(group.group_id, step) for group in groups]
         self._step = step
         if ids:
             self._send(Request(receipt=GroupReceipt(delivery_ids=ids, step=step)))
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
         """Says that a group is of no use and must not come again."""
-        delivery_id = self._settle(group.group_id, 0)
+        delivery_id = self._groups.settle(group.group_id, 0)
         rejection = Rejection(reason=reason, message=message)
         self._send(Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection)))
 
@@ -389,31 +383,18 @@ class Exchange:
         if delivery.group.purpose == trajectory_pb2.PURPOSE_EVAL:
             self.evaluations.take(delivery)
             return
-        group_id = delivery.group.group_id
         self.delivery_count += 1
-        known = group_id in self._in_hand or group_id in self._settled
-        if not known:
+        if self._groups.take(delivery):
             self._owed = max(0, self._owed - 1)
-            self._in_hand[group_id] = delivery.delivery_id
             self._arrived.put_nowait(delivery.group)
             if self.on_arrival is not None:
                 self.on_arrival()
             return
         # Sent again after a lost stream: it used credit that was meant for another group.
         self._send(Request(demand=Demand(group_count=1)))
-        if group_id in self._in_hand:
-            self._in_hand[group_id] = delivery.delivery_id
-            return
-        receipt = GroupReceipt(delivery_ids=[delivery.delivery_id])
-        step = self._settled[group_id]
-        if not step:
-            receipt.rejection.reason = "REFUSED_BEFORE"
-        elif step <= self._final_step:
-            receipt.rejection.reason = "TRAINED_BEFORE"
-            receipt.rejection.message = f"a durable checkpoint contains it, trained in step {step}"
-        else:
-            receipt.step = step
-        self._send(Request(receipt=receipt))
+        receipt = self._groups.answer(delivery, self._final_step)
+        if receipt is not None:
+            self._send(Request(receipt=receipt))
 
     def _switched(self, receipt: weights_pb2.WeightReceipt) -> None:
         version = receipt.weight_version
@@ -451,12 +432,6 @@ class Exchange:
             self._where,
             welcome.active_weight_version,
         )
-
-    def _settle(self, group_id: str, step: int) -> int:
-        self._settled[group_id] = step
-        while len(self._settled) > REMEMBERED_GROUPS:
-            self._settled.popitem(last=False)
-        return self._in_hand.pop(group_id)
 
     def _send(self, request: trainer_service_pb2.ExchangeRequest) -> None:
         # Without a stream nothing is kept: each kind of message is made good when it is back.

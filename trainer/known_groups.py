@@ -1,0 +1,68 @@
+"""What became of each group that a server delivered, for the day that it delivers one again.
+
+States of a group:
+
+    new -> in hand -> settled: trained by a step, or refused
+             |           +-> delivered again: the receipt once more. One that a durable checkpoint contains
+             |                 is refused instead: it must never come again
+             +-> delivered again, because a stream was lost: the newest delivery is the one to receipt
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from penstock.v1 import trainer_service_pb2
+from penstock.wire import codec
+
+# The server forgets a trained group with its checkpoint; this many are remembered here.
+REMEMBERED_GROUPS = 65_536
+
+GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
+
+
+class KnownGroups:
+    """The groups of one server."""
+
+    def __init__(self, trained: Mapping[str, int] | None = None) -> None:
+        """`trained` are the steps of groups that the trainer's state contains, oldest first, zero where
+        one was refused."""
+        self._in_hand: dict[str, int] = {}
+        """Delivery id of each group delivered and not yet receipted, the newest."""
+        self._settled: OrderedDict[str, int] = OrderedDict(trained or {})
+        """Step that used each group, zero where it was refused."""
+
+    def take(self, delivery: trainer_service_pb2.GroupDelivery) -> bool:
+        """Whether the group is new; it is in hand from now on."""
+        group_id = delivery.group.group_id
+        if group_id in self._settled:
+            return False
+        known = group_id in self._in_hand
+        self._in_hand[group_id] = delivery.delivery_id
+        return not known
+
+    def settle(self, group_id: str, step: int) -> int:
+        """A step used a group in hand, or it was refused where that is zero; returns its delivery's id."""
+        self._settled[group_id] = step
+        while len(self._settled) > REMEMBERED_GROUPS:
+            self._settled.popitem(last=False)
+        return self._in_hand.pop(group_id)
+
+    def answer(
+        self, delivery: trainer_service_pb2.GroupDelivery, final_step: int
+    ) -> trainer_service_pb2.GroupReceipt | None:
+        """The receipt of a group that was delivered again; None while it is in hand. A durable checkpoint
+        contains what was trained up to `final_step`."""
+        step = self._settled.get(delivery.group.group_id)
+        if step is None:
+            return None
+        receipt = GroupReceipt(delivery_ids=[delivery.delivery_id])
+        if not step:
+            receipt.rejection.reason = "REFUSED_BEFORE"
+        elif step <= final_step:
+            receipt.rejection.reason = "TRAINED_BEFORE"
+            receipt.rejection.message = f"a durable checkpoint contains it, trained in step {step}"
+        else:
+            receipt.step = step
+        return receipt
