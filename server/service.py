@@ -50,7 +50,8 @@ WRITERS: Mapping[str, Callable[[Any], bytes]] = {
 }
 
 LINGER_SECONDS = 10.0
-LINGER_PAUSE_SECONDS = 0.05
+# At a load of 15 on two cores one in 3,000 callers took longer than 0.05 s to its next message.
+LINGER_PAUSE_SECONDS = 0.15
 
 ServicerContext = grpc.aio.ServicerContext[Any, Any]
 
