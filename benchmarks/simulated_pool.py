@@ -204,7 +204,7 @@ class SimulatedPool:
     def _switched(self, part: tuple[int, list[Member], Callable[[], None]]) -> None:
         version, members, concluded = part
         for member in members:
-            member.has(version)
+            member.has(version, adapter=False)
             member.state = State.SERVING
         self._rotate()
         self.switch(version, concluded)

@@ -181,7 +181,7 @@ def test_the_trainer_and_the_workers_call_the_hub(tmp_path: Path) -> None:
     assert trainer.checkpoint.every_steps and "--resume" in container(job)["command"]
     _, name, *arguments = container(workers)["command"]
     worker = main.commands[name].make_context(name, arguments).params
-    assert worker["server"] == address
+    assert worker["servers"] == (address,)
     assert found_in(workers, worker["security_ca"])
     assert found_in(workers, worker["security_token_file"])
     assert pod(workers)["terminationGracePeriodSeconds"] > worker["drain_timeout"]
