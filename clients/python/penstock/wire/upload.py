@@ -20,7 +20,7 @@ import xxhash
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 
-CHUNK_BYTES = 1024 * 1024
+CHUNK_BYTES = 2 * 1024 * 1024
 UPDATE_WEIGHTS = "/penstock.v1.RolloutService/UpdateWeights"
 
 Piece = bytes | memoryview
