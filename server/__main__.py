@@ -209,15 +209,19 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     # each time that garbage is looked for in it.
     gc.collect()
     gc.freeze()
-    failing = asyncio.ensure_future(rollouts.failed())
-    await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if failing.done():
-        click.echo(f"penstock serve: {failing.result()}", err=True)
-        await rollouts.stop(0.0)
-        return 1
-    failing.cancel()
-    await rollouts.stop()
-    return 0
+    try:
+        failing = asyncio.ensure_future(rollouts.failed())
+        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            click.echo(f"penstock serve: {failing.result()}", err=True)
+            await rollouts.stop(0.0)
+            return 1
+        failing.cancel()
+        await rollouts.stop()
+        return 0
+    finally:
+        # Else an interpreter that ends leaves it, which libraries report as leaks of their own.
+        gc.unfreeze()
 
 
 def _cannot_serve(source: EngineSource, error: Exception) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -59,6 +60,24 @@ def test_a_dry_run_prints_a_file_that_means_the_same(
     # An option on the command line wins over the file.
     changed = serve_here(capsys, "--config", str(file), "--max-model-len", "64", "--dry-run")[1]
     assert tomllib.loads(changed)["engine"]["max_model_len"] == 64
+
+
+def test_it_ends_without_a_word(model: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
+            *("--dtype", "float32", "--max-model-len", "128", "--listen", "127.0.0.1:0"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first.startswith("penstock serving "), first
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
 
 
 def test_what_cannot_be_served_is_said_in_a_line(
