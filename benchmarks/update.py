@@ -59,6 +59,8 @@ class Turn:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    arrived: list[float] = field(default_factory=list[float])
+    """When each token came, by `time.perf_counter`."""
 
 
 class Server:
@@ -77,8 +79,10 @@ class Server:
         )
         self._count = 0
 
-    async def turn(self, prompt: list[int], max_tokens: int, temperature: float) -> Turn:
-        """One turn with a token prompt."""
+    async def turn(
+        self, prompt: list[int], max_tokens: int, temperature: float, *, gathered: bool = True
+    ) -> Turn:
+        """One turn with a token prompt; where it is not `gathered`, each token comes by itself."""
         self._count += 1
         turn = Turn(prompt)
         request = GenerateRequest(
@@ -87,6 +91,7 @@ class Server:
             sampling_params=SamplingParams(
                 max_tokens=max_tokens, temperature=temperature, ignore_eos=True
             ),
+            stream_options={} if gathered else {"flush_interval": {"nanos": 1_000_000}},
         )
         async for event in self._generate(request):
             if event.WhichOneof("event") == "segment":
@@ -94,6 +99,7 @@ class Server:
                 turn.tokens += ids
                 turn.logprobs += codec.logprobs(event.segment).tolist()
                 turn.versions += [event.segment.weight_version] * len(ids)
+                turn.arrived += [time.perf_counter()] * len(ids)
         return turn
 
 

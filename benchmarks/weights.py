@@ -83,6 +83,10 @@ class Figures:
     packing: dict[str, list[float]] = field(default_factory=dict)
     """What of it is the trainer's own copy, with checksums."""
     pause: dict[str, list[float]] = field(default_factory=dict)
+    active: dict[str, list[float]] = field(default_factory=dict)
+    """From the order to switch until the version is active."""
+    wait: dict[str, list[float]] = field(default_factory=dict)
+    """The longest that a turn in flight waited for its next token in that time, and ordinarily."""
     over_load: dict[str, list[float]] = field(default_factory=dict)
     """What of a pause is beyond the engine's own load, as measured right before and after."""
     bytes_sent: dict[str, int] = field(default_factory=dict)
@@ -101,6 +105,19 @@ class Travel:
     seconds: float
     packing_seconds: float
     bytes_sent: int
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What a switch meant for turns in flight."""
+
+    pause: float
+    """Seconds that generation stood still."""
+    active: float
+    """Seconds from the order until the version was active."""
+    waits: tuple[float, float] | None
+    """Seconds between two tokens of a turn, at most in that time and as the median before it; None without
+    turns in flight."""
 
 
 class Trainer:
@@ -146,18 +163,36 @@ class Trainer:
         assert sent is not None and sent.delta == (transport == DELTA), sent
         return Travel(staged - began, packed - began, sent.bytes_sent)
 
-    async def switch(self, transport: str, turns: int) -> float:
-        """Seconds that turns in flight stood still."""
+    async def switch(self, transport: str, turns: int) -> Switch:
+        """To what was published last."""
         running = [
-            asyncio.ensure_future(self._server.turn([*self._prompt, 100 + index], TURN_TOKENS, 1.0))
+            asyncio.ensure_future(
+                self._server.turn([*self._prompt, 100 + index], TURN_TOKENS, 1.0, gathered=False)
+            )
             for index in range(turns)
         ]
         if running:
-            await asyncio.sleep(0.3)
+            # Until all have begun.
+            await asyncio.sleep(0.6)
+        began = time.perf_counter()
         pause = await self._exchange.switch(self.version, IN_FLIGHT)
+        ended = time.perf_counter()
         self._publishers[transport].senders[0].switched(self.version)
-        await asyncio.gather(*running)
-        return pause
+        arrivals = [np.array(turn.arrived) for turn in await asyncio.gather(*running)]
+        if not arrivals:
+            return Switch(pause, ended - began, None)
+        meanwhile = [
+            np.diff(times)[(times[1:] > began) & (times[:-1] < ended)] for times in arrivals
+        ]
+        ordinary = [np.diff(times[times < began]) for times in arrivals]
+        return Switch(
+            pause,
+            ended - began,
+            (
+                float(np.concatenate(meanwhile).max()),
+                float(np.median(np.concatenate(ordinary))),
+            ),
+        )
 
     def close(self) -> None:
         for publisher in set(self._publishers.values()):
@@ -261,10 +296,14 @@ class Round:
     async def switch(self, transport: str) -> None:
         """A switch with turns in flight, between two loads by an engine that does nothing else."""
         loads = [await self.load()]
-        pause = await self.trainer.switch(transport, self.turns)
+        switched = await self.trainer.switch(transport, self.turns)
         loads.append(await self.load())
-        self.figures.add("pause", transport, pause)
-        self.figures.add("over_load", transport, pause - fmean(loads))
+        self.figures.add("pause", transport, switched.pause)
+        self.figures.add("active", transport, switched.active)
+        if switched.waits is not None:
+            for name, seconds in zip((transport, "ordinary"), switched.waits, strict=True):
+                self.figures.add("wait", name, seconds)
+        self.figures.add("over_load", transport, switched.pause - fmean(loads))
 
     async def load(self) -> float:
         """Seconds of the engine's own load."""
@@ -383,11 +422,22 @@ def show(
         three = (median(values), min(values), max(values))
         pauses.add_row(label, *(f"{1e3 * value:.0f}" for value in three))
 
-    line("penstock, every transport", [v for t in TRANSPORTS for v in figures.pause.get(t, [])])
+    def every(values: dict[str, list[float]]) -> list[float]:
+        return [value for transport in TRANSPORTS for value in values.get(transport, [])]
+
+    line("Penstock, every transport", every(figures.pause))
     if restart is not None:
         line("the engine's own load", figures.pause["load"])
         line("vLLM: pause, reload from disk, resume", figures.pause["reload"])
         line("vLLM: restart to the first token", [restart])
+    console.print(pauses)
+    pauses = Table(title="what a turn in flight sees of a switch")
+    for name in ("", "median, ms", "smallest", "largest"):
+        pauses.add_column(name, justify="right" if name else "left")
+    line("from the order until the version is active", every(figures.active))
+    if figures.wait:
+        line("longest wait for a token meanwhile", every(figures.wait))
+        line("ordinary wait for a token before", figures.wait["ordinary"])
     console.print(pauses)
 
 

@@ -77,6 +77,10 @@ class Weights(_Section):
     hold_active: bool = True
     """Whether the bytes of the active version stay in memory: deltas apply to them, and a version that
     fails to load goes back to them."""
+    prepare_ahead: bool = True
+    """Whether a version is made ready while generation goes on, so that the pause is short: meanwhile the
+    engine has a second copy of the weights. Where there is no room for one, or the model is of a kind for
+    which it cannot be done, the pause is the whole load."""
     collective_seconds: float = Field(default=300.0, gt=0, le=86_400)
     """Longest time that joining a collective takes, and each step of an upload by one. Where the engine is
     not back by then it is given up, and the server with it."""

@@ -6,7 +6,7 @@ protobuf's never meet.
 
 Order of a weight switch, which the server's `WeightSwitch` drives under one lock:
 
-    pause -> load -> resume -> score, where there is a probe
+    prepare -> pause -> load -> resume -> score, where there is a probe
 
 Where the weights come by a collective that the engine joined before, `load` is
 
@@ -226,6 +226,15 @@ class Engine(Protocol):
 
         With `drop_cache` the key-value cache is discarded, that of frozen requests included; they
         recompute it after `resume`, under the weights then active.
+        """
+        ...
+
+    async def prepare(self, weights: StagedWeights) -> None:
+        """Does as much of `load` as can be done while requests go on, so that the pause is short.
+
+        It may be nothing, and `load` does the rest. What was prepared and then not loaded is given up with
+        the next `prepare` or `load`. Raises EngineLoadFailed, after which everything is as it was, and
+        EngineLost.
         """
         ...
 

@@ -131,6 +131,9 @@ class PoolEngine:
     async def pause(self, *, drop_cache: bool) -> None:
         raise RuntimeError("a pool switches by itself")
 
+    async def prepare(self, weights: StagedWeights) -> None:
+        raise RuntimeError("a pool switches by itself")
+
     async def load(self, weights: StagedWeights) -> None:
         raise RuntimeError("a pool switches by itself")
 

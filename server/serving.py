@@ -145,7 +145,9 @@ class Serving:
         )
         self.queue, self.buffer, self.budget = self._make_queues(changed, clock, config)
         self.pool = engine if isinstance(engine, PoolEngine) else None
-        self.switch = WeightSwitch(engine, pool=self.pool)
+        self.switch = WeightSwitch(
+            engine, pool=self.pool, prepare_ahead=config.weights.prepare_ahead
+        )
         self.turns = TurnRunner(
             engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
         )

@@ -88,6 +88,8 @@ class VllmEngine:
         self._llm = llm
         self._load = load
         self._weight_version = BASE_VERSION
+        self._prepared: StagedWeights | None = None
+        """What the engine process was last asked to make ready, and was not given since."""
         self._adapters: dict[int, LoRARequest] = {}
         self._scored = 0
         self._collective = VllmCollective(llm, self._ask, self._give_up)
@@ -179,8 +181,31 @@ class VllmEngine:
         core = self._llm.engine_core
         await self._ask(core.pause_scheduler_async(mode="keep", clear_cache=drop_cache))
 
+    async def prepare(self, weights: StagedWeights) -> None:
+        self._prepared = None
+        update: dict[str, object] | None = _update_info(weights)
+        more = True
+        try:
+            while more:
+                # Between two commands the engine process does a step, if there is anything to do.
+                asked = cast(
+                    "Awaitable[list[bool]]",
+                    self._llm.collective_rpc("prepare_weights", args=(update,)),  # pyright: ignore[reportUnknownMemberType]
+                )
+                update, more = None, any(await self._ask(asked))
+        except EngineLost:
+            raise
+        except Exception as error:  # As bare as for `load`.
+            raise EngineLoadFailed(
+                f"making weight version {weights.weight_version} ready failed: {error}"
+            ) from error
+        self._prepared = weights
+
     async def load(self, weights: StagedWeights) -> None:
-        update = WeightTransferUpdateRequest(update_info=_update_info(weights))
+        # The very object: others can have its number, or its place.
+        prepared, self._prepared = weights is self._prepared, None
+        described = {**_update_info(weights), "prepared": prepared}
+        update = WeightTransferUpdateRequest(update_info=described)
         try:
             await self._ask(self._update(update, weights.weight_version))
         except EngineLost:

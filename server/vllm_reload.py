@@ -20,10 +20,16 @@ from vllm.model_executor.model_loader.reload import layerwise
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
-class _LoadsWeights(Protocol):
+class LoadsWeights(Protocol):
     """What every vLLM model offers."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+
+class ProcessesWeights(Protocol):
+    """What vLLM's quantization methods offer, that of plain weights among them."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
 
 
 def reload_model(
@@ -32,7 +38,7 @@ def reload_model(
     """Loads one complete version. Where it fails, the model is a mixture that a complete reload heals."""
     layerwise.initialize_layerwise_reload(model)
     try:
-        cast(_LoadsWeights, model).load_weights(tensors)
+        cast(LoadsWeights, model).load_weights(tensors)
         layerwise.finalize_layerwise_processing(model, config)
     except BaseException:
         forget_reload(model)

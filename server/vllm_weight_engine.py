@@ -1,7 +1,9 @@
 """Brings new weights into the live model; runs inside vLLM's worker process.
 
     StagedFileEngine     a complete version from a file in memory: one call does the whole update, so that
-                         a failure always ends vLLM's update session and the next upload can begin another
+                         a failure always ends vLLM's update session and the next upload can begin another.
+                         Where the version was made ready ahead, while generation went on, that call only
+                         puts it in its place: see `vllm_preparation`
     WeightEngine         that, and any other backend of vLLM's own registry for versions which a collective
                          brings: vLLM has one backend for an engine's whole life, so this one stands in
                          front of the other, which it makes when a trainer asks to join
@@ -15,9 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import mmap
 import os
+import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping
@@ -26,7 +31,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from vllm.config import WeightTransferConfig
+from tqdm import tqdm
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -37,14 +43,24 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 # Imported for what they register: the backend "gloo", and what vLLM's LoRA lacks.
 from penstock.server import gloo_weight_engine, vllm_lora  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from penstock.server.vllm_reload import forget_reload, reload_model
+from penstock.server.vllm_preparation import Preparation, has_room, why_not
+from penstock.server.vllm_reload import ProcessesWeights, forget_reload, reload_model
 from penstock.server.weight_manifest import WeightRefused
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "penstock"
 # A server stages beside what it holds, or the trainer shares one file and the server holds another.
 FILES_KEPT = 2
 ROUND = "collective_round"
 """Key of what an update brings that comes by a collective: the other backend's own description of it."""
+
+PORTION_SECONDS = 0.01
+"""Shortest time that is spent between two steps on making a version ready, while there is more to do."""
+
+# Its own would be a lock between processes, which the engine process does not live to give back: Python
+# would warn of a leak each time that a server is stopped.
+tqdm.set_lock(threading.RLock())  # pyright: ignore[reportUnknownMemberType]
 
 # The mapping of a staged file is read-only on purpose.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -59,6 +75,8 @@ class StagedFile(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     offsets_bytes: list[int]
+    prepared: bool = False
+    """Whether it is the version last made ready, where one was."""
 
 
 class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile]):
@@ -75,18 +93,71 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         """Nothing: see `receive_weights`."""
 
     _mappings: Mappings | None = None
+    _preparation: Preparation | None = None
+    _portion_ended = 0.0
+
+    def prepare(self, staged: StagedFile) -> bool:
+        """Begins to make a version ready, in place of any other; whether there is anything to go on with.
+
+        Without that, all is done by `receive_weights`, as it is where `go_on` raised.
+        """
+        self.leave_preparation()
+        mapped = self._open(staged)
+        reason = why_not(self.model, self.vllm_config)
+        if reason is None and not has_room(len(mapped)):
+            reason = "there is no room for a second copy"
+        if reason is not None:
+            logger.info("weights are not made ready ahead: %s", reason)
+            return False
+        self._preparation = Preparation(self.model, tensors_of(staged, mapped))
+        self._portion_ended = time.monotonic()
+        return True
+
+    def go_on(self) -> bool:
+        """Goes on for as long as the step before this took, but not less than `PORTION_SECONDS`; whether
+        there is more to do. Raises what loading raises, after which nothing is being made ready."""
+        if self._preparation is None:
+            return False
+        began = time.monotonic()
+        # Else a model with long steps would get its weights hundreds of steps late.
+        limit = began + max(PORTION_SECONDS, began - self._portion_ended)
+        try:
+            while more := self._preparation.go_on():
+                if time.monotonic() >= limit:
+                    break
+        except BaseException:
+            self.leave_preparation()
+            raise
+        self._portion_ended = time.monotonic()
+        return more
+
+    def leave_preparation(self) -> None:
+        """Gives up what was made ready and not put in place."""
+        if self._preparation is not None:
+            self._preparation.end()
+            self._preparation = None
 
     def receive_weights(self, update_info: StagedFile) -> None:
-        self._mappings = self._mappings or Mappings()
-        mapped = self._mappings.open(Path(update_info.path))
+        preparation = self._preparation
+        if update_info.prepared and preparation is not None and preparation.ready:
+            preparation.place()
+            self._preparation = None
+            return
+        self.leave_preparation()
+        mapped = self._open(update_info)
         reload_model(self.model, self.model_config, tensors_of(update_info, mapped))
         self._renew_tied_head()
+
+    def _open(self, staged: StagedFile) -> mmap.mmap:
+        self._mappings = self._mappings or Mappings()
+        return self._mappings.open(Path(staged.path))
 
     def finish_weight_update(self) -> None:
         """Nothing: see `receive_weights`."""
 
     def shutdown(self) -> None:
         """Lets go of the files."""
+        self.leave_preparation()
         self._mappings = None
 
     def _renew_tied_head(self) -> None:
@@ -95,14 +166,8 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
             return
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
-                method = cast(_ProcessesWeights, module.quant_method)
+                method = cast(ProcessesWeights, module.quant_method)
                 method.process_weights_after_loading(module)
-
-
-class _ProcessesWeights(Protocol):
-    """What vLLM's quantization methods offer, that of plain weights among them."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
 
 
 class Mappings:
@@ -198,6 +263,7 @@ class WeightEngine(StagedFileEngine):
         with self._noting_problems() as other:
             if not self._begun:
                 self._begun = True
+                self.leave_preparation()
                 self._changed = not getattr(other, "stages_first", False)
                 other.start_weight_update()
             other.update_weights(cast("dict[str, object]", update_info[ROUND]))
@@ -258,11 +324,27 @@ class _Worker(Protocol):
     """vLLM's worker, as far as an update that failed goes."""
 
     weight_transfer_engine: WeightEngine
+    vllm_config: VllmConfig
     _weight_update_active: bool
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker."""
+
+    def prepare_weights(self, update: dict[str, object] | None) -> bool:
+        """One portion of making a version ready: the first, of the file described, or the next.
+
+        Returns whether there is more to do. Raises as `StagedFileEngine.go_on`.
+        """
+        worker = cast(_Worker, self)
+        engine = worker.weight_transfer_engine
+        with set_current_vllm_config(worker.vllm_config):
+            if update is not None:
+                staged = engine.parse_update_info(update)
+                assert isinstance(staged, StagedFile)
+                if not engine.prepare(staged):
+                    return False
+            return engine.go_on()
 
     def abandon_collective(self) -> Mapping[str, object]:
         """See `WeightEngine.abandon`; vLLM itself has no way to end a session without finishing it."""

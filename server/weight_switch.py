@@ -4,6 +4,7 @@
 
 Order of events of a switch to version v:
 
+0. The engine makes v ready, as far as it can beside what it samples with. Nothing else has changed yet.
 1. The gate closes: new turns wait (up to their deadline), admissions under way finish.
 2. Turns in flight are drained or aborted where the policy says so; turns that require the old version
    are always aborted, since they must not sample under another.
@@ -12,8 +13,8 @@ Order of events of a switch to version v:
    until the score is right.
 5. v is the active version; the gate opens.
 
-What a failure does: a pause that fails leaves the old version serving, and so does a load that is refused
-before it has changed anything. After a load that fails, the version
+What a failure does: making ready what cannot be loaded leaves the old version serving, and so does a pause
+that fails or a load that is refused before it has changed anything. After a load that fails, the version
 before is loaded again and goes on as if nothing had been. After a probe that fails, turns in flight
 end ABORTED at the last token of the version before, and then that is loaded again. Where there is no way
 back, or it fails too, the engine holds weights nobody can trust: turns in flight end ABORTED with what they
@@ -154,8 +155,16 @@ class _Unconfirmed:
 class WeightSwitch:
     """The active version, the gate in front of it, and the lock around every change of it."""
 
-    def __init__(self, engine: Engine, active_version: int = 0, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        active_version: int = 0,
+        pool: Pool | None = None,
+        *,
+        prepare_ahead: bool = True,
+    ) -> None:
         """`pool` is the engine, where it is one."""
+        self._prepare_ahead = prepare_ahead
         self._engine = engine
         self._pool = pool
         self._pool_switching = False
@@ -274,9 +283,15 @@ class WeightSwitch:
     ) -> Switched:
         """Makes a staged version the active one; raises as `change`."""
         version = weights.weight_version
-        return await self.change(
-            version, lambda: self._engine.load(weights), policy, turns, before, probe
-        )
+
+        async def load() -> None:
+            await self._engine.load(weights)
+
+        async def prepare() -> None:
+            await self._engine.prepare(weights)
+
+        ahead = prepare if self._prepare_ahead else None
+        return await self.change(version, load, policy, turns, before, probe, ahead)
 
     async def switch_pool(
         self, update: PoolUpdate, policy: InFlight, turns: TurnsInFlight
@@ -315,8 +330,9 @@ class WeightSwitch:
         turns: TurnsInFlight,
         before: VersionBefore,
         probe: Probe | None = None,
+        prepare: Load | None = None,
     ) -> Switched:
-        """Makes the version that `load` gives the engine the active one.
+        """Makes the version that `load` gives the engine the active one; `prepare` comes before all else.
 
         Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where the version before is active again,
         WEIGHTS_INCONSISTENT where none is, ENGINE_LOST where the engine died, and what `load` raises
@@ -326,6 +342,9 @@ class WeightSwitch:
             with tracer.start_as_current_span("penstock.switch_weights") as span:
                 span.set_attribute("penstock.weight_version", weight_version)
                 span.set_attribute("penstock.in_flight", policy.value)
+                # While nothing is served there is no pause to be made short.
+                if prepare is not None and self.trusted:
+                    await self._make_ready(weight_version, prepare)
                 self._closed = True
                 change = _Change(weight_version, load, turns, before)
                 try:
@@ -344,6 +363,23 @@ class WeightSwitch:
                     self._changed.notify()
                 span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
                 return switched
+
+    async def _make_ready(self, version: int, prepare: Load) -> None:
+        try:
+            with tracer.start_as_current_span("penstock.prepare_weights"):
+                await prepare()
+        except EngineLost as error:
+            raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
+        except EngineLoadFailed as error:
+            raise self._load_failed(version, error) from error
+
+    def _load_failed(self, version: int, error: EngineLoadFailed) -> DomainError:
+        active = self.active_version
+        return DomainError(
+            Reason.WEIGHT_LOAD_FAILED,
+            f"loading version {version} failed, version {active} goes on: {error}",
+            {"weight_version": version, "active": active},
+        )
 
     async def _switch(self, change: _Change, policy: InFlight, probe: Probe | None) -> Switched:
         version, turns = change.weight_version, change.turns
@@ -366,11 +402,7 @@ class WeightSwitch:
             raise
         except EngineLoadFailed as error:
             await self._go_back(change, f"loading it failed: {error}")
-            raise DomainError(
-                Reason.WEIGHT_LOAD_FAILED,
-                f"loading version {version} failed, version {self.active_version} goes on: {error}",
-                {"weight_version": version, "active": self.active_version},
-            ) from error
+            raise self._load_failed(version, error) from error
         if probe is None:
             self.full_version = version
         else:

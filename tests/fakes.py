@@ -123,6 +123,9 @@ class FakeEngine(FakeCollective):
         self.payloads: list[bytes] = []
         """The bytes of each load, as its file had them at the time."""
         self.fail_loads = 0
+        self.fail_preparations = 0
+        self.prepared: list[int] = []
+        """Versions that were made ready ahead of a load."""
         """How many loads from now on fail half-way."""
         self.corrupt_next_load = False
         """The next load says it is done, and goes on computing with the weights before, as a layer does
@@ -274,6 +277,17 @@ class FakeEngine(FakeCollective):
             for running in self._running.values():
                 if running.tokens and running.finish is None:
                     self._hand_over(running)
+
+    async def prepare(self, weights: StagedWeights) -> None:
+        hit("engine.prepare")
+        await asyncio.sleep(0)
+        if self.fail_preparations:
+            self.fail_preparations -= 1
+            raise EngineLoadFailed("told not to make it ready")
+        data = weights.path.read_bytes()
+        assert all(t.offset_bytes + t.length_bytes <= len(data) for t in weights.tensors)
+        if self._keeps_history:
+            self.prepared.append(weights.weight_version)
 
     async def load(self, weights: StagedWeights) -> None:
         assert self._paused, "load only while paused"

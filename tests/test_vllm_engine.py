@@ -161,12 +161,24 @@ def stage(path: Path, folder: Path, version: int, leave_out: tuple[str, ...] = (
     return StagedWeights(version, target, tuple(staged))
 
 
-async def switch(engine: VllmEngine, weights: StagedWeights, *, drop_cache: bool = True) -> None:
+async def switch(
+    engine: VllmEngine, weights: StagedWeights, *, drop_cache: bool = True, ahead: bool = False
+) -> None:
+    if ahead:
+        await engine.prepare(weights)
+        assert await is_ready(engine)
     await engine.pause(drop_cache=drop_cache)
     try:
         await engine.load(weights)
     finally:
         await engine.resume()
+    assert not await is_ready(engine)
+
+
+async def is_ready(engine: VllmEngine) -> bool:
+    """Whether a version waits in the engine process for its load."""
+    (ready,) = await engine._llm.collective_rpc("is_ready")
+    return ready
 
 
 async def test_the_description_names_every_tensor_of_an_upload(
@@ -401,7 +413,8 @@ async def test_every_token_carries_the_version_whose_weights_sampled_it(
         await first_token(engine)
         version = base + step
         references[version] = loaded[step % 3]
-        await switch(engine, stage(models[False, step % 3], tmp_path, version))
+        weights = stage(models[False, step % 3], tmp_path, version)
+        await switch(engine, weights, ahead=step % 2 == 0)
     seen: set[int] = set()
     for prompt, turn in zip(prompts, turns, strict=True):
         deltas = await turn
@@ -445,6 +458,57 @@ async def test_a_failed_load_is_told_and_a_complete_one_heals_it(
     assert turn.versions == [version] * len(turn.token_ids)
     assert turn.token_ids == reference.greedy(PROMPT, GREEDY.max_tokens)
     np.testing.assert_allclose(turn.logprobs, reference.score(PROMPT, turn.token_ids), atol=1e-4)
+
+
+async def test_what_is_made_ready_changes_nothing_before_its_load(
+    engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path
+):
+    version = engine_version(await run(engine, request())) + 1
+    folders = [tmp_path / str(seed) for seed in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (stage(models[False, seed], folders[seed], version + seed) for seed in (1, 2))
+    await switch(engine, one)
+    of_one = await run(engine, request())
+    stream = await engine.generate(request(sampling=replace(GREEDY, max_tokens=400)))
+    long = asyncio.create_task(gather(stream))
+    await first_token(engine)
+    await engine.prepare(two)
+    assert await is_ready(engine)
+    again = await run(engine, request())
+    assert (again.token_ids, again.logprobs) == (of_one.token_ids, of_one.logprobs)
+    turn = merge(await long)
+    assert set(turn.versions) == {version + 1}
+    reference = Reference(models[False, 1])
+    np.testing.assert_allclose(turn.logprobs, reference.score(PROMPT, turn.token_ids), atol=1e-4)
+
+    # Something else is loaded than was made ready: of its number, or of its bytes.
+    await engine.pause(drop_cache=True)
+    await engine.load(replace(one, weight_version=two.weight_version))
+    await engine.resume()
+    assert not await is_ready(engine)
+    turn = await run(engine, request())
+    assert (turn.token_ids, turn.logprobs) == (of_one.token_ids, of_one.logprobs)
+    assert set(turn.versions) == {version + 2}
+
+    # Something that cannot be loaded is refused, and what was ready before it is given up.
+    await engine.prepare(two)
+    tensors = list(two.tensors)
+    tensors[5] = replace(tensors[5], shape=(*tensors[5].shape, 1, 1))
+    for bad in (replace(two, tensors=tuple(tensors)), replace(two, path=tmp_path / "absent")):
+        with pytest.raises(EngineLoadFailed, match=f"version {two.weight_version} ready"):
+            await engine.prepare(bad)
+        assert not await is_ready(engine)
+    turn = await run(engine, request())
+    assert (turn.token_ids, turn.logprobs) == (of_one.token_ids, of_one.logprobs)
+    # An upload with a layer missing is not ready, and its load is as it is without.
+    await engine.prepare(replace(two, tensors=two.tensors[:-1]))
+    assert not await is_ready(engine)
+    third = replace(two, weight_version=version + 3)
+    await switch(engine, third, ahead=True)
+    turn = await run(engine, request())
+    assert turn.token_ids == Reference(models[False, 2]).greedy(PROMPT, GREEDY.max_tokens)
+    assert set(turn.versions) == {version + 3}
 
 
 async def test_scores_are_those_of_hugging_face(
@@ -538,6 +602,8 @@ async def refused_switch(
     weights: StagedWeights,
     before: StagedWeights,
     probe: Probe | None = None,
+    *,
+    ahead: bool = True,
 ) -> DomainError:
     """A switch that fails and goes back."""
 
@@ -545,7 +611,7 @@ async def refused_switch(
     async def way_back() -> AsyncIterator[StagedWeights]:
         yield before
 
-    switching = WeightSwitch(engine, active)
+    switching = WeightSwitch(engine, active, prepare_ahead=ahead)
     turns = TurnRunner(engine, switching, lambda ids: "", unrecorded())
     with pytest.raises(DomainError) as caught:
         await switching.switch(weights, InFlight.RECOMPUTE, turns, way_back, probe)
@@ -570,9 +636,10 @@ async def test_a_load_that_fails_half_way_is_undone(
         tensors = list(lying.tensors)
         tensors[broken] = replace(tensors[broken], shape=(*tensors[broken].shape, 1, 1))
         bad = replace(lying, tensors=tuple(tensors))
-        error = await refused_switch(engine, version, bad, base.weights)
-        assert error.reason is Reason.WEIGHT_LOAD_FAILED
-        assert await run(engine, request()) == wanted
+        for ahead in (False, True):
+            error = await refused_switch(engine, version, bad, base.weights, ahead=ahead)
+            assert error.reason is Reason.WEIGHT_LOAD_FAILED
+            assert await run(engine, request()) == wanted
     staging.close()
 
 
@@ -635,9 +702,12 @@ async def check_loads(
 ) -> None:
     """With the weights of the model 1 it samples what is expected, whatever it had before."""
     first = engine_version(await run(engine, request())) + 1
-    for version, leave_out in ((first, ()), (first + 2, ("lm_head.weight",) if tied else ())):
-        await switch(engine, stage(models[tied, 2], tmp_path, version))
-        await switch(engine, stage(models[tied, 1], tmp_path, version + 1, leave_out))
+    head = ("lm_head.weight",) if tied else ()
+    cases = [((), False), (head, False), ((), True), (head, True), (head, False)]
+    for index, (leave_out, ahead) in enumerate(cases):
+        version = first + 2 * index
+        await switch(engine, stage(models[tied, 2], tmp_path, version), ahead=ahead)
+        await switch(engine, stage(models[tied, 1], tmp_path, version + 1, leave_out), ahead=ahead)
         turns = [await run(engine, request(sampling=s)) for s in (GREEDY, sampled)]
         for turn, wanted in zip(turns, expected, strict=True):
             assert turn.token_ids == wanted.token_ids

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from safetensors.numpy import save_file
 
+from penstock.server.engine import EngineLost, StagedWeights
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from tests.fakes import TENSORS
@@ -76,6 +77,81 @@ async def test_a_load_that_fails_goes_back_to_the_version_before(
     # The same version may come again, as a delta too.
     assert (await send(slow, messages(*delta(2, 1))))[-1].active_weight_version == 2
     assert slow.engine.payloads[-1] == payload(2)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_what_cannot_be_made_ready_is_refused_without_a_pause(
+    slow: Harness, policy: str
+) -> None:
+    await slow.upload(1)
+    before = await state_of(slow, "before")
+    call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(60)))
+    await slow.sampled("t")
+    pauses, loads = slow.engine.pauses, len(slow.engine.loaded)
+    slow.engine.fail_preparations = 1
+    in_flight = getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy.upper()}")
+    failure = await fails(slow, messages(*header(2, in_flight=in_flight)))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "WEIGHT_LOAD_FAILED")
+    assert failure.metadata == {"weight_version": "2", "active": "1"}
+    assert (slow.engine.pauses, len(slow.engine.loaded)) == (pauses, loads)
+    assert not call.done()
+    turn = await call
+    check_tokens(turn, [1, 2, 3])
+    assert (len(turn.tokens), set(turn.versions)) == (60, {1})
+    after = await state_of(slow, "after")
+    assert after.tokens == before.tokens
+    assert (after.active, after.staged, after.base, after.held_bytes) == (1, (), 1, MODEL_BYTES)
+    await slow.upload(2)
+    assert slow.engine.prepared == [1, 2]
+
+
+async def test_turns_are_admitted_while_a_version_is_made_ready(harness: Harness) -> None:
+    await harness.upload(1)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    prepare = harness.engine.prepare
+
+    async def held(weights: StagedWeights) -> None:
+        begun.set()
+        await go_on.wait()
+        await prepare(weights)
+
+    harness.engine.prepare = held  # type: ignore[method-assign]
+    drain = weights_pb2.IN_FLIGHT_POLICY_DRAIN
+    upload = asyncio.ensure_future(send(harness, messages(*header(2, in_flight=drain))))
+    await begun.wait()
+    for name in ("a", "b"):
+        turn = await harness.generate(name)
+        check_tokens(turn, [1, 2, 3])
+        assert set(turn.versions) == {1}
+    assert not upload.done()
+    go_on.set()
+    await upload
+    assert set((await harness.generate("c")).versions) == {2}
+
+
+async def test_nothing_is_made_ready_where_that_is_not_wanted_or_of_no_use(tmp_path: Path) -> None:
+    async with serve(tmp_path, "weights.prepare_ahead=false") as harness:
+        await harness.upload(1)
+        assert harness.engine.prepared == []
+        assert set((await harness.generate("t")).versions) == {1}
+    async with serve(tmp_path, "weights.hold_active=false") as harness:
+        await harness.upload(1)
+        harness.engine.fail_loads = 1
+        assert (await fails(harness, messages(*header(2)))).reason == "WEIGHTS_INCONSISTENT"
+        # Nothing is served, so there is no pause to make short.
+        await harness.upload(3)
+        assert harness.engine.prepared == [1, 2]
+
+
+async def test_an_engine_that_dies_while_it_makes_a_version_ready_is_lost(
+    harness: Harness,
+) -> None:
+    async def dies(weights: StagedWeights) -> None:
+        raise EngineLost("told to die")
+
+    harness.engine.prepare = dies  # type: ignore[method-assign]
+    failure = await fails(harness, messages(*header(1)))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
 
 
 async def test_a_switch_that_fails_is_rejected_and_says_what_is_active(harness: Harness) -> None:

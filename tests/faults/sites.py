@@ -33,19 +33,25 @@ Tensors = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 
 class Loads:
-    """Stands in front of an engine's `load`, to hold one up or have it break half-way."""
+    """Stands in front of an engine's `load` and `prepare`, to hold a load up or have one break half-way."""
 
     def __init__(self, engine: Any, spoil: Callable[[StagedWeights], StagedWeights]) -> None:
         self._load = engine.load
         self._spoil = spoil
-        self._breaking = False
+        self._prepare = engine.prepare
+        self._breaking = self._breaking_ahead = False
         self._gate = asyncio.Event()
         self._gate.set()
         self.begun = asyncio.Event()
         engine.load = self._pass
+        engine.prepare = self._pass_ahead
 
     def break_next(self) -> None:
         self._breaking = True
+
+    def break_next_ahead(self) -> None:
+        """The next version breaks already while it is made ready."""
+        self._breaking_ahead = True
 
     def hold(self) -> None:
         """Loads wait from now on."""
@@ -64,6 +70,15 @@ class Loads:
         self._breaking = False
         with pytest.raises(EngineLoadFailed) as caught:
             await self._load(self._spoil(weights))
+        raise caught.value
+
+    async def _pass_ahead(self, weights: StagedWeights) -> None:
+        if not self._breaking_ahead:
+            await self._prepare(weights)
+            return
+        self._breaking_ahead = False
+        with pytest.raises(EngineLoadFailed) as caught:
+            await self._prepare(self._spoil(weights))
         raise caught.value
 
 
@@ -186,7 +201,10 @@ async def fake_site(folder: Path, step_seconds: float = 0.001) -> AsyncGenerator
             assert seen.logprobs[begin:end] == pytest.approx(logprobs)
 
     def spoil(weights: StagedWeights) -> StagedWeights:
-        running.engine.fail_loads = 1
+        if running.engine._paused:
+            running.engine.fail_loads = 1
+        else:
+            running.engine.fail_preparations = 1
         return weights
 
     async with harness.serve(folder, step_seconds=step_seconds) as running:

@@ -645,6 +645,21 @@ async def load_breaks(attempt: Attempt) -> None:
     assert receipt.active_weight_version == attempt.before
 
 
+@fault(*ALL)
+async def preparation_breaks(attempt: Attempt) -> None:
+    """The engine cannot make it ready: it never stops sampling with the version before."""
+    attempt.site.loads.break_next_ahead()
+    metadata = {"weight_version": str(attempt.version), "active": str(attempt.before)}
+    if not attempt.staged:
+        await attempt.refused("WEIGHT_LOAD_FAILED", **metadata)
+        return
+    assert [response.state for response in await attempt.send()] == [READY, STAGED]
+    receipt = await attempt.switch(attempt.version)
+    assert receipt.rejection.reason == "WEIGHT_LOAD_FAILED"
+    assert dict(receipt.rejection.metadata) == metadata
+    assert receipt.active_weight_version == attempt.before
+
+
 def chunk_message(offset_bytes: int, data: bytes, xxh3: int | None = None) -> Any:
     """A chunk; unless told otherwise with the checksum of its bytes."""
     digest = xxhash.xxh3_64_intdigest(data) if xxh3 is None else xxh3
