@@ -216,7 +216,9 @@ class _Twin:
 
     def finish(self) -> bool:
         """Whether it is loaded."""
-        if self.begun and isinstance(self.module, VocabParallelEmbedding):
+        came = {name for name, _ in self._info.loaded_weights}
+        whole = {name for name, p in self.module._parameters.items() if p is not None}
+        if isinstance(self.module, VocabParallelEmbedding) and came == whole:
             # What is missing is the rows that pad the vocabulary.
             layerwise._layerwise_process(self.module, self._info)
         return not self._info.can_load()
