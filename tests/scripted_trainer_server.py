@@ -83,7 +83,7 @@ class Received:
                 return
             chunk = request.chunk
             assert chunk.offset_bytes == len(self.payload)
-            assert 0 < len(chunk.data) <= 1 << 20
+            assert 0 < len(chunk.data) <= 2 << 20
             assert chunk.xxh3 == xxhash.xxh3_64_intdigest(chunk.data)
             self.payload += chunk.data
         raise AssertionError("no commit")

@@ -40,6 +40,7 @@ SEAMS = {
                 "process",
                 "collective",
                 "reload",
+                "preparation",
                 "lora",
                 "parsers",
             )

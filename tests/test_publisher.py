@@ -664,8 +664,8 @@ async def test_requests_are_the_bytes_protobuf_writes() -> None:
                 await wire_upload(channel, header, pieces, on_sent=sizes.append)
     chunks = [
         weights_pb2.WeightChunk(offset_bytes=at, data=data, xxh3=xxhash.xxh3_64_intdigest(data))
-        for at in range(0, len(payload), 1 << 20)
-        for data in [payload[at : at + (1 << 20)]]
+        for at in range(0, len(payload), 2 << 20)
+        for data in [payload[at : at + (2 << 20)]]
     ]
     digest = hashlib.sha256(header.SerializeToString(deterministic=True)).digest()
     assert sizes == [len(chunk.data) for chunk in chunks]

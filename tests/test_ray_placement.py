@@ -28,15 +28,20 @@ def shell(folder: Path, name: str, script: str, ranks: int = 1) -> Command:
     return Command(name, ("/bin/sh", "-c", script), log, {"SAID": "so"}, ranks=ranks)
 
 
+OTHERS: list[psutil.Process] = []
+"""What was there before the test."""
+
+
 def rays_own() -> list[psutil.Process]:
-    """What this process has started and not ended."""
+    """What this process has started and not ended, less what other tests of it keep."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if is_alive(child.pid)]
+    return [child for child in children if is_alive(child.pid) and child not in OTHERS]
 
 
 @pytest.mark.timeout(180)
 async def test_processes_run_in_actors_and_nothing_is_left_of_either(tmp_path: Path) -> None:
     shares = {name: Share(cpus=0.5) for name in ("a", "b", "trainer", "trainer-rank-1")}
+    OTHERS[:] = psutil.Process().children(recursive=True)
     async with open_ray(Cluster(placement="ray"), shares, "test") as placement:
         await runs_tells_and_ends(placement, tmp_path)
         await is_lost_with_its_actor(placement, tmp_path)
