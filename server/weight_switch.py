@@ -95,7 +95,8 @@ class Switched:
 
     weight_version: int
     pause_seconds: float
-    """From pause to resume; the scoring of a probe is not part of it."""
+    """How long the engine sampled nothing: from the step boundary it paused at until it was resumed. The
+    scoring of a probe is not part of it."""
     probe: ProbeResult | None = None
 
 
@@ -391,8 +392,8 @@ class WeightSwitch:
             await turns.abort(turns.sampling)
         else:
             await turns.abort([t for t in turns.sampling if t.record.required_weight_version])
-        began = time.monotonic()
         await self._pause(drop_cache=policy is not InFlight.KEEP)
+        began = time.monotonic()
         try:
             await change.load()
         except (DomainError, WeightRefused):
