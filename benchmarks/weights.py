@@ -5,7 +5,8 @@
 A real `penstock serve` and the trainer's own publisher. A version travels from the moment the trainer has
 its tensors until the server has it complete and verified (STAGED): packing, checksums and the check on the
 other side are part of it; through shared memory they go on at the same time. Then it is switched to, with
-turns in flight. Beside it, in the same round:
+turns in flight: generation stands still from the end of a step until it is resumed. Beside it, in the
+same round:
 
     one copy of the bytes into shared memory; the packed bytes through TCP on loopback, to which only
     what follows the packing is compared
