@@ -634,21 +634,18 @@ async def uploader_killed_while_loading(attempt: Attempt) -> None:
 async def load_breaks(attempt: Attempt) -> None:
     """The engine fails half-way: the version before is loaded again."""
     attempt.site.loads.break_next()
-    metadata = {"weight_version": str(attempt.version), "active": str(attempt.before)}
-    if not attempt.staged:
-        await attempt.refused("WEIGHT_LOAD_FAILED", **metadata)
-        return
-    assert [response.state for response in await attempt.send()] == [READY, STAGED]
-    receipt = await attempt.switch(attempt.version)
-    assert receipt.rejection.reason == "WEIGHT_LOAD_FAILED"
-    assert dict(receipt.rejection.metadata) == metadata
-    assert receipt.active_weight_version == attempt.before
+    await cannot_be_loaded(attempt)
 
 
 @fault(*ALL)
 async def preparation_breaks(attempt: Attempt) -> None:
     """The engine cannot make it ready: it never stops sampling with the version before."""
     attempt.site.loads.break_next_ahead()
+    await cannot_be_loaded(attempt)
+
+
+async def cannot_be_loaded(attempt: Attempt) -> None:
+    """It is told so, whenever it is switched to."""
     metadata = {"weight_version": str(attempt.version), "active": str(attempt.before)}
     if not attempt.staged:
         await attempt.refused("WEIGHT_LOAD_FAILED", **metadata)
