@@ -284,15 +284,10 @@ class WeightSwitch:
     ) -> Switched:
         """Makes a staged version the active one; raises as `change`."""
         version = weights.weight_version
-
-        async def load() -> None:
-            await self._engine.load(weights)
-
-        async def prepare() -> None:
-            await self._engine.prepare(weights)
-
-        ahead = prepare if self._prepare_ahead else None
-        return await self.change(version, load, policy, turns, before, probe, ahead)
+        ahead = (lambda: self._engine.prepare(weights)) if self._prepare_ahead else None
+        return await self.change(
+            version, lambda: self._engine.load(weights), policy, turns, before, probe, ahead
+        )
 
     async def switch_pool(
         self, update: PoolUpdate, policy: InFlight, turns: TurnsInFlight
