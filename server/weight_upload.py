@@ -22,7 +22,7 @@ from penstock.server.threads import run_to_its_end
 from penstock.server.weight_assembly import Part, assemble
 from penstock.server.weight_filling import Filling
 from penstock.server.weight_manifest import ManifestTensor, WeightRefused
-from penstock.server.weight_verify import RunningCheck, verify_tensors
+from penstock.server.weight_verify import RunningCheck, pieces, verify_tensors
 from penstock.wire.reasons import Reason
 
 
@@ -103,17 +103,10 @@ class Upload:
         Raises WeightRefused.
         """
         try:
-            room = self._check_chunk(offset_bytes, data, xxh3)
+            self._take_chunk(offset_bytes, data, xxh3)
         except WeightRefused:
             self.release()
             raise
-        end = offset_bytes + len(data)
-        room[offset_bytes:end] = data
-        if offset_bytes == self._in_order_bytes and self._parts is None:
-            # While it is in the cache.
-            self._in_order_bytes = end
-            self._running.follow(room, end)
-            self._progress.notify()
 
     def arriving(self) -> tuple[Buffer, memoryview] | None:
         """Where the bytes of a full version lie that comes in chunks; None for any other upload."""
@@ -197,15 +190,39 @@ class Upload:
                 end=gap[1],
             )
 
-    def _check_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> memoryview:
-        """What it may be written to."""
-        end = offset + len(data)
+    def _take_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> None:
+        """Checksum, copy and the tensors' own checks by piece, each of which is read from memory once and
+        then from the cache. What is written of a chunk that is refused goes with the upload."""
+        room = self._room_for(offset, len(data))
+        in_order = offset == self._in_order_bytes and self._parts is None
+        digest = xxhash.xxh3_64()
+        end = offset
+        for piece in pieces(memoryview(data)):
+            digest.update(piece)
+            begin, end = end, end + len(piece)
+            room[begin:end] = piece
+            if in_order:
+                self._running.follow(room, end)
+        if (got := digest.intdigest()) != xxh3:
+            raise WeightRefused(
+                Reason.CHECKSUM_MISMATCH,
+                f"chunk at {offset}: XXH3 is {got:016x}, announced {xxh3:016x}",
+                field="chunk.data",
+                offset_bytes=offset,
+            )
+        if in_order:
+            self._in_order_bytes = end
+            self._progress.notify()
+
+    def _room_for(self, offset: int, length: int) -> memoryview:
+        """The payload that a chunk may be written to."""
+        end = offset + length
         room = self._payload.view if self._payload is not None else None
         if not self._inline or self._released or room is None:
             raise WeightRefused(
                 Reason.FIELD_INVALID, "chunk: this upload takes none", field="chunk"
             )
-        if offset < 0 or end > self.length_bytes or not data:
+        if offset < 0 or end > self.length_bytes or not length:
             raise WeightRefused(
                 Reason.FIELD_INVALID,
                 f"chunk: bytes {offset} to {end} of a payload of {self.length_bytes}",
@@ -218,13 +235,6 @@ class Upload:
                 f"chunk: some of bytes {offset} to {end} had come before",
                 field="chunk.offset_bytes",
                 got=offset,
-            )
-        if (got := xxhash.xxh3_64_intdigest(data)) != xxh3:
-            raise WeightRefused(
-                Reason.CHECKSUM_MISMATCH,
-                f"chunk at {offset}: XXH3 is {got:016x}, announced {xxh3:016x}",
-                field="chunk.data",
-                offset_bytes=offset,
             )
         return room
 
