@@ -1,6 +1,7 @@
 """Output tokens per second through Generate, next to the raw engine and vLLM's own HTTP server.
 
     python benchmarks/serving.py [--model DIR] [--rounds 5] [--turns 1,8,32,64] [--tokens 128] [--secure]
+                                 [--only chat,http_chat]
 
 Every system samples the same model with the same options and parameters, with log-probabilities of
 the sampled tokens, in a process of its own; the load comes from another process where the system is a
@@ -12,13 +13,16 @@ file for each call.
 
 `chat` and `chat_stream` are OpenAI's chat completions of the same Penstock server, `http_chat` and
 `http_chat_stream` those of vLLM's: same body, prompts as text. Penstock's samples with log-probabilities,
-because it keeps them for the trainer; vLLM's is not asked for any.
+because it keeps them for the trainer; vLLM's is not asked for any, and in `http_chat_logprobs` and
+`http_chat_logprobs_stream` it is asked for those of the sampled tokens. `--only` measures the systems it
+names, beside the raw engine.
 
 The last line is one JSON object, all ratios to the raw engine's tokens per second:
 {"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "chat": {...}, "http_stream": {...}, ...}
 and, of chat completions to vLLM's in the same round, {"chat_to_http": {turns: ratio},
-"chat_to_http_stream": {...}}; with `--secure` those of penstock_tls and penstock_tls_stream, and, each to
-the same without TLS in the same round, "tls_to_plaintext" and "tls_to_plaintext_stream".
+"chat_to_http_stream": {...}} and the same for vLLM's with log-probabilities,
+{"chat_to_http_logprobs": {...}, ...}; with `--secure` those of penstock_tls and penstock_tls_stream, and,
+each to the same without TLS in the same round, "tls_to_plaintext" and "tls_to_plaintext_stream".
 """
 
 from __future__ import annotations
@@ -59,7 +63,11 @@ PROMPT_TOKENS = 32
 ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "64"]
 ENGINE += ["--kv-cache-memory-bytes", str(2 << 30)]
 SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
-CHATS = ("chat_to_http", "chat_to_http_stream")
+CHATS = {
+    f"chat_to_http{logprobs}{stream}": (f"chat{stream}", f"http_chat{logprobs}{stream}")
+    for logprobs in ("", "_logprobs")
+    for stream in ("", "_stream")
+}
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
 Run = Callable[[int, int], Awaitable[float]]
@@ -239,7 +247,9 @@ def http_session() -> aiohttp.ClientSession:
     )
 
 
-def chat_runners(session: aiohttp.ClientSession, base: str, name: str) -> dict[str, Run]:
+def chat_runners(
+    session: aiohttp.ClientSession, base: str, name: str, logprobs: bool = False
+) -> dict[str, Run]:
     """Chat completions of whoever serves them, whole and streamed."""
 
     async def turn(tokens: int, stream: bool) -> None:
@@ -251,6 +261,7 @@ def chat_runners(session: aiohttp.ClientSession, base: str, name: str) -> dict[s
             "messages": [{"role": "user", "content": question}],
             "max_tokens": tokens,
             "stream": stream,
+            **({"logprobs": True} if logprobs else {}),
             **({"stream_options": {"include_usage": True}} if stream else {}),
             **SAMPLING,
         }
@@ -330,8 +341,10 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
         return run
 
     systems = {"http_stream": runner(True), "http_unary": runner(False)}
+    systems |= chat_runners(session, f"{base}/v1", "http_chat")
+    systems |= chat_runners(session, f"{base}/v1", "http_chat_logprobs", logprobs=True)
     try:
-        yield systems | chat_runners(session, f"{base}/v1", "http_chat")
+        yield systems
     finally:
         await session.close()
         process.terminate()
@@ -359,6 +372,8 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             systems |= await stack.enter_async_context(secure_server(model))
         if not arguments.no_http:
             systems |= await stack.enter_async_context(http_server(model))
+        if arguments.only:
+            systems = {name: systems[name] for name in arguments.only.split(",")}
         modes: dict[str, list[float]] = {mode: [] for mode in ("final", "1", "8", "32")}
         await raw(8, 32, "final")
         for _ in range(3):
@@ -388,10 +403,10 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                     plain = round_speeds[name.replace("tls_to_plaintext", "penstock")]
                     ratio = round_speeds[name.replace("tls_to_plaintext", "penstock_tls")] / plain
                     ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
-                for name in () if arguments.no_http else CHATS:
-                    ours = round_speeds[name.replace("chat_to_http", "chat")]
-                    theirs = round_speeds[name.replace("chat_to_http", "http_chat")]
-                    ratios.setdefault(name, {}).setdefault(turns, []).append(ours / theirs)
+                for name, (ours, theirs) in CHATS.items():
+                    if ours in round_speeds and theirs in round_speeds:
+                        ratio = round_speeds[ours] / round_speeds[theirs]
+                        ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
             console.print(f"round {number + 1} of {arguments.rounds}")
     table = Table(title=f"output tokens per second (ratio to raw), median of {arguments.rounds}")
     table.add_column("turns in flight", justify="right")
@@ -407,11 +422,12 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             ),
         )
     console.print(table)
-    if not arguments.no_http:
-        for turns in counts:
-            found = [f"{statistics.median(ratios[name][turns]):.3f}" for name in CHATS]
+    for name in CHATS:
+        for turns in counts if name in ratios else ():
+            found = sorted(ratios[name][turns])
             console.print(
-                f"{turns} turns: chat completions to vLLM's {found[0]}, streamed {found[1]}"
+                f"{turns} turns: {name} {statistics.median(found):.3f} "
+                f"(middle half {found[len(found) // 4]:.3f} to {found[-1 - len(found) // 4]:.3f})"
             )
     if arguments.secure:
         for turns in counts:
@@ -435,6 +451,7 @@ def main() -> None:
     parser.add_argument("--turns", default="1,8,32,64")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per turn")
     parser.add_argument("--no-http", action="store_true", help="leave out vLLM's HTTP server")
+    parser.add_argument("--only", help="names of systems to measure; default: all")
     parser.add_argument(
         "--secure", action="store_true", help="also a server by TLS and tokens, beside plaintext"
     )

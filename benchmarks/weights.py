@@ -2,11 +2,11 @@
 
     python benchmarks/weights.py [--model DIR] [--rounds 4] [--turns 16] [--only TRANSPORT,...]
 
-A real `penstock serve` and the trainer's own publisher. A version travels from the moment the trainer has
-its tensors until the server has it complete and verified (STAGED): packing, checksums and the check on the
-other side are part of it; through shared memory they go on at the same time. Then it is switched to, with
-turns in flight: generation stands still from the end of a step until it is resumed. Beside it, in the
-same round:
+A real `penstock serve` and the trainer's own publisher, on the demo's model with an output head of its own.
+A version travels from the moment the trainer has its tensors until the server has it complete and verified
+(STAGED): packing, checksums and the check on the other side are part of it; through shared memory they go
+on at the same time. Then it is switched to, with turns in flight: generation stands still from the end of a
+step until it is resumed. Beside it, in the same round:
 
     one copy of the bytes into shared memory; the packed bytes through TCP on loopback, to which only
     what follows the packing is compared
@@ -216,6 +216,16 @@ async def trainer(model: Path) -> AsyncIterator[Trainer]:
                 publishing.close()
 
 
+def untied(model: Path, folder: Path) -> Path:
+    """The model with an output head of its own: SmolLM2-135M has 326 MB then, instead of 269."""
+    other = load_model(model)
+    other.config.tie_word_embeddings = False
+    other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight.detach().clone())
+    other.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
 def nudged(weights: Weights) -> Weights:
     """The same with one element in a hundred changed, to any near value."""
     generator = torch.Generator().manual_seed(2)
@@ -330,6 +340,8 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
     figures = Figures()
     async with contextlib.AsyncExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not arguments.model:
+            base = await asyncio.to_thread(untied, base, temporary / "untied")
         folders = [base, await asyncio.to_thread(moved, base, temporary / "moved", 1)]
         weights = [tensors_of(load_model(folder)) for folder in folders]
         one_percent = nudged(weights[1])
@@ -470,7 +482,7 @@ def headline(figures: Figures, restart: float | None) -> dict[str, float | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", help="model directory or hub name; default: the demo's")
+    parser.add_argument("--model", help="model directory or hub name; default: the demo's, untied")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3, help="versions by a transport in a round")
     parser.add_argument("--turns", type=int, default=16, help="turns in flight at a switch")

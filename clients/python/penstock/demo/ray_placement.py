@@ -38,6 +38,7 @@ from penstock.demo.keeper import Keeper, for_nodes
 from penstock.demo.placement import PlacementFailed
 from penstock.demo.processes import THIS_HOST, Command, Running, ending
 from penstock.demo.ranked_process import RankedProcess, rank_environments, rank_name
+from penstock.server.parent_death import die_with
 
 STORE_BYTES = 80 << 20
 """Of a cluster started here: nothing but lines goes through it."""
@@ -59,7 +60,14 @@ def _ray() -> Any:
 
 
 class RayKeeper(Keeper):
-    """A keeper in an actor."""
+    """A keeper in an actor, whose parent is its node's raylet."""
+
+    def __init__(self, folder: str) -> None:
+        """As a `Keeper`. Raises FolderMissing."""
+        super().__init__(folder)
+        # Ray has an actor look from time to time whether its raylet is there, and under load it was seen
+        # half a minute later still.
+        die_with(os.getppid())
 
     async def address(self) -> str:
         """Where its node is reached."""
