@@ -16,6 +16,7 @@ from penstock.server.engine import StagedWeights
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_upload import Staged
+from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +45,31 @@ class HeldWeights:
         return self._full if self.weight_version == weight_version else None
 
     async def replace(self, staged: Staged) -> None:
-        """Holds this full version, which it takes over, instead of what it held; where there is room."""
+        """Holds this full version, which it takes over, instead of what it held; where there is room.
+
+        Raises WeightRefused where its uploader has written to it since it was verified.
+        """
         self.let_go()
         self._full = await self._take_over(staged)
 
     async def replace_adapter(self, staged: Staged) -> None:
-        """Holds this adapter, which it takes over, instead of the one before; where there is room."""
+        """Holds this adapter, which it takes over, instead of the one before; raises as `replace`."""
         self._let_go_of_adapter()
         self._adapter = await self._take_over(staged)
 
     async def _take_over(self, staged: Staged) -> Staged | None:
-        if not self._enabled:
-            staged.release()
-            return None
         try:
-            return await self._stage.hold(staged)
-        except WeightRefused as error:
-            logger.warning("version %s is not held: %s", staged.weight_version, error)
+            if self._enabled:
+                try:
+                    return await self._stage.hold(staged.retain())
+                except WeightRefused as error:
+                    if error.reason is not Reason.DISK_FULL:
+                        raise
+                    logger.warning("version %s is not held: %s", staged.weight_version, error)
+            await self._stage.check_again(staged)
             return None
+        finally:
+            staged.release()
 
     def let_go(self) -> None:
         """Holds nothing any more."""

@@ -32,6 +32,7 @@ from penstock.server.weight_manifest import (
     check_progress,
 )
 from penstock.server.weight_upload import Staged, Upload, release_all
+from penstock.server.weight_verify import verify_again
 from penstock.wire.reasons import Reason
 
 
@@ -146,6 +147,13 @@ class WeightStage:
             staged.release()
         weights = replace(staged.weights, path=target.path, tensors=places)
         return Staged(weights, staged.hashes, target)
+
+    async def check_again(self, staged: Staged) -> None:
+        """That nobody has written to a version since it was verified. Raises WeightRefused."""
+        if not staged.buffer.owned:
+            await run_to_its_end(
+                lambda: verify_again(staged.buffer, staged.weights.tensors, staged.hashes)
+            )
 
     async def read_base_model(self, weight_version: int, folder: Path) -> Staged:
         """What the engine began with, from the folder it read, in the dtypes it has there.

@@ -18,7 +18,9 @@ that fails or a load that is refused before it has changed anything. After a loa
 before is loaded again and goes on as if nothing had been. After a probe that fails, turns in flight
 end ABORTED at the last token of the version before, and then that is loaded again. Where there is no way
 back, or it fails too, the engine holds weights nobody can trust: turns in flight end ABORTED with what they
-have, every admission is refused with WEIGHTS_INCONSISTENT, and only another complete load heals it.
+have, every admission is refused with WEIGHTS_INCONSISTENT, and only another complete load heals it, with
+which the cache goes, whatever the policy. The same follows where it is seen only afterwards that the bytes
+were written to while they were loaded (`distrust`).
 
 | policy | turns in flight | their cache |
 |---|---|---|
@@ -175,7 +177,6 @@ class WeightSwitch:
         self._awaiting_trainer = False
         self._admitting = 0
         self._refusal: DomainError | None = None
-        self._paused = False
         self._unconfirmed: _Unconfirmed | None = None
         self.full_version = active_version
         """The full weights that are there."""
@@ -351,7 +352,7 @@ class WeightSwitch:
                     raise
                 except Exception as error:
                     # Whatever it was, what the engine holds now is not known.
-                    await self._distrust(change, f"it failed: {error}")
+                    await self._distrust(weight_version, turns, f"it failed: {error}")
                     raise
                 finally:
                     self._unconfirmed = None
@@ -394,7 +395,7 @@ class WeightSwitch:
         except (DomainError, WeightRefused):
             # Nothing was changed; what could not be trusted before still cannot.
             if self.trusted:
-                await self._resume()
+                await self._engine.resume()
             raise
         except EngineLoadFailed as error:
             await self._go_back(change, f"loading it failed: {error}")
@@ -404,7 +405,7 @@ class WeightSwitch:
         else:
             # Before a single token can come.
             self._unconfirmed = _Unconfirmed(version, asyncio.get_running_loop().create_future())
-        await self._resume()
+        await self._engine.resume()
         pause = time.monotonic() - began
         result = await self._confirm(change, probe) if probe is not None else None
         if self._refusal is not None:
@@ -448,17 +449,18 @@ class WeightSwitch:
                     except EngineLoadFailed as error:
                         way = f"going back to version {weights.weight_version} failed too: {error}"
                     else:
-                        await self._resume()
+                        await self._engine.resume()
                         return
-        await self._distrust(change, f"{problem}; {way}")
-        raise DomainError(
-            Reason.WEIGHTS_INCONSISTENT,
-            f"version {change.weight_version} cannot be served: {problem}; {way}",
-            {"weight_version": change.weight_version, "problem": problem},
-        )
+        raise await self._distrust(change.weight_version, change.turns, f"{problem}; {way}")
 
-    async def _distrust(self, change: _Change, problem: str) -> None:
-        version = change.weight_version
+    async def distrust(
+        self, weight_version: int, turns: TurnsInFlight, problem: str
+    ) -> DomainError:
+        """What was switched to is not what the engine holds; returns what its caller is told."""
+        async with self._lock:
+            return await self._distrust(weight_version, turns, problem)
+
+    async def _distrust(self, version: int, turns: TurnsInFlight, problem: str) -> DomainError:
         logger.error(
             "nothing is served until a full upload succeeds: version %s: %s", version, problem
         )
@@ -471,17 +473,17 @@ class WeightSwitch:
                 retry_after_seconds=5.0,
             )
         )
-        await change.turns.abort(change.turns.sampling)
+        await turns.abort(turns.sampling)
+        return DomainError(
+            Reason.WEIGHTS_INCONSISTENT,
+            f"version {version} cannot be served: {problem}",
+            {"weight_version": version, "problem": problem},
+        )
 
     async def _pause(self, *, drop_cache: bool) -> None:
-        # After a load that failed for good it still is.
-        if not self._paused:
-            await self._engine.pause(drop_cache=drop_cache)
-            self._paused = True
-
-    async def _resume(self) -> None:
-        await self._engine.resume()
-        self._paused = False
+        """After a load that failed for good it is paused already. What such weights computed has the number
+        of a version that may come once more."""
+        await self._engine.pause(drop_cache=drop_cache or not self.trusted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

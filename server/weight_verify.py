@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 import numpy as np
 import xxhash
 
+from penstock.server.engine import StagedTensor
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_manifest import (
     FLOATS,
@@ -111,6 +112,18 @@ def verify_tensors(
         for piece in reader.read(offset, tensor.offset_bytes + tensor.length_bytes, tensor.name):
             check.update(piece)
         check.finish(tensor.xxh3)
+
+
+def verify_again(
+    source: Buffer, tensors: Iterable[StagedTensor], hashes: Mapping[str, int]
+) -> None:
+    """That the bytes still are those that were verified. Raises WeightRefused."""
+    reader = Reader(source)
+    for tensor in tensors:
+        check, offset = Check(tensor.name, tensor.dtype), tensor.offset_bytes
+        for piece in reader.read(offset, offset + tensor.length_bytes, tensor.name):
+            check.update(piece)
+        check.finish(hashes[tensor.name])
 
 
 class Reader:

@@ -231,27 +231,41 @@ class WeightVersions:
             try:
                 self.check_kind(version.announced)
                 switched = await self._load(version.announced, staged, in_flight)
+                # Room for what is held of it.
+                self._unstage_up_to(weight_version)
+                await self._hold(version.announced, staged.retain())
             except BaseException:
-                staged.release()
                 # It may be uploaded once more.
                 self._unstage(weight_version)
                 self._let_go_of_what_is_lost()
                 raise
+            finally:
+                staged.release()
             await self._adopt(version, switched)
-            await self._hold(version.announced, staged)
             return switched
 
     async def _hold(self, announced: Announced, staged: Staged) -> None:
-        """Keeps of what has become active whatever may be asked for again."""
-        if announced.adapter is None:
-            await self._held.replace(staged)
-        elif self._switch.is_pool:
-            # An engine that comes late is given it after the full weights.
-            await self._held.replace_adapter(staged)
-        else:
-            # The engine has read it, and the full weights are there to stay.
-            staged.release()
-            self._held.let_go()
+        """Keeps of what has been switched to whatever may be asked for again.
+
+        Raises WEIGHTS_INCONSISTENT where the engine read it from memory of its uploader, who has written to
+        that since: what the engine holds is anybody's guess. Engines of a pool find that out themselves.
+        """
+        version = announced.weight_version
+        try:
+            if announced.adapter is None:
+                await self._held.replace(staged)
+            elif self._switch.is_pool:
+                # An engine that comes late is given it after the full weights.
+                await self._held.replace_adapter(staged)
+            else:
+                # The engine has read it, and the full weights are there to stay.
+                staged.release()
+                self._held.let_go()
+        except WeightRefused as error:
+            problem = f"it was written to after it was verified: {error.message}"
+            if not self._switch.is_pool:
+                raise await self._switch.distrust(version, self._turns, problem) from error
+            logger.error("version %s is not held: %s", version, problem)
 
     async def _load(self, announced: Announced, staged: Staged, in_flight: InFlight) -> Switched:
         """Full weights by a switch, an adapter beside what is there; a pool takes both by itself."""
@@ -314,8 +328,7 @@ class WeightVersions:
         return Version(announced, hashes, changed)
 
     async def _adopt(self, version: Version, switched: Switched) -> None:
-        for older in [v for v in self._staged if v <= version.announced.weight_version]:
-            self._unstage(older)
+        self._unstage_up_to(version.announced.weight_version)
         self._active = version
         if self.on_switched is not None:
             await self.on_switched(switched)
@@ -330,6 +343,10 @@ class WeightVersions:
     def let_go_of_held(self) -> None:
         """Gives up the way back and the base of deltas, for the room they take."""
         self._held.let_go()
+
+    def _unstage_up_to(self, version: int) -> None:
+        for older in [v for v in self._staged if v <= version]:
+            self._unstage(older)
 
     def _unstage(self, version: int) -> None:
         if version in self._staged:

@@ -170,6 +170,58 @@ async def test_a_switch_that_fails_is_rejected_and_says_what_is_active(harness: 
     assert held_bytes(harness) == MODEL_BYTES
 
 
+@pytest.mark.parametrize("held", ["true", "false"])
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_memory_that_is_written_to_while_it_is_loaded_is_noticed(
+    tmp_path: Path, held: str, policy: str
+) -> None:
+    async with serve(tmp_path, f"weights.hold_active={held}") as harness:
+        await harness.upload(1)
+        load = harness.engine.load
+        head, data = header(2)
+        with shared(head, data) as (copy, path):
+
+            async def load_meanwhile(weights: StagedWeights) -> None:
+                with path.open("r+b") as file:
+                    file.write(bytes([data[0] ^ 1]))
+                await load(weights)
+
+            harness.engine.load = load_meanwhile  # type: ignore[method-assign]
+            failure = await fails(harness, messages(copy, b""))
+        harness.engine.load = load  # type: ignore[method-assign]
+        assert (failure.code, failure.reason) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "WEIGHTS_INCONSISTENT",
+        )
+        assert "written to after it was verified" in failure.message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await harness.generate("refused")
+        assert read_failure(caught.value).reason == "WEIGHTS_INCONSISTENT"
+        assert held_bytes(harness) == 0
+        # The same number with other bytes: what was computed under it must not be used again.
+        dropped = harness.engine.caches_dropped
+        in_flight = getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy.upper()}")
+        await send(harness, messages(*header(2, in_flight=in_flight)))
+        assert harness.engine.caches_dropped == dropped + 1
+        turn = await harness.generate("healed")
+        check_tokens(turn, [1, 2, 3])
+        assert set(turn.versions) == {2}
+
+
+async def test_an_engine_whose_load_failed_for_good_begins_with_an_empty_cache(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path, "weights.hold_active=false") as harness:
+        await harness.upload(1)
+        harness.engine.fail_loads = 1
+        assert (await fails(harness, messages(*header(2)))).reason == "WEIGHTS_INCONSISTENT"
+        dropped = harness.engine.caches_dropped
+        # Its number may come again, and what a cache has under it is of other weights.
+        await send(harness, messages(*header(1, in_flight=KEEP)))
+        assert harness.engine.caches_dropped == dropped + 1
+        assert set((await harness.generate("t")).versions) == {1}
+
+
 async def test_version_0_is_read_again_from_its_folder(tmp_path: Path) -> None:
     base = {name: weights_of(0)[name] for name in TENSORS if name in weights_of(0)}
     save_file(base, tmp_path / "model.safetensors")
