@@ -341,7 +341,7 @@ async def test_a_step_that_changed_nothing_sends_nothing() -> None:
         assert third.tensors(second.tensors(first.tensors())) == bytes_of(weights)
 
 
-@pytest.mark.parametrize("reason", ["BASE_VERSION_MISMATCH", "CHECKSUM_MISMATCH"])
+@pytest.mark.parametrize("reason", ["BASE_VERSION_MISMATCH", "CHECKSUM_MISMATCH", "DISK_FULL"])
 async def test_a_server_with_another_base_gets_the_same_version_whole_at_once(
     monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:

@@ -42,8 +42,13 @@ INFO_TIMEOUT_SECONDS = 30.0
 # What passes: an upload that broke off and that the server has not noticed yet, a flipped bit, an
 # epoch that a reconnection of the exchange has just outdated.
 PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
-# What a difference can be refused for and the whole version cannot.
-NOT_THE_BASE = (Reason.BASE_VERSION_MISMATCH, Reason.CHECKSUM_MISMATCH)
+# What a difference can be refused for and the whole version may not be: for a whole one the server lets go
+# of the base, where it has no room beside it.
+NOT_THE_DIFFERENCE = (
+    Reason.BASE_VERSION_MISMATCH,
+    Reason.CHECKSUM_MISMATCH,
+    Reason.DISK_FULL,
+)
 # A server that is configured to keep nothing refuses each difference; two can be chance.
 REFUSALS_IN_A_ROW = 3
 ATTEMPTS = 5
@@ -250,7 +255,7 @@ class Sender:
                 failure = read_failure(error)
                 if attempt + 1 == ATTEMPTS or failure.code in NO_ANSWER:
                     raise
-                if parcel.is_delta and failure.reason in NOT_THE_BASE:
+                if parcel.is_delta and failure.reason in NOT_THE_DIFFERENCE:
                     parcel = self._instead(parcel, failure)
                     continue
                 if self._fall_back(failure):
