@@ -272,6 +272,24 @@ async def test_an_update_that_changes_no_tensor_is_an_alarm(
     assert "version 1 changes no tensor" in caplog.text
 
 
+async def test_it_is_one_too_where_only_the_trainer_can_tell(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StuckPolicy(MovingPolicy):
+        def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a.weight", torch.full((3,), 2.0)
+
+    # A server that was restarted compares with nothing, and says that every tensor changed.
+    async with (
+        Following() as server,
+        running(tmp_path, server.address, steps=3, policy=StuckPolicy()) as run,
+    ):
+        await run.ends()
+    assert [record["changed_tensors"] for record in run.records] == [1, 1, 1]
+    assert [record["unchanged"] for record in run.records] == [False, True, True]
+    assert "version 3 changes no tensor" in caplog.text
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_alarm_is_in_the_table_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool

@@ -297,6 +297,7 @@ class TrainingLoop:
         if self._exchanges.left.is_set():
             await self._note(_entry(batch, record, ""))
             return
+        before = self._publisher.digest
         if result.applied or not self._publisher.filled_version:
             await self._agreement.fill(record.weight_version, uploads=True)
         else:
@@ -309,6 +310,12 @@ class TrainingLoop:
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
             _describe_upload(sent, record)
+        # A server cannot say it of the first version that it gets, nor one whose answer was lost.
+        same = before == self._publisher.digest or not result.applied
+        if same or record.changed_tensors == 0:
+            record.unchanged = True
+            why = "" if result.applied else ", for the step had no gradient"
+            log.warning("version %d changes no tensor%s", record.weight_version, why)
 
     async def _note(self, entry: StepEntry) -> None:
         # Before the server hears of the version, so that the ledger knows of all it may sample.
@@ -396,8 +403,4 @@ def _describe_upload(sent: Sent, record: StepRecord) -> None:
     record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
     record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
     record.changed_tensors = sent.changed_tensors
-    record.unchanged = sent.changed_tensors == 0
     record.pause_seconds, record.probe_difference = sent.pause_seconds, sent.probe_difference
-    if record.unchanged:
-        why = "" if record.result.applied else ", for the step had no gradient"
-        log.warning("version %d changes no tensor%s", record.weight_version, why)
