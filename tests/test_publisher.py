@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
+from penstock.trainer.payload import Payload
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Announcement, Sender, Sent
@@ -36,7 +39,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.memory_file import MemoryFile
-from penstock.wire.upload import NotStaged
+from penstock.wire.upload import NotStaged, chunk_pieces
 from penstock.wire.upload import upload as wire_upload
 from tests.harness import (
     GetServerInfoRequest,
@@ -122,6 +125,29 @@ async def test_every_byte_arrives_in_the_servers_dtype(dtype: str, shared: bool)
     assert len(received.payload) == length
     if not shared:
         assert header.inline.length_bytes == length
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=8),
+    chunk=st.integers(1, 900),
+    piece=st.integers(1, 100),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_checksums_of_chunks_are_those_of_the_bytes_that_travel(
+    lengths: list[int], chunk: int, piece: int, dtype: str
+) -> None:
+    tensors = [(str(index), torch.randn(length)) for index, length in enumerate(lengths)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr("penstock.trainer.payload.CHUNK_BYTES", chunk)
+        patch.setattr("penstock.trainer.payload.PIECE_BYTES", 4 * piece)
+        patch.setattr("penstock.wire.upload.CHUNK_BYTES", chunk)
+        payload = Payload(tensors, dtype)
+        stack.callback(payload.close)
+        payload.fill(tensors, in_chunks=True)
+        chunks = [b"".join(pieces) for pieces in chunk_pieces([payload.file.view])]
+        assert payload.chunk_checksums == tuple(map(xxhash.xxh3_64_intdigest, chunks))
+        payload.fill(tensors)
+        assert payload.chunk_checksums == ()
 
 
 async def test_the_payload_is_reused_for_the_next_version() -> None:

@@ -63,6 +63,7 @@ class CollectiveTransport:
     """Implements `transports.Transport`."""
 
     prefers_deltas = False
+    sends_chunks = False
     # Each ends with the engine out of the group; the next attempt joins again.
     passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.trainer.errors import WeightsRefused
 from penstock.v1 import weights_pb2
 from penstock.wire.memory_file import MemoryFile
+from penstock.wire.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +44,26 @@ class _Place:
     length: int
 
 
+class _Chunks:
+    """Checksums of a payload's chunks while it is filled: later each would be read from memory again."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._digest = xxhash.xxh3_64()
+        self._position = 0
+        self.checksums: list[int] = []
+
+    def follow(self, end: int) -> None:
+        """All bytes before `end` are there."""
+        while self._position < end:
+            stop = min(end, (self._position // CHUNK_BYTES + 1) * CHUNK_BYTES)
+            self._digest.update(self._view[self._position : stop])
+            self._position = stop
+            if stop % CHUNK_BYTES == 0 or stop == len(self._view):
+                self.checksums.append(self._digest.intdigest())
+                self._digest.reset()
+
+
 class Payload:
     """Room for every tensor of a full upload, in one dtype."""
 
@@ -55,6 +76,8 @@ class Payload:
         self._views = [np.frombuffer(self._bytes(place), np.uint8) for place in self._places]
         self._announced = tuple(map(self._announce, self._places))
         self._checksums: tuple[int, ...] = ()
+        self.chunk_checksums: tuple[int, ...] = ()
+        """XXH3-64 of each CHUNK_BYTES of the whole; none where the last `fill` was not asked for them."""
 
     @property
     def itemsize(self) -> int:
@@ -101,17 +124,25 @@ class Payload:
         told to follow it."""
         self.file.tell_filled(0)
 
-    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrites the payload; the names and shapes are those of the constructor, in their order."""
+    def fill(self, tensors: Iterable[tuple[str, Tensor]], *, in_chunks: bool = False) -> None:
+        """Overwrites the payload; the names and shapes are those of the constructor, in their order.
+
+        With `in_chunks` it will travel so: their checksums are computed too.
+        """
         self.begin()
+        self.chunk_checksums = ()
+        chunks = _Chunks(self.file.view) if in_chunks else None
         checksums: list[int] = []
         for index, (place, (name, tensor)) in enumerate(zip(self._places, tensors, strict=True)):
             if (place.name, place.shape) != (name, tuple(tensor.shape)):
                 raise ValueError(f"{name} {tuple(tensor.shape)}: the payload expects {place}")
-            checksums.append(self._copy(index, tensor.detach()))
+            checksums.append(self._copy(index, tensor.detach(), chunks))
         self._checksums = tuple(checksums)
+        if chunks is not None:
+            chunks.follow(self.length_bytes)
+            self.chunk_checksums = tuple(chunks.checksums)
 
-    def _copy(self, index: int, tensor: Tensor) -> int:
+    def _copy(self, index: int, tensor: Tensor, chunks: _Chunks | None) -> int:
         """Puts a tensor in its place; returns the checksum of its bytes."""
         place, target, tell_filled = self._places[index], self._views[index], self.file.tell_filled
         if tensor.dtype != self._dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -125,7 +156,10 @@ class Payload:
             piece = source[begin : begin + PIECE_BYTES]
             copied = target[begin : begin + PIECE_BYTES]
             np.copyto(copied, piece)
-            tell_filled(place.offset + begin + len(copied))
+            end = place.offset + begin + len(copied)
+            tell_filled(end)
+            if chunks is not None:
+                chunks.follow(end)
             # Of what was copied, and not of the copy: it is in the cache either way, and a copy that
             # went wrong is noticed on the other side.
             digest.update(piece.data)

@@ -69,7 +69,8 @@ class Publisher:
             for sender, announcement in zip(self.senders, announcements, strict=False):
                 sender.begin_ahead(payload, announcement)
             try:
-                await self._copy.fill(payload, weights)
+                in_chunks = any(sender.next_in_chunks for sender in self.senders)
+                await self._copy.fill(payload, weights, in_chunks=in_chunks)
             except BaseException:
                 self._leave_ahead()
                 raise

@@ -138,6 +138,11 @@ class Sender:
         return self._delta == "on" or self._transport.prefers_deltas
 
     @property
+    def next_in_chunks(self) -> bool:
+        """Whether what comes next is a whole version in chunks, as far as is known."""
+        return self._transport.sends_chunks and not self._may_differ()
+
+    @property
     def _transport(self) -> Transport:
         return self.transports[self._place]
 

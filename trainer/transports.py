@@ -41,6 +41,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def sends_chunks(self) -> bool:
+        """Whether a whole version goes in chunks, each with a checksum of its own."""
+        ...
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of weights sent so far; on a stream those of uploads that failed too."""
         ...
@@ -102,6 +107,7 @@ class Stream:
     """Through the connection itself."""
 
     prefers_deltas = True
+    sends_chunks = True
     passing = ()
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -115,7 +121,10 @@ class Stream:
         """See `Transport`."""
         header.tensors.extend(parcel.specs)
         header.inline.length_bytes = parcel.length_bytes
-        return await upload(self._channel, header, parcel.pieces, on_sent=self._count)
+        checksums = () if parcel.is_delta else parcel.payload.chunk_checksums
+        return await upload(
+            self._channel, header, parcel.pieces, on_sent=self._count, checksums=checksums
+        )
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
         """A stream is fastest with nothing beside it."""
@@ -134,6 +143,7 @@ class SharedMemory:
     """The payload's own memory, which the server maps; a difference gets memory for itself."""
 
     prefers_deltas = False
+    sends_chunks = False
     passing = ()
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -234,6 +244,7 @@ class CheckpointFolder:
     """The folder of a version, which the server reads."""
 
     prefers_deltas = False
+    sends_chunks = False
     passing = ()
 
     def __init__(self, channel: grpc.aio.Channel, folders: VersionFolders) -> None:

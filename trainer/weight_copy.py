@@ -52,10 +52,10 @@ class WeightCopy:
         """The payload to fill next; without `keeps_base` no difference will be made of it."""
         return await self._compute.run(self._allocate, weights, dtype, keeps_base)
 
-    async def fill(self, payload: Payload, weights: Weights) -> None:
-        """Copies the weights, and scores the probe with them."""
+    async def fill(self, payload: Payload, weights: Weights, *, in_chunks: bool = False) -> None:
+        """Copies the weights, to travel `in_chunks` or not, and scores the probe with them."""
         self._difference = None
-        await self._compute.run(self._fill, payload, weights)
+        await self._compute.run(self._fill, payload, weights, in_chunks)
 
     async def pack(self, *, as_difference: bool) -> Parcel:
         """The filled version as it travels; a difference is made once for all who ask for it."""
@@ -90,8 +90,8 @@ class WeightCopy:
         self.has_room_for_two, self.base = False, None
         return payload
 
-    def _fill(self, payload: Payload, weights: Weights) -> None:
-        payload.fill(weights())
+    def _fill(self, payload: Payload, weights: Weights, in_chunks: bool) -> None:
+        payload.fill(weights(), in_chunks=in_chunks)
         if self._probe is not None:
             self.measured = self._probe.measure(payload.tensors())
 

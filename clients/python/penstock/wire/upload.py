@@ -42,13 +42,15 @@ async def upload(
     payload: Iterable[Piece] = (),
     *,
     on_sent: Callable[[int], None] | None = None,
+    checksums: Sequence[int] = (),
 ) -> weights_pb2.UpdateWeightsResponse:
     """Uploads one version; returns the server's last answer, STAGED or ACTIVE.
 
     `payload` is what goes into chunks, in order; it is read once the server is ready, and
-    `on_sent` is told the length of each chunk. Raises AioRpcError and NotStaged.
+    `on_sent` is told the length of each chunk. `checksums` has the XXH3-64 of each, where they are known
+    already. Raises AioRpcError and NotStaged.
     """
-    return await _call(channel, header, lambda: _chunk_requests(payload, on_sent))
+    return await _call(channel, header, lambda: _chunk_requests(payload, on_sent, checksums))
 
 
 class Filling:
@@ -214,12 +216,13 @@ async def _requests(
 
 
 async def _chunk_requests(
-    payload: Iterable[Piece], on_sent: Callable[[int], None] | None
+    payload: Iterable[Piece], on_sent: Callable[[int], None] | None, checksums: Sequence[int] = ()
 ) -> AsyncIterator[Request]:
     offset = 0
-    for pieces in chunk_pieces(payload):
+    for number, pieces in enumerate(chunk_pieces(payload)):
         length = sum(map(len, pieces))
-        yield chunk_message(offset, length, pieces)
+        known = checksums[number] if checksums else None
+        yield chunk_message(offset, length, pieces, known)
         offset += length
         if on_sent is not None:
             on_sent(length)
@@ -243,15 +246,19 @@ def chunk_pieces(payload: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def chunk_message(offset: int, length: int, pieces: Iterable[Piece]) -> bytes:
-    """A serialized UpdateWeightsRequest with one chunk."""
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        digest.update(piece)
+def chunk_message(
+    offset: int, length: int, pieces: Iterable[Piece], xxh3: int | None = None
+) -> bytes:
+    """A serialized UpdateWeightsRequest with one chunk; its checksum is computed where it is not given."""
+    if xxh3 is None:
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        xxh3 = digest.intdigest()
     # A field of value zero is left out, as every writer of proto3 does.
     start = _OFFSET + _varint(offset) if offset else b""
     before = start + _DATA + _varint(length)
-    after = _XXH3 + digest.intdigest().to_bytes(8, "little")
+    after = _XXH3 + xxh3.to_bytes(8, "little")
     size = len(before) + length + len(after)
     return b"".join((_CHUNK, _varint(size), before, *pieces, after))
 
