@@ -27,7 +27,12 @@ from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
 
 if TYPE_CHECKING:
+    import torch
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import (
+        SparseNCCLTrainerWeightTransferEngine,
+        SparseWeightPatch,
+    )
 
     from penstock.trainer.collective_source import PayloadSource
 
@@ -35,7 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GPU_BACKENDS = ("nccl", "ipc")
+SPARSE = "sparse_nccl"
+GPU_BACKENDS = ("nccl", "ipc", SPARSE)
 BACKENDS = ("gloo", *GPU_BACKENDS)
 # What a step may take beyond its own deadline, on its way and in its thread.
 GRACE_SECONDS = 15.0
@@ -62,7 +68,6 @@ class CollectiveSettings:
 class CollectiveTransport:
     """Implements `transports.Transport`."""
 
-    prefers_deltas = False
     sends_chunks = False
     # Each ends with the engine out of the group; the next attempt joins again.
     passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
@@ -77,6 +82,7 @@ class CollectiveTransport:
                 f"got {settings.backend!r}"
             )
         self._settings = settings
+        self.prefers_deltas = settings.backend == SPARSE
         self._client = PenstockWeightSyncClient(
             address,
             settings.backend,
@@ -94,23 +100,32 @@ class CollectiveTransport:
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """See `Transport`. What is sent is the whole version, and it is active on return."""
+        """See `Transport`. The version is active on return. It goes whole, and as patches by `sparse_nccl`:
+        of what changed, or of every element."""
         if header.HasField("adapter"):
             raise ConfigInvalid("an adapter cannot be sent by a collective")
+        patches: list[SparseWeightPatch] | None = None
+        if self._settings.backend == SPARSE:
+            from penstock.trainer.collective_source import patches_of
+
+            patches = await asyncio.to_thread(patches_of, parcel, self._device())
+        named = None if patches is None else {patch.name for patch in patches}
         # Where a tensor lies is of no meaning here.
         specs = tuple(
             weights_pb2.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype, xxh3=s.xxh3)
             for s in parcel.payload.specs
+            if named is None or s.name in named
         )
         update = NextUpdate(
             header.weight_version,
             header.trainer_epoch,
             header.in_flight,
+            base_weight_version=0 if patches is None else parcel.base_weight_version,
             probe=header.probe if header.HasField("probe") else None,
             tensors=specs,
         )
         try:
-            await self._within_deadline(lambda: self._send(update, parcel))
+            await self._within_deadline(lambda: self._send(update, parcel, patches))
         except BaseException as error:
             # Whatever it was, the server has left the group too, or will.
             self._leave()
@@ -119,7 +134,11 @@ class CollectiveTransport:
             if isinstance(error, GroupBroken):
                 raise _aio_error(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
-        self.bytes_sent += parcel.payload.length_bytes
+        self.bytes_sent += (
+            parcel.payload.length_bytes
+            if patches is None
+            else sum(patch.indices.nbytes + patch.values.nbytes for patch in patches)
+        )
         return self._client.result
 
     def switched(self, weight_version: int) -> None:
@@ -152,8 +171,16 @@ class CollectiveTransport:
 
     # In the sending thread.
 
-    def _send(self, update: NextUpdate, parcel: Parcel) -> None:
+    def _send(
+        self, update: NextUpdate, parcel: Parcel, patches: list[SparseWeightPatch] | None
+    ) -> None:
         self._client.prepare(update)
+        if patches is not None:
+            if self._engine is None:
+                self._engine = self._join(None)
+            # vLLM's sparse engine takes them so, where every other has a source.
+            cast("SparseNCCLTrainerWeightTransferEngine", self._engine).send_weights(patches)
+            return
         if self._engine is None or self._source is None:
             self._source = self._make_source()
             self._source.payload = parcel.payload
@@ -162,14 +189,16 @@ class CollectiveTransport:
         self._engine.send_weights()
 
     def _make_source(self) -> PayloadSource:
-        import torch
-
         from penstock.trainer.collective_source import PayloadSource
 
-        on_gpu = self._settings.backend in GPU_BACKENDS
-        return PayloadSource(torch.device("cuda" if on_gpu else "cpu"))
+        return PayloadSource(self._device())
 
-    def _join(self, source: PayloadSource) -> Engine:
+    def _device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda" if self._settings.backend in GPU_BACKENDS else "cpu")
+
+    def _join(self, source: PayloadSource | None) -> Engine:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         return cast(
@@ -200,6 +229,17 @@ class CollectiveTransport:
                 settings.master_port or _free_port(settings.master_address),
                 settings.world_size,
                 packed_buffer_size_bytes=settings.bucket_bytes,
+                rank=0,
+            )
+        if settings.backend == SPARSE:
+            from vllm.distributed.weight_transfer.sparse_nccl_engine import (
+                SparseNCCLTrainerInitInfo,
+            )
+
+            return SparseNCCLTrainerInitInfo(
+                settings.master_address,
+                settings.master_port or _free_port(settings.master_address),
+                settings.world_size,
                 rank=0,
             )
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -204,8 +204,9 @@ class ProbeConfig(Section):
 class CollectiveConfig(Section):
     """How this process and the engine's workers meet, and what they have to agree on."""
 
-    backend: Literal["gloo", "nccl", "ipc"] = "nccl"
-    """vLLM's weight transfer engine; "gloo" is Penstock's own, for CPUs."""
+    backend: Literal["gloo", "nccl", "ipc", "sparse_nccl"] = "nccl"
+    """vLLM's weight transfer engine; "gloo" is Penstock's own, for CPUs. "sparse_nccl" sends the elements
+    that changed, and every one in the first version and in an anchor."""
     master_address: str = "127.0.0.1"
     """Of this host, as the engine's workers reach it."""
     master_port: int = Field(default=0, ge=0, le=65_535)
@@ -242,7 +243,8 @@ class WeightsConfig(Section):
 
     @model_validator(mode="after")
     def _some_are_always_whole(self) -> WeightsConfig:
-        if self.transport in ALWAYS_WHOLE and self.delta == "on":
+        patches = self.transport == "collective" and self.collective.backend == "sparse_nccl"
+        if self.transport in ALWAYS_WHOLE and self.delta == "on" and not patches:
             raise ValueError(f'delta = "on" cannot be had with transport = "{self.transport}"')
         return self
 

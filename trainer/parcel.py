@@ -29,6 +29,8 @@ class Parcel:
     """The bytes that travel, one after the other."""
     changed_elements_ratio: float | None = None
     """Elements that differ from the base, of all; None where it is whole."""
+    base: Payload | None = None
+    """What it is the difference from; None where it is whole."""
 
     @property
     def is_delta(self) -> bool:
@@ -58,7 +60,7 @@ def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
     """What makes `payload` out of `base`: bitwise, with no bytes for a tensor that is the same."""
     if payload is base.payload:
         same = tuple(_same(spec) for spec in payload.specs)
-        return Parcel(weight_version, base.weight_version, payload, same, (), 0.0)
+        return Parcel(weight_version, base.weight_version, payload, same, (), 0.0, base.payload)
     pairs = list(zip(base.payload.elements(), payload.elements(), strict=True))
     specs: list[weights_pb2.TensorSpec] = []
     pieces: list[Piece] = []
@@ -76,6 +78,7 @@ def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
         tuple(specs),
         tuple(pieces),
         changed / count if count else 0.0,
+        base.payload,
     )
 
 
