@@ -4,9 +4,11 @@ A conversation is rendered with the chat template on its first turn. Afterwards 
 encoded, after the tokens the policy wrote: what it wrote is never decoded and encoded again. What the
 template puts between an assistant's message and the next ones is found by rendering a probe.
 
-Special tokens in text from outside are data, not control: where such text happens to spell one, it is
-encoded as ordinary characters. That holds for all that comes from outside: content, reasoning, tools with
-their descriptions and parameters, and calls with their arguments. The template sees marks in their place.
+Control tokens in text from outside are data, not control: where such text happens to spell one, it is
+encoded as ordinary characters. Not all of a template's are special to the tokenizer: Qwen's adds those
+around calls, their answers and reasoning as ordinary ones. So every added token counts. That holds for all
+that comes from outside: content, reasoning, tools with their descriptions and parameters, and calls with
+their arguments. The template sees marks in their place.
 """
 
 from __future__ import annotations
@@ -184,9 +186,14 @@ class TokenizerRenderer:
         self._special_ids = {
             int(number): str(token.content) for number, token in added.items() if token.special
         }
-        self._special = sorted(self._special_ids.values(), key=len, reverse=True)
+        control = {
+            str(token.content): int(number)
+            for number, token in added.items()
+            if token.special or _may_control(str(token.content))
+        }
+        self._control_ids = frozenset(control.values())
         # The probe is no token, but control as well: what follows it is what is new.
-        guarded = (PROBE, *self._special)
+        guarded = (PROBE, *sorted(control, key=len, reverse=True))
         self._marks = {
             text: f"{chr(_FIRST_MARK + index)}{_MARK_END}" for index, text in enumerate(guarded)
         }
@@ -289,7 +296,7 @@ class TokenizerRenderer:
 
     def _end_of_turn(self, closing: str) -> str:
         """The part of an assistant message's closing that comes after its tool calls."""
-        positions = [closing.rfind(token) for token in self._special]
+        positions = [closing.rfind(token) for token in self._special_ids.values()]
         start = max(positions, default=-1)
         return closing[start:] if start >= 0 else ""
 
@@ -330,13 +337,31 @@ class TokenizerRenderer:
             pieces = split
         ids: list[int] = []
         for index, (piece, is_literal) in enumerate(pieces):
-            if piece or (add_special_tokens and not index):
+            if is_literal:
+                ids += self._spell(piece)
+            elif piece or (add_special_tokens and not index):
                 ids += self._tokenizer.encode(
-                    piece,
-                    add_special_tokens=add_special_tokens and not index,
-                    split_special_tokens=is_literal,
+                    piece, add_special_tokens=add_special_tokens and not index
                 )
         return np.asarray(ids, np.int32)
+
+    def _spell(self, text: str) -> list[int]:
+        """A control token's text as ordinary tokens."""
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        if len(text) == 1 or self._control_ids.isdisjoint(ids):
+            return ids
+        # The tokenizer can be kept from finding special ones only; it finds none in a text cut in two.
+        return self._spell(text[0]) + self._spell(text[1:])
+
+
+def _may_control(text: str) -> bool:
+    """Whether an added token may be a mark of the template's, not white space or a single letter.
+
+    Tokenizers of code add runs of spaces, others single letters: in a text these are ordinary.
+    """
+    return len(text.strip()) > 1
 
 
 def _after_probe(text: str) -> str:
@@ -370,7 +395,7 @@ def _call_id(turn: str, index: int) -> str:
 
 
 class _Guard:
-    """Puts marks in the place of special tokens that text from outside spells, and knows which it put."""
+    """Puts marks in the place of control tokens that text from outside spells, and knows which it put."""
 
     def __init__(self, marks: Mapping[str, str]) -> None:
         self._marks = marks

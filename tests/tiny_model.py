@@ -1,7 +1,7 @@
 """Makes a small language model on the spot: real architecture, random weights, one token per byte.
 
 A token id below 256 is that byte, so that `list(text.encode())` is the tokenization of plain text.
-Above come the special tokens of `SPECIAL_TOKENS`, in that order; with them the vocabulary ends.
+Above come the added tokens of `SPECIAL_TOKENS`, in that order; with them the vocabulary ends.
 """
 
 from __future__ import annotations
@@ -92,13 +92,21 @@ def make_byte_tokenizer(
     chat_template: str = CHAT_TEMPLATE,
     eos_token: str = EOS,
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, plus special tokens; ChatML as its chat template."""
+    """One token per byte, plus added tokens; ChatML as its chat template.
+
+    Special to the tokenizer are those in "<|"; as with Qwen's, what else a template writes is added only.
+    """
     tokenizer = Tokenizer(
         models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special_tokens])
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=token.startswith("<|"), normalized=False)
+            for token in special_tokens
+        ]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=eos_token,
