@@ -160,7 +160,7 @@ def whole(reply: Reply) -> ChatCompletionResponse:
         id=f"chatcmpl-{reply.answer_id}",
         created=int(time.time()),
         model=reply.model,
-        choices=[choice],
+        choices=[choice.model_copy(update=reply.extra)],
         usage=usage(reply),
     )
 
@@ -175,6 +175,7 @@ async def chunks(
         choice = ChatCompletionResponseStreamChoice(index=0, delta=delta, finish_reason=finish)
         if finish is not None:
             choice.stop_reason = reply.stop_string
+            choice = choice.model_copy(update=reply.extra)
         return ChatCompletionStreamResponse(
             id=f"chatcmpl-{reply.answer_id}",
             object="chat.completion.chunk",

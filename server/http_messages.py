@@ -104,7 +104,7 @@ class Messages:
         """See Surface."""
         answer = self._converters.messages_full_converter(http_chat.whole(reply))
         answer.id = f"msg_{reply.answer_id}"
-        return answer.model_dump_json(exclude_none=True)
+        return json.dumps({**answer.model_dump(mode="json", exclude_none=True), **reply.extra})
 
     async def events(
         self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[Delta]
@@ -125,7 +125,8 @@ class Messages:
 
         async with contextlib.aclosing(self._converters.message_stream_converter(chat())) as events:
             async for event in events:
-                yield event
+                ends = reply.extra and event.startswith("event: message_delta\n")
+                yield _with_extra(event, reply) if ends else event
         if failed:
             raise failed[0]
 
@@ -136,3 +137,11 @@ class Messages:
     def error_event(self, error: DomainError) -> str:
         """See Surface."""
         return f"event: error\ndata: {json.dumps(self.error(error))}\n\n"
+
+
+def _with_extra(event: str, reply: Reply) -> str:
+    """The event that says why the message ended, with what is no field of vLLM's model."""
+    head, data = event.split("data: ", 1)
+    told = json.loads(data)
+    told["delta"] |= reply.extra
+    return f"{head}data: {json.dumps(told)}\n\n"

@@ -55,6 +55,13 @@ class Reply:
     """Whether it ended for length."""
     stop_string: str | None = None
     """The stop string that ended it."""
+    tool_call_error: str = ""
+    """Why what begins as a tool call is none."""
+
+    @property
+    def extra(self) -> dict[str, str]:
+        """Fields that are no surface's own; none where there is nothing to say."""
+        return {"tool_call_error": self.tool_call_error} if self.tool_call_error else {}
 
     def finish(self, finished: rollout_service_pb2.TurnFinished, stops: Iterable[str]) -> None:
         """Takes up how the turn ended."""
@@ -69,6 +76,7 @@ class Reply:
             at, self.stop_string = min(found)
             content = content[:at]
         self.message = Message("assistant", content, calls, reasoning=said.reasoning)
+        self.tool_call_error = finished.tool_call_error
         self.policy_token_count = finished.policy_token_count
         self.cached_token_count = finished.cached_token_count
 

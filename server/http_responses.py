@@ -199,7 +199,7 @@ def _response(
         output_tokens_details=OutputTokensDetails(),
     )
     request.request_id = f"{ID_PREFIX}{reply.answer_id}"
-    return ResponsesResponse.from_request(
+    answer = ResponsesResponse.from_request(
         request,
         SamplingParams(
             temperature=reply.sampling.temperature,
@@ -214,3 +214,4 @@ def _response(
         status=("incomplete" if reply.length else "completed") if whole else "in_progress",
         usage=usage if whole else None,
     )
+    return answer.model_copy(update=reply.extra)

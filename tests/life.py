@@ -56,6 +56,12 @@ async def aborted(trajectory: Trajectory) -> Score:
     return judged(len(turn.segments))
 
 
+async def malformed(trajectory: Trajectory) -> Score:
+    add = Tool("add", "Adds.", {"type": "object"})
+    turn = await trajectory.turn([Message("user", "Add.")], max_tokens=4, tools=[add])
+    return Failed("TOOL_CALL", turn.tool_call_error)
+
+
 async def lost(trajectory: Trajectory) -> Score:
     await trajectory.turn(max_tokens=24)
     return len(trajectory.turns)
@@ -71,7 +77,9 @@ def judged(count: int) -> Outcome:
     return Outcome(count / 4, {"turns": count, "half": 0.5}, metadata)
 
 
-AGENTS = {agent.__name__: agent for agent in (text, conversation, chat, aborted, lost, failure)}
+AGENTS = {
+    agent.__name__: agent for agent in (text, conversation, chat, aborted, malformed, lost, failure)
+}
 
 
 async def agent(task: Task, trajectory: Trajectory) -> Score:

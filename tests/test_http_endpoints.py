@@ -76,6 +76,83 @@ async def test_an_sdk_has_a_conversation_with_tools(server: Harness, agent: Any,
     assert said == ByteRenderer().decode(record.turn.policy_tokens(count).tolist())
 
 
+REASON = "what follows <tool_call> is no tool call"
+
+
+class MalformedRenderer(ByteRenderer):
+    """Reads every turn as a call that is none."""
+
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        name: str,
+    ) -> Written:
+        return Written(Message("assistant", self.decode(token_ids)), REASON if tools else "")
+
+
+@pytest.fixture
+async def malformed(tmp_path: Path) -> AsyncGenerator[Harness]:
+    async with serve(tmp_path, "http.listen=127.0.0.1:0", renderer=MalformedRenderer()) as running:
+        yield running
+
+
+def reason_of(found: Any) -> Any:
+    """What an SDK hands out of the field, which its own models do not have."""
+    return (found.model_extra or {}).get("tool_call_error")
+
+
+async def chat_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
+    """The field of each thing that may have it, in the order in which they come."""
+    functions = [{"type": "function", "function": tool} for tool in tools]
+    asked: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 8}
+    asked |= {"tools": functions} if tools else {}
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
+        if not stream:
+            answer = await client.chat.completions.create(**asked)
+            return [reason_of(answer.choices[0])]
+        async with client.chat.completions.stream(**asked) as events:
+            chunks = [event.chunk async for event in events if event.type == "chunk"]
+    return [reason_of(choice) for chunk in chunks for choice in chunk.choices]
+
+
+async def responses_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
+    """See `chat_reasons`."""
+    functions = [{"type": "function", **tool} for tool in tools]
+    asked: dict[str, Any] = {"model": "m", "input": [USER], "max_output_tokens": 8}
+    asked |= {"tools": functions} if tools else {}
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
+        if not stream:
+            return [reason_of(await client.responses.create(**asked))]
+        async with client.responses.stream(**asked) as events:
+            told = [event.response async for event in events if hasattr(event, "response")]
+    return [reason_of(answer) for answer in told]
+
+
+async def messages_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
+    """See `chat_reasons`."""
+    given = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools]
+    asked: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 8}
+    asked |= {"tools": given} if tools else {}
+    async with anthropic.AsyncAnthropic(base_url=base.removesuffix("/v1"), api_key="any") as client:
+        if not stream:
+            return [reason_of(await client.messages.create(**asked))]
+        async with client.messages.stream(**asked) as events:
+            told = [event async for event in events]
+    return [reason_of(event.delta) for event in told if event.type == "message_delta"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ask", [chat_reasons, responses_reasons, messages_reasons])
+async def test_an_agent_is_told_why_its_call_is_none(malformed: Harness, ask: Any, stream: bool):
+    tool = {"name": "look", "description": "looks", "parameters": {"type": "object"}}
+    *before, reason = await ask(malformed.http, stream, [tool])
+    assert reason == REASON and not any(before)
+    # Where there is none, there is no such field.
+    assert not any(await ask(malformed.http, stream, []))
+
+
 REFUSED = [
     ("chat/completions", {"n": 2}, "n"),
     ("chat/completions", {"logprobs": True}, "logprobs"),

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from penstock.server.conversation import Message, Tool, Written
 from penstock.v1 import trajectory_pb2
+from tests.fakes import ByteRenderer
 from tests.faults.proxy import Proxy, proxying
 from tests.harness import (
     ChatMessage,
@@ -36,19 +38,34 @@ FROZEN_AT = 5
 ENDLESS = 1_000_000
 """Attempts."""
 # The last one comes over a stream that was opened after the loss.
-AGENTS = ("text", "conversation", "chat", "aborted", "lost", "failure")
+AGENTS = ("text", "conversation", "chat", "aborted", "malformed", "lost", "failure")
+NO_CALL = "what follows <tool_call> is no tool call"
+
+
+class Malformed(ByteRenderer):
+    """Takes a short turn for a call that is none."""
+
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        name: str,
+    ) -> Written:
+        short = bool(tools) and len(token_ids) == 4
+        return Written(Message("assistant", self.decode(token_ids)), NO_CALL if short else "")
 
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncGenerator[Harness]:
-    async with serve(tmp_path) as harness:
+    async with serve(tmp_path, renderer=Malformed()) as harness:
         yield harness
 
 
 def task(name: str, agent: str) -> Any:
     """What an agent of that name is given, whatever its language."""
     prompt: dict[str, Any] = {"text": f"A prompt for {agent}: é"}
-    if agent in ("conversation", "chat"):
+    if agent in ("conversation", "chat", "malformed"):
         messages = [ChatMessage(role="ROLE_SYSTEM", content="Be brief.")]
         prompt = {"conversation": Conversation(messages=messages)}
     return Task(
@@ -201,6 +218,7 @@ async def test_what_is_compared_is_all_of_it(harness: Harness) -> None:
         "conversation": [10, 10, 10],
         "chat": [10, 10],
         "failure": [4],
+        "malformed": [4],
         "aborted": [24],
         "lost": [24],
     }
@@ -208,4 +226,5 @@ async def test_what_is_compared_is_all_of_it(harness: Harness) -> None:
     assert list(found["text"].outcome.turn_rewards) == [0.25, 0.75]
     assert found["conversation"].outcome.metrics == {"turns": 3.0, "half": 0.5}
     assert found["conversation"].outcome.metadata["nested"]["deep"]["number"] == 1.5
+    assert found["malformed"].outcome.failure.message == NO_CALL
     assert found["failure"].outcome.failure.reason == "TOOL_TIMEOUT"

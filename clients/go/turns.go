@@ -59,6 +59,9 @@ type Turn struct {
 	ContextTokenCount int
 	// Those of them that the engine took from its cache.
 	CachedTokenCount int
+	// Why what begins as a tool call is none, for the policy to be told: its text is in the message's content. Empty
+	// where there is no such thing.
+	ToolCallError string
 }
 
 // Aborted says whether Resume can go on with it.
@@ -149,6 +152,7 @@ func (p *turnProgress) finish(event *penstockv1.TurnFinished) error {
 		Index: p.index, Segments: mergeRuns(p.segments), Text: event.Text,
 		FinishReason: orElse(finishReasons[event.FinishReason], Stop), Message: readMessage(event.Message),
 		ContextTokenCount: p.contextTokenCount, CachedTokenCount: int(event.CachedTokenCount),
+		ToolCallError: event.ToolCallError,
 	}
 	if turn.Message != nil {
 		turn.Text = turn.Message.Content

@@ -50,6 +50,11 @@ export interface Turn {
   contextTokenCount: number;
   /** Those of them that the engine took from its cache. */
   cachedTokenCount: number;
+  /**
+   * Why what begins as a tool call is none, for the policy to be told: its text is in the message's content. Empty
+   * where there is no such thing.
+   */
+  toolCallError: string;
 }
 
 /** A trajectory as the server holds it. */
@@ -159,6 +164,7 @@ export class TurnProgress {
       ...(message ? { message } : {}),
       contextTokenCount: this.contextTokenCount,
       cachedTokenCount: event.cachedTokenCount,
+      toolCallError: event.toolCallError,
     };
   }
 

@@ -41,6 +41,12 @@ const agents: Record<string, Agent> = {
     return judged(turn.segments.length);
   },
 
+  async malformed({ trajectory }) {
+    const tools = [{ name: "add", description: "Adds.", parameters: { type: "object" } }];
+    const turn = await trajectory.turn([{ role: "user", content: "Add." }], { maxTokens: 4, tools });
+    throw new Failed("TOOL_CALL", turn.toolCallError);
+  },
+
   async lost({ trajectory }) {
     await trajectory.turn(undefined, { maxTokens: 24 });
     return trajectory.turns.length;

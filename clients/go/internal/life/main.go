@@ -14,7 +14,8 @@ import (
 )
 
 var agents = map[string]penstock.Agent{
-	"text": text, "conversation": conversation, "chat": chat, "aborted": aborted, "lost": lost, "failure": failure,
+	"text": text, "conversation": conversation, "chat": chat, "aborted": aborted,
+	"malformed": malformed, "lost": lost, "failure": failure,
 }
 
 func text(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
@@ -76,6 +77,16 @@ func aborted(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, 
 		return penstock.Outcome{}, err
 	}
 	return judged(len(turn.Segments)), nil
+}
+
+func malformed(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+	add := penstock.Tool{Name: "add", Description: "Adds.", Parameters: map[string]any{"type": "object"}}
+	asked := penstock.Messages{{Role: "user", Content: "Add."}}
+	turn, err := attempt.Turn(ctx, asked, penstock.MaxTokens(4), penstock.WithTools(add))
+	if err != nil {
+		return penstock.Outcome{}, err
+	}
+	return penstock.Outcome{}, &penstock.Failed{Reason: "TOOL_CALL", Message: turn.ToolCallError}
 }
 
 func lost(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
