@@ -148,7 +148,7 @@ class Closing:
                 sample_index=attempt.sample_index if attempt else 0,
             )
             self._store.add(record, bounded=False)
-        closing = [*record.open_branches(), record]
+        closing = [*reversed(record.open_branches()), record]
         for member in closing:
             if member.turn is not None and member.turn.in_flight:
                 raise DomainError(
@@ -412,7 +412,7 @@ class Closing:
                 sample_index=attempt.sample_index,
             )
             self._store.add(record, bounded=False)
-        closing = [*record.open_branches(), record]
+        closing = [*reversed(record.open_branches()), record]
         for member in closing:
             self._store.close(member, outcome)
         return _outcomes(closing, outcome)

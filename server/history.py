@@ -12,7 +12,9 @@ and where those that the policy wrote end among its tokens.
                 reasoning left out, ids of tool calls. The held tokens stand
     BRANCHED    history was rewritten: kept are the tokens up to the end of the last message that the
                 policy wrote and that is still there; what follows is encoded, in a trajectory that
-                branches from the one that shares most
+                branches from the one that shares most, first in what is kept and then in messages: of
+                another sample of a context that nobody answered yet nothing is kept, and yet its
+                prompt is stored once
 
 A request that asks again for a turn that was cut off goes on with that turn: CONTINUED, with no new
 message. One that asks again for a turn that ended by itself is a branch: it wants another sample.
@@ -177,17 +179,19 @@ def match(
     """Finds what a request with these messages goes on with.
 
     Args:
-        records: The open trajectories of one attempt in the order in which they were opened, its own first.
+        records: The open trajectories of one attempt, its own first, each before those that branch from it:
+            of equals the first is taken.
         messages: All of the request's, oldest first; at least one.
         tools: The request's.
     """
     wanted = [hold(message, 0) for message in messages]
     digest = tools_digest(tools)
     best: Match | None = None
-    best_rank = (-1, -1, -1)
+    best_rank = (-1, -1, -1, -1)
     for record in records:
-        found = _match_one(record, messages, wanted, digest)
-        rank = (_PREFERENCE[found.kind], found.message_count, found.token_count)
+        common = _common(record, wanted, digest)
+        found = _match_one(record, messages, wanted, common)
+        rank = (_PREFERENCE[found.kind], found.message_count, found.token_count, common)
         if rank > best_rank:
             best, best_rank = found, rank
     return best or Match(MatchKind.NEW, None, 0, 0, tuple(messages))
@@ -200,10 +204,9 @@ def _match_one(
     record: TrajectoryRecord,
     messages: Sequence[Message],
     wanted: Sequence[HeldMessage],
-    tools: bytes,
+    common: int,
 ) -> Match:
     history, turn = record.history, record.turn
-    common = _common(record, wanted, tools)
     held = [] if history is None else history.messages
     exact = all(mine.exact == wanted[index].exact for index, mine in enumerate(held[:common]))
     continued = MatchKind.CONTINUED if exact else MatchKind.REALIGNED

@@ -228,12 +228,12 @@ class TrajectoryRecord:
         self.token_count += len(delta.token_ids)
 
     def open_branches(self) -> list[TrajectoryRecord]:
-        """Open trajectories that branch from this one, directly or not."""
+        """Open trajectories that branch from this one, directly or not, each before its own branches."""
         found: list[TrajectoryRecord] = []
         for child in self.children:
-            found += child.open_branches()
             if not child.closed:
                 found.append(child)
+            found += child.open_branches()
         return found
 
     def policy_versions(self) -> list[int]:

@@ -186,6 +186,24 @@ def test_of_several_trajectories_the_one_that_fits_best_is_taken():
     assert (found.record, found.token_count) == (branch, 50)
 
 
+def test_another_sample_of_a_rewritten_context_branches_from_the_first_one():
+    root = trajectory(*HELD, name="root")
+    summary = Message("user", "So far: 4.")
+    compacted = trajectory(SYSTEM, summary, ANSWER, name="compacted")
+    agent = trajectory(Message("system", "Search."), ASK, ANSWER, name="agent")
+    records = [root, compacted, agent]
+    found = matched(records, SYSTEM, summary)
+    # Of the policy's nothing is kept: all of the prompt is encoded, and what is the same stored once.
+    assert (found.record, *seen(found)) == (
+        compacted,
+        *(MatchKind.BRANCHED, 0, 0, (SYSTEM, summary)),
+    )
+    assert matched(records, Message("system", "Search."), NEXT).record is agent
+    # Where none shares anything, or each as much, the attempt's own.
+    assert matched(records, NEXT).record is root
+    assert matched(records, SYSTEM, NEXT).record is root
+
+
 def test_a_turn_that_goes_on_replaces_its_message():
     record = trajectory(*HELD, finish=Finish.ABORTED)
     assert record.history is not None

@@ -148,6 +148,32 @@ async def test_another_sample_of_the_same_prompt_is_a_branch(slow: Harness):
     assert len(branches(slow, "a")) == 3
 
 
+async def test_votes_on_a_compacted_context_store_its_prompt_once(server: Harness):
+    exchange = await hello(server.wire, groups_per_step=1)
+    task = Task(task_id="t", group_size=1, sampling_params=sampling(8))
+    await server.wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+    lease = await server.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1)).read()
+    system = {"role": "system", "content": "Be brief."}
+    compacted = [system, {"role": "user", "content": "a summary of all there was " * 4}]
+    async with client(server, lease.trajectory_id) as agent:
+        await ask(agent, [system, USER])
+        for _ in range(3):
+            await ask(agent, compacted)
+    await server.complete(lease.trajectory_id)
+    exchange.send(demand={"group_count": 1})
+    delivered = (await exchange.receive("delivery")).group.trajectories
+    exchange.half_close()
+    root, first, *votes = delivered
+    own = [sum(len(codec.token_ids(s)) for s in found.segments) for found in delivered]
+    # The first shares with the root what the template puts around the system's message.
+    prompt = first.parent_token_count + own[1] - 8
+    assert root.parent_token_count == 0 and first.parent_trajectory_id == lease.trajectory_id
+    assert prompt > 100 > first.parent_token_count
+    for vote, count in zip(votes, own[2:], strict=True):
+        assert vote.parent_trajectory_id == first.trajectory_id
+        assert (vote.parent_token_count, count) == (prompt, 8)
+
+
 async def test_a_retry_of_an_answer_that_was_given_gets_it_again_and_samples_nothing(
     server: Harness,
 ):
