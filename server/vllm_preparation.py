@@ -42,6 +42,7 @@ from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from penstock.server.vllm_reload import LoadsWeights, ProcessesWeights
+from penstock.wire.failpoints import hit
 
 PORTION_BYTES = 8 << 20
 """What is packed in one go, in bytes of the upload: 10 ms on two cores. A larger tensor is one go."""
@@ -106,6 +107,7 @@ class Preparation:
     def place(self) -> None:
         """Makes these the weights of the live model, between two steps."""
         assert self.ready
+        hit("weights.place")
         for twin in self._made:
             twin.place()
         self.end()

@@ -46,6 +46,7 @@ from penstock.server import gloo_weight_engine, vllm_lora  # noqa: F401  # pyrig
 from penstock.server.vllm_preparation import Preparation, has_room, why_not
 from penstock.server.vllm_reload import ProcessesWeights, forget_reload, reload_model
 from penstock.server.weight_manifest import WeightRefused
+from penstock.wire.failpoints import hit
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +200,7 @@ def tensors_of(staged: StagedFile, mapped: mmap.mmap) -> Iterator[tuple[str, tor
     for name, dtype_name, shape, offset in zip(
         staged.names, staged.dtypes, staged.shapes, staged.offsets_bytes, strict=True
     ):
+        hit("weights.tensor")
         dtype = cast(torch.dtype, getattr(torch, dtype_name))
         count = math.prod(shape)
         yield name, torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)

@@ -6,6 +6,10 @@ Each fault happens at random moments and places, with turns in flight under rand
 around the fake engine and to one around real vLLM in fp32. Afterwards every turn is whole, the version
 in use is the one that was, a fixed set of prompts gives the same tokens and log-probabilities bit for bit,
 the memory of the upload is given back, and the next upload is taken.
+
+And the engine process is killed in the middle of a load. That takes the server with it, so it is one of its
+own, started again each time: what it serves after the next upload is bit for bit what one serves to which
+nothing has happened.
 """
 
 from __future__ import annotations
@@ -13,14 +17,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from pathlib import Path
+from typing import Any
 
+import grpc
+import numpy as np
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.faults.attempts import Attempt, Source
+from penstock.wire.channel import client_options
+from penstock.wire.failpoints import VARIABLE
+from penstock.wire.failure import read_failure
+from tests.faults.attempts import POLICIES, Attempt, Source
 from tests.faults.report import COUNT, Report, report_of
-from tests.faults.sites import Site
+from tests.faults.sites import EPOCH, OPTIONS, Site, Tensors, versions_of
+from tests.faults.trajectories import Trajectories
 from tests.faults.weight_faults import FAULTS
+from tests.harness import (
+    GenerateRequest,
+    InlineSource,
+    Turn,
+    Wire,
+    collect,
+    header,
+    messages,
+    payload_of,
+    sampling,
+    sequence,
+    until,
+)
+from tests.processes import Server
+from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -29,11 +57,22 @@ LIMIT_SECONDS = 60
 DESCRIPTORS = 6
 """So many more may be open after a fault than before: connections that are being closed."""
 
+MOMENTS = (
+    "while it makes it ready",
+    "before it puts it in place",
+    "while it loads it in the pause",
+)
+"""When the engine process is killed."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    report = report_of(metafunc.config)
+    if "moment" in metafunc.fixturenames:
+        # Each start of vLLM takes a while.
+        some = (MOMENTS[report.seed % len(MOMENTS)],)
+        metafunc.parametrize("moment", some if report.count is None else MOMENTS)
     if "fault" not in metafunc.fixturenames:
         return
-    report = report_of(metafunc.config)
     pairs = [(name, source) for name, (_, sources) in FAULTS.items() for source in sources]
     if report.count is None:
         # Each fault a few times, from as many sources; over many runs, from all.
@@ -117,3 +156,151 @@ async def good_upload(site: Site, rng: random.Random) -> None:
     assert site.active == attempt.version
     site.check_held(site.active)
     site.forget()
+
+
+class Doomed:
+    """`penstock serve` around real vLLM, whose engine process kills itself in its second load."""
+
+    def __init__(self, folder: Path, moment: str, seed: int) -> None:
+        model = make_tiny_model(folder / "model", tied=True)
+        ahead = str(moment != MOMENTS[2]).lower()
+        self.tensors = versions_of(model)
+        self._point = "weights.place" if moment == MOMENTS[1] else "weights.tensor"
+        self._moment, self._seed = moment, seed
+        self._server = Server(
+            folder,
+            ("--model", str(model), *OPTIONS, "--set", f"weights.prepare_ahead={ahead}"),
+            command=("-m", "penstock.client", "serve"),
+        )
+        self.address = ""
+
+    async def start(self, case: int) -> None:
+        """Starts it, or starts it again, to be killed where this case of the fault has it."""
+        at = 2
+        if self._point == "weights.tensor":
+            # The first load meets each tensor once.
+            count = len(self.tensors(1))
+            at = count + random.Random(f"{self._seed + case} {self._moment}").randint(1, count)
+        self._server.environment[VARIABLE] = f"{self._point}=kill@{at}"
+        async with asyncio.timeout(4 * LIMIT_SECONDS):
+            await self._server.start()
+        self.address = self._server.address
+
+    async def ended(self) -> None:
+        """It ends by itself, with its engine."""
+        assert await self._server.wait() == 1
+        assert self._server.log.count("penstock serve: the engine is lost") == len(
+            self._server.processes
+        )
+
+    async def kill(self) -> None:
+        for process in self._server.processes:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.timeout(600)
+async def test_an_engine_that_is_killed_in_a_load_has_served_none_of_it(
+    tmp_path: Path, report: Report, moment: str, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("vllm")
+    count = report.count or 1
+    server = Doomed(tmp_path, moment, report.seed)
+    cases = iter(range(count))
+    outputs: list[Any] = []
+
+    async def serve(case: int) -> None:
+        await server.start(case)
+        async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
+            outputs.append(await upload_and_sample(Wire(channel), server.tensors(1)))
+        # The first is of a server to which nothing had happened.
+        assert outputs[-1] == outputs[0]
+
+    async def happen(rng: random.Random) -> None:
+        case = next(cases)
+        await killed_in_load(server, rng)
+        await serve(case + 1)
+
+    name = f"engine_killed, {moment}"
+    try:
+        await serve(0)
+        await report.repeat("F10 vllm", name, request.node.nodeid, count, happen)
+    finally:
+        await server.kill()
+    report.survived("F10 vllm", name, count)
+
+
+async def upload_and_sample(wire: Any, tensors: Tensors) -> list[tuple[list[int], list[float]]]:
+    """Makes these version 1 of a server that has just begun; returns tokens and log-probabilities."""
+    states = [response async for response in wire.UpdateWeights(dense(1, tensors))]
+    assert states[-1].active_weight_version == 1
+    trajectories = Trajectories(wire)
+    found: list[tuple[list[int], list[float]]] = []
+    for prompt, fields in (
+        ([1, 2, 3], {"temperature": 0.0}),
+        (list(b"a fixed seed"), {"temperature": 1.0, "seed": 7}),
+    ):
+        turn = await trajectories.turn(prompt, 40, **fields)
+        assert set(turn.versions) == {1}
+        found.append((turn.tokens, turn.logprobs))
+    assert not np.isnan([p for _, logprobs in found for p in logprobs]).any()
+    return found
+
+
+async def killed_in_load(server: Doomed, rng: random.Random) -> None:
+    """Uploads version 2, in whose load the engine dies, with turns in flight."""
+    turns: list[Turn] = []
+    policy = rng.choice(list(POLICIES))
+    async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
+        wire = Wire(channel)
+        health = asyncio.ensure_future(health_of(channel))
+        running = [asyncio.ensure_future(sample(wire, turns, f"{i}")) for i in range(TURNS)]
+        await until(lambda: len(turns) == TURNS and all(turn.segments for turn in turns))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for response in wire.UpdateWeights(dense(2, server.tensors(2), in_flight=policy)):
+                assert response.active_weight_version == 1
+        failure = read_failure(caught.value)
+        assert (failure.reason, failure.code) == ("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            assert set(await asyncio.gather(*running)) == {"ENGINE_LOST"}
+            await server.ended()
+            assert await health == [
+                health_pb2.HealthCheckResponse.SERVING,
+                health_pb2.HealthCheckResponse.NOT_SERVING,
+            ]
+    assert {version for turn in turns for version in turn.versions} == {1}
+
+
+def dense(version: int, tensors: Tensors, **fields: Any) -> Any:
+    """The requests of a full upload."""
+    data, specs = payload_of(tensors)
+    source = InlineSource(length_bytes=len(data))
+    head, _ = header(version, tensors=specs, inline=source, trainer_epoch=EPOCH, **fields)
+    return iter(messages(head, data, 1 << 20))
+
+
+async def sample(wire: Any, turns: list[Turn], name: str) -> str:
+    """Takes one long turn after another, until one fails; returns why it did."""
+    for count in range(1_000):
+        turns.append(turn := Turn())
+        request = GenerateRequest(
+            trajectory_id=f"{name}-{count}",
+            tokens=sequence([1, 2, 3]),
+            sampling_params=sampling(480, temperature=1.0),
+            stream_options={"flush_interval": {"nanos": 1_000_000}},
+        )
+        try:
+            await collect(wire.Generate(request), turn)
+        except grpc.aio.AioRpcError as error:
+            return read_failure(error).reason
+    raise AssertionError("nothing has happened")
+
+
+async def health_of(channel: grpc.aio.Channel) -> list[int]:
+    """What a server says of its health, until it is gone."""
+    said: list[int] = []
+    watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for response in watching:
+            said.append(response.status)  # noqa: PERF401 - What came before the end is kept.
+    return said
