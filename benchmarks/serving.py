@@ -11,16 +11,16 @@ as a whole, as agents do that wait for it (`trajectory.turn()`); `penstock_strea
 `--secure` adds a second such server, `penstock_tls`, called by TLS and with a token that is read from its
 file for each call.
 
-`chat` and `chat_stream` are OpenAI's chat completions of the same Penstock server, `http_chat` and
-`http_chat_stream` those of vLLM's: same body, prompts as text. Penstock's samples with log-probabilities,
-because it keeps them for the trainer; vLLM's is not asked for any, and in `http_chat_logprobs` and
-`http_chat_logprobs_stream` it is asked for those of the sampled tokens. `--only` measures the systems it
-names, beside the raw engine.
+`chat`, `responses` and `messages`, each with a `.._stream`, are OpenAI's and Anthropic's endpoints of the
+same Penstock server, `http_chat` and so on those of vLLM's: same body, prompts as text. Penstock's samples
+with log-probabilities, because it keeps them for the trainer; vLLM's is not asked for any, and in
+`http_chat_logprobs` and its stream it is asked for those of the sampled tokens. `--only` measures the
+systems it names, beside the raw engine.
 
 The last line is one JSON object, all ratios to the raw engine's tokens per second:
 {"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "chat": {...}, "http_stream": {...}, ...}
-and, of chat completions to vLLM's in the same round, {"chat_to_http": {turns: ratio},
-"chat_to_http_stream": {...}} and the same for vLLM's with log-probabilities,
+and, of each endpoint to vLLM's in the same round, {"chat_to_http": {turns: ratio}, "chat_to_http_stream":
+{...}, "responses_to_http": ...} and the same for vLLM's with log-probabilities,
 {"chat_to_http_logprobs": {...}, ...}; with `--secure` those of penstock_tls and penstock_tls_stream, and,
 each to the same without TLS in the same round, "tls_to_plaintext" and "tls_to_plaintext_stream".
 """
@@ -40,6 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -63,11 +64,6 @@ PROMPT_TOKENS = 32
 ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "64"]
 ENGINE += ["--kv-cache-memory-bytes", str(2 << 30)]
 SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
-CHATS = {
-    f"chat_to_http{logprobs}{stream}": (f"chat{stream}", f"http_chat{logprobs}{stream}")
-    for logprobs in ("", "_logprobs")
-    for stream in ("", "_stream")
-}
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
 Run = Callable[[int, int], Awaitable[float]]
@@ -231,7 +227,8 @@ async def penstock_server(
 
     systems = {name: runner(True), f"{name}_stream": runner(False)}
     if security is None:
-        systems |= chat_runners(session, endpoints, "chat")
+        for surface, described in SURFACES.items():
+            systems |= surface_runners(session, endpoints, surface, described)
     try:
         yield systems
     finally:
@@ -247,40 +244,83 @@ def http_session() -> aiohttp.ClientSession:
     )
 
 
-def chat_runners(
-    session: aiohttp.ClientSession, base: str, name: str, logprobs: bool = False
-) -> dict[str, Run]:
-    """Chat completions of whoever serves them, whole and streamed."""
+@dataclass(frozen=True)
+class Surface:
+    """One of the endpoints that agents know, as both servers have it."""
 
-    async def turn(tokens: int, stream: bool) -> None:
+    path: str
+    messages: str
+    """The field with what is asked."""
+    max_tokens: str
+    output_tokens: str
+    """What `usage` calls what was sampled."""
+    ignores_eos: bool = True
+    """Whether vLLM can be told to; where not, a turn may end early on either server."""
+    counted_when_asked: bool = False
+    """Whether a stream has `usage` only on request."""
+
+
+SURFACES = {
+    "chat": Surface(
+        "chat/completions", "messages", "max_tokens", "completion_tokens", counted_when_asked=True
+    ),
+    "responses": Surface("responses", "input", "max_output_tokens", "output_tokens"),
+    "messages": Surface("messages", "messages", "max_tokens", "output_tokens", ignores_eos=False),
+}
+
+
+PEERS = {
+    f"{surface}_to_http{logprobs}{stream}": (
+        f"{surface}{stream}",
+        f"http_{surface}{logprobs}{stream}",
+    )
+    for surface in SURFACES
+    for logprobs in (("", "_logprobs") if surface == "chat" else ("",))
+    for stream in ("", "_stream")
+}
+
+
+def surface_runners(
+    session: aiohttp.ClientSession, base: str, name: str, surface: Surface, logprobs: bool = False
+) -> dict[str, Run]:
+    """Single turns of whoever serves them, whole and streamed."""
+
+    async def turn(tokens: int, stream: bool) -> int:
         question = " ".join(
             str(number) for number in random.sample(range(1000), PROMPT_TOKENS // 4)
         )
+        asks_usage = stream and surface.counted_when_asked
         body = {
             "model": "m",
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": tokens,
+            surface.messages: [{"role": "user", "content": question}],
+            surface.max_tokens: tokens,
             "stream": stream,
+            "temperature": SAMPLING["temperature"],
+            **({"ignore_eos": True} if surface.ignores_eos else {}),
             **({"logprobs": True} if logprobs else {}),
-            **({"stream_options": {"include_usage": True}} if stream else {}),
-            **SAMPLING,
+            **({"stream_options": {"include_usage": True}} if asks_usage else {}),
         }
         usage: dict[str, int] = {}
-        async with session.post(f"{base}/chat/completions", json=body) as answer:
+        async with session.post(f"{base}/{surface.path}", json=body) as answer:
             assert answer.status == 200, await answer.text()
             if stream:
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
-                        usage = json.loads(line[6:]).get("usage") or usage
+                        event = json.loads(line[6:])
+                        told = event.get("response") or event
+                        usage = told.get("usage") or usage
             else:
                 usage = (await answer.json())["usage"]
-        assert usage["completion_tokens"] == tokens, usage
+        count = usage[surface.output_tokens]
+        assert count == tokens or (not surface.ignores_eos and 0 < count < tokens), usage
+        return count
 
     def runner(stream: bool) -> Run:
         async def run(turns: int, tokens: int) -> float:
             began = time.perf_counter()
-            await asyncio.gather(*(turn(tokens, stream) for _ in range(turns)))
-            return time.perf_counter() - began
+            counts = await asyncio.gather(*(turn(tokens, stream) for _ in range(turns)))
+            # As if all had been of full length.
+            return (time.perf_counter() - began) * turns * tokens / sum(counts)
 
         return run
 
@@ -341,8 +381,10 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
         return run
 
     systems = {"http_stream": runner(True), "http_unary": runner(False)}
-    systems |= chat_runners(session, f"{base}/v1", "http_chat")
-    systems |= chat_runners(session, f"{base}/v1", "http_chat_logprobs", logprobs=True)
+    for surface, described in SURFACES.items():
+        systems |= surface_runners(session, f"{base}/v1", f"http_{surface}", described)
+    chat = SURFACES["chat"]
+    systems |= surface_runners(session, f"{base}/v1", "http_chat_logprobs", chat, logprobs=True)
     try:
         yield systems
     finally:
@@ -403,7 +445,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                     plain = round_speeds[name.replace("tls_to_plaintext", "penstock")]
                     ratio = round_speeds[name.replace("tls_to_plaintext", "penstock_tls")] / plain
                     ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
-                for name, (ours, theirs) in CHATS.items():
+                for name, (ours, theirs) in PEERS.items():
                     if ours in round_speeds and theirs in round_speeds:
                         ratio = round_speeds[ours] / round_speeds[theirs]
                         ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
@@ -422,7 +464,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             ),
         )
     console.print(table)
-    for name in CHATS:
+    for name in PEERS:
         for turns in counts if name in ratios else ():
             found = sorted(ratios[name][turns])
             console.print(
