@@ -1,0 +1,235 @@
+"""Reasoning over HTTP, and history that an SDK sends back in another form: read by vLLM's own parsers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+
+pytest.importorskip("vllm")
+
+from penstock.server.conversation import Message, TokenizerRenderer
+from penstock.server.opening import StreamRules
+from penstock.server.vllm_parsers import VllmParsers
+from tests.chat_templates import make_tokenizer
+from tests.fakes import EOS, FakeEngine
+from tests.harness import Harness, serve
+
+REASONING = "They want a sum, so I add."
+TEXT = "Let me see."
+ARGUMENTS = '{"a": 1, "b": 2}'
+CALL = f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>'
+SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{TEXT}{CALL}"
+ANSWER = "3"
+USER = {"role": "user", "content": "1 + 2?"}
+SCHEMA = {"type": "object"}
+MAX_TOKENS = 150
+
+TOKENIZER: Any = make_tokenizer("qwen3")
+TOKENS: list[int] = TOKENIZER.encode(SCRIPT, add_special_tokens=False)
+
+
+class Scripted(FakeEngine):
+    """Writes the script in each turn."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.choose = self._choose
+
+    def _choose(self, prefix: bytes, version: int) -> tuple[int, float]:
+        last = np.frombuffer(prefix, np.int32)[-len(TOKENS) :].tolist()
+        for begun in range(len(TOKENS), 0, -1):
+            if last[-begun:] == TOKENS[:begun]:
+                return [*TOKENS, EOS][begun], -1.0
+        return TOKENS[0], -1.0
+
+
+@pytest.fixture(scope="module")
+def renderer() -> TokenizerRenderer:
+    return TokenizerRenderer(TOKENIZER, [EOS], VllmParsers(TOKENIZER, "hermes", "qwen3"))
+
+
+@pytest.fixture
+async def server(tmp_path: Path, renderer: TokenizerRenderer) -> AsyncGenerator[Harness]:
+    parts: dict[str, Any] = {"renderer": renderer, "make_engine": Scripted}
+    async with serve(tmp_path, "http.listen=127.0.0.1:0", **parts) as running:
+        yield running
+
+
+# Each takes a turn; returns what an agent sends back of it, and the answer of the tool in the same form.
+
+
+async def chat(base: str, history: list[Any], stream: bool) -> tuple[list[Any], list[Any]]:
+    function = {"name": "add", "parameters": SCHEMA}
+    asked: Any = {"model": "m", "messages": history, "max_tokens": MAX_TOKENS}
+    asked["tools"] = [{"type": "function", "function": function}]
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
+        if stream:
+            async with client.chat.completions.stream(**asked) as events:
+                answer: Any = await events.get_final_completion()
+        else:
+            answer = await client.chat.completions.create(**asked)
+    message = answer.choices[0].message
+    assert (message.content.strip(), message.reasoning.strip()) == (TEXT, REASONING)
+    said = message.model_dump(exclude_none=True, exclude={"parsed"})
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": ANSWER}
+    return [said], [result]
+
+
+async def responses(base: str, history: list[Any], stream: bool) -> tuple[list[Any], list[Any]]:
+    asked: Any = {"model": "m", "input": history, "max_output_tokens": MAX_TOKENS}
+    asked["tools"] = [{"type": "function", "name": "add", "parameters": SCHEMA}]
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
+        if stream:
+            async with client.responses.stream(**asked) as events:
+                answer: Any = await events.get_final_response()
+        else:
+            answer = await client.responses.create(**asked)
+    reasoning, text, call = answer.output
+    assert answer.output_text.strip() == TEXT == text.content[0].text.strip()
+    assert reasoning.content[0].text.strip() == REASONING
+    fields = ("type", "call_id", "name", "arguments")
+    said = [
+        reasoning.model_dump(exclude_none=True),
+        text.model_dump(exclude_none=True),
+        {name: getattr(call, name) for name in fields},
+    ]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": ANSWER}
+    return said, [result]
+
+
+async def messages(base: str, history: list[Any], stream: bool) -> tuple[list[Any], list[Any]]:
+    asked: Any = {"model": "m", "messages": history, "max_tokens": MAX_TOKENS}
+    asked["tools"] = [{"name": "add", "input_schema": SCHEMA}]
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="any") as client:
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                answer: Any = await events.get_final_message()
+        else:
+            answer = await client.messages.create(**asked)
+    thinking, text, call = answer.content
+    assert (thinking.thinking.strip(), text.text.strip()) == (REASONING, TEXT)
+    said = [block.model_dump(exclude_none=True) for block in answer.content]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": ANSWER}
+    return [{"role": "assistant", "content": said}], [{"role": "user", "content": [result]}]
+
+
+SURFACES = pytest.mark.parametrize("surface", [chat, responses, messages])
+
+
+def spaced(field: str, value: Any) -> Any:
+    return f"\n{value} " if field in ("content", "text") and isinstance(value, str) else value
+
+
+def reordered(field: str, value: Any) -> Any:
+    if field == "arguments":
+        return json.dumps(dict(reversed(json.loads(value).items())), separators=(",", ":"))
+    return dict(reversed(value.items())) if field == "input" else value
+
+
+def unreasoned(field: str, value: Any) -> Any:
+    return None if field == "reasoning" else value
+
+
+def changed(said: Any, change: Callable[[str, Any], Any]) -> Any:
+    """What an agent sends back with each field changed; of parts, `unreasoned` leaves out whole ones."""
+    if isinstance(said, list):
+        parts = [
+            part
+            for part in said
+            if change is not unreasoned or part.get("type") not in ("reasoning", "thinking")
+        ]
+        return [changed(part, change) for part in parts]
+    if isinstance(said, dict):
+        return {name: changed(change(name, value), change) for name, value in said.items()}
+    return said
+
+
+FORMS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
+    "as it came": (lambda field, value: value, "continued"),
+    "space around": (spaced, "realigned"),
+    "order of arguments": (reordered, "realigned"),
+    "without reasoning": (unreasoned, "realigned"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("form", FORMS)
+@SURFACES
+async def test_history_in_another_form_goes_on_with_the_tokens_that_were_sampled(
+    server: Harness, renderer: TokenizerRenderer, surface: Any, form: str, stream: bool
+) -> None:
+    base = f"{server.http}/attempts/a"
+    base = base if surface is not messages else base.removesuffix("/v1")
+    said, result = await surface(base, [USER], stream)
+    record = server.serving.store.find("a")
+    assert record is not None
+    held = record.token_array().tolist()
+    assert held[-len(TOKENS) - 1 :] == [*TOKENS, EOS]
+    change, kind = FORMS[form]
+    sent = changed(said, change)
+    assert (json.dumps(sent) == json.dumps(said)) == (kind == "continued")
+    await surface(base, [USER, *sent, *result], stream)
+    answered = renderer.render_next([Message("tool", ANSWER, tool_call_id="any")], EOS).tolist()
+    assert record.token_array().tolist() == [*held, *answered, *TOKENS, EOS]
+    assert (record.turn_count, record.children) == (2, [])
+    assert server.serving.metrics.conversations == {"new": 1, kind: 1}
+
+
+# Each yields pieces of reasoning and of text as they come.
+
+Pieces = AsyncIterator[tuple[str, str]]
+
+
+async def chat_pieces(base: str) -> Pieces:
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
+        asked: Any = {"model": "m", "messages": [USER], "max_tokens": MAX_TOKENS, "stream": True}
+        async for chunk in await client.chat.completions.create(**asked):
+            for choice in chunk.choices:
+                extra = choice.delta.model_extra or {}
+                yield extra.get("reasoning") or "", choice.delta.content or ""
+
+
+async def responses_pieces(base: str) -> Pieces:
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
+        asked: Any = {"model": "m", "input": [USER], "max_output_tokens": MAX_TOKENS}
+        async for event in await client.responses.create(**asked, stream=True):
+            if event.type == "response.reasoning_text.delta":
+                yield event.delta, ""
+            if event.type == "response.output_text.delta":
+                yield "", event.delta
+
+
+async def messages_pieces(base: str) -> Pieces:
+    async with anthropic.AsyncAnthropic(base_url=base.removesuffix("/v1"), api_key="any") as client:
+        asked: Any = {"model": "m", "messages": [USER], "max_tokens": MAX_TOKENS, "stream": True}
+        async for event in await client.messages.create(**asked):
+            if event.type == "content_block_delta" and event.delta.type == "thinking_delta":
+                yield event.delta.thinking, ""
+            if event.type == "content_block_delta" and event.delta.type == "text_delta":
+                yield "", event.delta.text
+
+
+@pytest.mark.parametrize("pieces", [chat_pieces, responses_pieces, messages_pieces])
+async def test_reasoning_is_streamed_as_it_is_written(server: Harness, pieces: Any) -> None:
+    # The engine stands still in the middle of it, until what is there has been seen.
+    server.engine.freeze_at = 1 + StreamRules().interval
+    reasoning = text = ""
+    async with asyncio.timeout(20):
+        async for thought, said in pieces(server.http):
+            assert not (thought and text.strip()), "reasoning after text"
+            reasoning, text = reasoning + thought, text + said
+            if thought and server.engine.freeze_at is not None:
+                assert REASONING.startswith(reasoning.strip()) and not text
+                server.engine.freeze_at = None
+    assert server.engine.freeze_at is None
+    assert reasoning.strip() == REASONING
+    # Without tools a call is text.
+    assert text.strip() == TEXT + CALL
