@@ -9,10 +9,10 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into format \
-	cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-delta bench-buffer \
-	bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity bench-attempts bench-pool \
-	bench-prefix simulate
+.PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
+	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
+	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
+	bench-attempts bench-pool bench-prefix simulate
 
 help: ## what there is
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -108,7 +108,7 @@ gen-clients-into:
 			--ts_proto_out=$(CLIENT_STUBS)/clients/typescript/src/gen google/rpc/status.proto google/rpc/error_details.proto; \
 		$(BIN)/buf generate --template clients/buf.gen.yaml -o $(CLIENT_STUBS)
 
-bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -124,6 +124,9 @@ bench-staleness: setup ## the gate and its controller under heavy-tailed lengths
 
 bench-weights: setup ## how fast weights travel by each transport, next to memcpy, TCP and vLLM's own ways
 	@$(BIN)/python benchmarks/weights.py $(ARGS)
+
+bench-adapters: setup ## what a turn in flight waits for when an adapter is switched to, beside a full version
+	@$(BIN)/python benchmarks/adapters.py $(ARGS)
 
 bench-delta: setup ## how small and how fast differences are, also between the versions of a real run
 	@$(BIN)/python benchmarks/delta.py $(ARGS)

@@ -28,7 +28,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -121,6 +121,34 @@ class Switch:
     turns in flight."""
 
 
+async def watched(
+    server: Server,
+    prompt: list[int],
+    turns: int,
+    switch: Callable[[], Awaitable[float]],
+    tokens: int = TURN_TOKENS,
+    after_seconds: float = 0.6,
+) -> Switch:
+    """What a switch, which returns its pause in seconds, means for so many turns in flight. It comes when
+    they have been sampled for a while, which says what they ordinarily wait for a token."""
+    running = [
+        asyncio.ensure_future(server.turn([*prompt, 100 + index], tokens, 1.0, gathered=False))
+        for index in range(turns)
+    ]
+    if running:
+        await asyncio.sleep(after_seconds)
+    began = time.perf_counter()
+    pause = await switch()
+    ended = time.perf_counter()
+    arrivals = [np.array(turn.arrived) for turn in await asyncio.gather(*running)]
+    if not arrivals:
+        return Switch(pause, ended - began, None)
+    meanwhile = [np.diff(times)[(times[1:] > began) & (times[:-1] < ended)] for times in arrivals]
+    ordinary = [np.diff(times[times < began]) for times in arrivals]
+    longest = float(np.concatenate(meanwhile).max())
+    return Switch(pause, ended - began, (longest, float(np.median(np.concatenate(ordinary)))))
+
+
 class Trainer:
     """Publishes versions by every transport, one publisher each, and switches to them."""
 
@@ -166,34 +194,14 @@ class Trainer:
 
     async def switch(self, transport: str, turns: int) -> Switch:
         """To what was published last."""
-        running = [
-            asyncio.ensure_future(
-                self._server.turn([*self._prompt, 100 + index], TURN_TOKENS, 1.0, gathered=False)
-            )
-            for index in range(turns)
-        ]
-        if running:
-            # Until all have begun.
-            await asyncio.sleep(0.6)
-        began = time.perf_counter()
-        pause = await self._exchange.switch(self.version, IN_FLIGHT)
-        ended = time.perf_counter()
-        self._publishers[transport].senders[0].switched(self.version)
-        arrivals = [np.array(turn.arrived) for turn in await asyncio.gather(*running)]
-        if not arrivals:
-            return Switch(pause, ended - began, None)
-        meanwhile = [
-            np.diff(times)[(times[1:] > began) & (times[:-1] < ended)] for times in arrivals
-        ]
-        ordinary = [np.diff(times[times < began]) for times in arrivals]
-        return Switch(
-            pause,
-            ended - began,
-            (
-                float(np.concatenate(meanwhile).max()),
-                float(np.median(np.concatenate(ordinary))),
-            ),
+        switched = await watched(
+            self._server,
+            self._prompt,
+            turns,
+            lambda: self._exchange.switch(self.version, IN_FLIGHT),
         )
+        self._publishers[transport].senders[0].switched(self.version)
+        return switched
 
     def close(self) -> None:
         for publisher in set(self._publishers.values()):
