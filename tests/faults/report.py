@@ -119,10 +119,19 @@ class Report:
                 f"{'; ' if figures else ''}{figures}"
             )
 
-    def failed(self, where: str, name: str, seed: int, test: str, done: int, count: int) -> str:
+    def failed(
+        self,
+        where: str,
+        name: str,
+        seed: int,
+        test: str,
+        done: int,
+        count: int,
+        options: str = "--fault-count 1",
+    ) -> str:
         """A fault that was not survived; returns the command that makes it happen again."""
         file, _, test_name = test.partition("::")
-        again = f"pytest {file} -k '{test_name}' --fault-seed {seed} --fault-count 1"
+        again = f"pytest {file} -k '{test_name}' --fault-seed {seed} {options}"
         self._add(where, name, done + 1, violations=1, again=again)
         self.lines.append(
             f"{where:<16}{name:<40} seed {seed}  FAILED after {done} of {count}; again: {again}"

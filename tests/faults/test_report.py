@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.report import Verdict, read_results, write_results
+from tests.faults.report import Report, Verdict, read_results, write_results
 from tests.faults.write_report import FAULTS, PAGE, PROMISES, render, written
 
 SURVIVED = Verdict("F7", "fake", "resets", 20, "runs", 0, 7, 3.25, "120 groups")
@@ -34,6 +34,19 @@ def test_a_violation_is_on_the_page_wherever_it_counts() -> None:
 def test_what_was_skipped_is_said() -> None:
     skipped = replace(SURVIVED, fault="F6", count=0, skipped="needs root")
     assert "- F6, resets: needs root" in render([skipped], "here", [])
+
+
+def test_what_was_not_survived_is_said_with_the_way_to_it() -> None:
+    report = Report(7, None, 200)
+    report.failed("F24 fake", "a soak", 7, "tests/x.py::test_x", 3, 200, "--updates 200")
+    (verdict,) = report.verdicts
+    assert (verdict.fault, verdict.where, verdict.count, verdict.violations) == (
+        "F24",
+        "fake",
+        4,
+        1,
+    )
+    assert verdict.again == "pytest tests/x.py -k 'test_x' --fault-seed 7 --updates 200"
 
 
 def test_every_fault_holds_a_promise() -> None:

@@ -38,6 +38,7 @@ from tests.harness import GetServerInfoRequest
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(3600)]
 
+NAME = "weight updates under load"
 TURNS = 18
 LIMIT_SECONDS = 60
 FAULTY = 0.25
@@ -65,22 +66,42 @@ class Soaked:
     engine: list[Footprint] = field(default_factory=list[Footprint])
 
 
-async def test_fake_soak(fake: Site, report: Report, tmp_path: Path) -> None:
-    await check_soak(fake, report, tmp_path / "trajectories")
+async def test_fake_soak(
+    fake: Site, report: Report, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    await check_soak(fake, report, tmp_path / "trajectories", request.node.nodeid)
 
 
-async def test_vllm_soak(vllm: Site, report: Report, tmp_path: Path) -> None:
-    await check_soak(vllm, report, tmp_path / "trajectories")
+async def test_vllm_soak(
+    vllm: Site, report: Report, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    await check_soak(vllm, report, tmp_path / "trajectories", request.node.nodeid)
 
 
-async def check_soak(site: Site, report: Report, path: Path) -> None:
+async def check_soak(site: Site, report: Report, path: Path, test: str) -> None:
+    where, soaked = f"F24 {site.name}", Soaked()
+    try:
+        tokens = await survive(site, report, path, soaked)
+    except BaseException as error:
+        wanted = report.updates
+        done = min(len(soaked.server), wanted - 1)
+        options = f"--updates {wanted}"
+        again = report.failed(where, NAME, report.seed, test, done, wanted, options)
+        error.add_note(f"again: {again}")
+        raise
+    figures = figures_of(site, soaked, tokens)
+    report.survived(where, NAME, report.updates, unit="updates", figures=figures)
+
+
+async def survive(site: Site, report: Report, path: Path, soaked: Soaked) -> int:
+    """The soak, and everything that has to be so afterwards; returns how many tokens were explained."""
     rng = random.Random(report.seed)
     # What the libraries hold would be looked through at each update, and take longer than the update.
     gc.collect()
     gc.freeze()
     try:
         with path.open("wb") as file:
-            soaked = await soak(site, rng, report.updates, file)
+            await soak(site, rng, report.updates, file, soaked)
     finally:
         gc.unfreeze()
     info = await site.wire.GetServerInfo(GetServerInfoRequest())
@@ -89,16 +110,36 @@ async def check_soak(site: Site, report: Report, path: Path) -> None:
     table = [f"soak {site.name}, seed {report.seed}", *pause_table(soaked)]
     try:
         # Not while it runs: it would take the time of what is measured.
-        table += explain_all(site, path)
+        counts = explain_all(site, path)
+        found = "; ".join(f"{count} {name}" for name, count in counts.items())
+        table.append(f"{found}; mislabelled: 0")
     finally:
         report.lines += [*table, *memory_table(soaked)]
     check_growth(soaked.server)
     check_growth(soaked.engine)
+    return counts["tokens"]
 
 
-async def soak(site: Site, rng: random.Random, updates: int, file: BinaryIO) -> Soaked:
+def figures_of(site: Site, soaked: Soaked, tokens: int) -> str:
+    """What the report says of a soak that was survived."""
+    pauses = [1e3 * pause for found in soaked.pauses.values() for pause in found]
+    p50, p99 = percentile(pauses, 0.5), percentile(pauses, 0.99)
+    lost = site.trajectories.started - site.trajectories.ended
+    grown = ", ".join(
+        f"{process} {growth([f.resident_bytes for f in found]) / (1 << 20):+.1f} MB"
+        for process, found in (("server", soaked.server), ("engine", soaked.engine))
+        if found
+    )
+    return (
+        f"{tokens:,} tokens, mislabelled 0; turns lost {lost}; {sum(soaked.faults.values())} faults "
+        f"beside; pause p50 {p50:.1f} ms, p99 {p99:.1f} ms; memory {grown}"
+    )
+
+
+async def soak(
+    site: Site, rng: random.Random, updates: int, file: BinaryIO, soaked: Soaked
+) -> None:
     """That many updates that succeed, and some uploads that do not."""
-    soaked = Soaked()
     await warm(site, rng, updates)
     over = asyncio.Event()
 
@@ -124,7 +165,6 @@ async def soak(site: Site, rng: random.Random, updates: int, file: BinaryIO) -> 
         finally:
             over.set()
     assert site.trajectories.started == site.trajectories.ended
-    return soaked
 
 
 async def warm(site: Site, rng: random.Random, updates: int) -> None:
@@ -163,8 +203,8 @@ async def upload(site: Site, rng: random.Random, soaked: Soaked) -> bool:
     return attempt.takes_effect
 
 
-def explain_all(site: Site, path: Path) -> Iterator[str]:
-    """Explains every token; yields what there was."""
+def explain_all(site: Site, path: Path) -> Counter[str]:
+    """Explains every token; returns what there was."""
     counts: Counter[str] = Counter()
     for seen in read(path):
         assert seen.sampled == sorted(seen.sampled)
@@ -180,7 +220,7 @@ def explain_all(site: Site, path: Path) -> Iterator[str]:
             counts["found out"] += is_found_out(site, falsely_labelled(seen))
     # By chance two versions may give one token nearly the same log-probability.
     assert counts["found out"] >= 0.9 * counts["false labels tried"]
-    yield "; ".join(f"{count} {name}" for name, count in counts.items()) + "; mislabelled: 0"
+    return counts
 
 
 def falsely_labelled(seen: Seen) -> Seen:

@@ -60,6 +60,7 @@ FAULTS = {
     "F21": ("kill -9 of the engine servers of a pool", ("R1", "R2", "R4")),
     "F22": ("the journal on NATS JetStream: kill -9 of NATS and of the server", ("R1",)),
     "F23": ("kill -9 of the actors of a run on Ray", ("R1", "R4")),
+    "F24": ("a soak of weight updates under load, some of them faulty", ("R2", "R3", "R5")),
 }
 
 LIMITS = """\
