@@ -28,7 +28,7 @@ demo: setup ## a real model learns over the wire; ARGS="--steps 10 --task chain_
 # cores, because many of them wait.
 test: setup ## all tests; ARGS="-k codec" are passed on
 	-@$(BIN)/python .ci/clients.py
-	-@$(BIN)/python .ci/nats.py
+	-@$(BIN)/python .ci/programs.py
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Ray is no part of set-up: without it the tests of it are skipped, and say so.
@@ -52,7 +52,7 @@ FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) \
 # The verdicts are put on the page whatever they are.
 faults: setup ## each fault as often as its table says, FAULTS=3: three times; SEED=7; writes docs/reliability.md
 	-@$(BIN)/python .ci/add_extra.py ray
-	-@$(BIN)/python .ci/nats.py
+	-@$(BIN)/python .ci/programs.py
 	@$(FAULTY) tests/faults tests/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
@@ -150,7 +150,7 @@ bench-journal: setup ## what the journal costs the demo
 	@$(BIN)/python benchmarks/journal.py $(ARGS)
 
 bench-journal-stores: setup ## appends per second of the journal in a folder, and in a stream of NATS
-	-@$(BIN)/python .ci/nats.py
+	-@$(BIN)/python .ci/programs.py nats-server
 	@$(BIN)/python -m benchmarks.journal_stores $(ARGS)
 
 bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best there can be

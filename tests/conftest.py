@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from tests.faults.report import (  # noqa: F401
     report,
 )
 from tests.harness import Harness, serve
+
+# What `.ci/programs.py` fetched, where the machine has none of its own.
+PROGRAMS = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs"
+os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(PROGRAMS)))
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,16 +17,15 @@ import pytest
 
 from penstock.server.config import JournalSection
 
-OWN = Path(__file__).resolve().parents[1] / ".venv" / "share" / "nats" / "nats-server"
 START_SECONDS = 20.0
 
 
 def find_program() -> str:
     """The program; the test is skipped where there is none."""
     pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
-    found = shutil.which("nats-server") or (str(OWN) if OWN.exists() else None)
+    found = shutil.which("nats-server")
     if found is None:
-        pytest.skip("there is no nats-server; .ci/nats.py fetches Debian's")
+        pytest.skip("there is no nats-server; .ci/programs.py fetches Debian's")
     return found
 
 
