@@ -68,6 +68,7 @@ class Server:
 
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
         self.process = process
+        self.address = address
         self.channel = grpc.aio.insecure_channel(address, options=client_options())
         self.weights = grpc.aio.insecure_channel(
             address, options=client_options(own_connection=True)

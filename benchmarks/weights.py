@@ -6,7 +6,9 @@ A real `penstock serve` and the trainer's own publisher, on the demo's model wit
 A version travels from the moment the trainer has its tensors until the server has it complete and verified
 (STAGED): packing, checksums and the check on the other side are part of it; through shared memory they go
 on at the same time. Then it is switched to, with turns in flight: generation stands still from the end of a
-step until it is resumed. Beside it, in the same round:
+step until it is resumed. By a collective the version travels into the engine itself and is active once
+it is there: its figures reach until then, its pause is nearly all of that, and the last line has none of
+them. Beside it, in the same round:
 
     one copy of the bytes into shared memory; the packed bytes through TCP on loopback, to which only
     what follows the packing is compared
@@ -44,6 +46,7 @@ from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
 
 from penstock.demo.model import prepare_model
 from penstock.server import vllm_environment
+from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.parcel import Delta
 from penstock.trainer.payload import Payload
@@ -67,12 +70,16 @@ TURN_TOKENS = 64
 CHANGED_RATIO = 0.01
 
 SHARED, STREAM, CHECKPOINT, DELTA = "shared memory", "stream", "checkpoint", "delta"
-TRANSPORTS = (SHARED, STREAM, CHECKPOINT, DELTA)
+COLLECTIVE = "collective"
+STAGING = (SHARED, STREAM, CHECKPOINT, DELTA)
+"""Transports that end with a version staged, which is then switched to."""
+TRANSPORTS = (*STAGING, COLLECTIVE)
 LABELS = {
     SHARED: "shared memory",
     STREAM: "stream",
     CHECKPOINT: "checkpoint folder",
     DELTA: "difference, 1 % changed, stream",
+    COLLECTIVE: "collective (gloo), until active",
 }
 
 
@@ -166,6 +173,9 @@ class Trainer:
             # The stream's version before is its base.
             DELTA: stream,
             CHECKPOINT: self._publisher(channel, CheckpointFolder(channel, folders)),
+            COLLECTIVE: self._publisher(
+                channel, CollectiveTransport(server.address, CollectiveSettings("gloo"))
+            ),
         }
         self.version = 0
 
@@ -202,6 +212,28 @@ class Trainer:
         )
         self._publishers[transport].senders[0].switched(self.version)
         return switched
+
+    async def broadcast(self, weights: Weights, turns: int) -> tuple[Travel, Switch]:
+        """The next version by the collective: it is active once it has travelled."""
+        self.version += 1
+        publisher = self._publishers[COLLECTIVE]
+        sender, bytes_sent = publisher.senders[0], 0
+        began = time.perf_counter()
+        await publisher.fill(weights, self.version, DTYPE)
+        packing = time.perf_counter() - began
+
+        async def send() -> float:
+            nonlocal bytes_sent
+            sent = await sender.upload(
+                self.version, trainer_epoch=lambda: EPOCH, in_flight=IN_FLIGHT
+            )
+            assert sent is not None
+            bytes_sent = sent.bytes_sent
+            return sent.pause_seconds
+
+        switched = await watched(self._server, self._prompt, turns, send)
+        sender.switched(self.version)
+        return Travel(packing + switched.active, packing, bytes_sent), switched
 
     def close(self) -> None:
         for publisher in set(self._publishers.values()):
@@ -312,17 +344,47 @@ class Round:
         self.figures.add("travel", name, median(baselines))
         self.figures.add("ratios", transport, median(ratios))
 
+    async def broadcast(self, weights: Sequence[Weights]) -> None:
+        """Several versions by the collective, each between two measurements of TCP; and one with turns in
+        flight, for what these see of it. The first is not measured: it joins the group."""
+        seconds: list[float] = []
+        packing: list[float] = []
+        ratios: list[float] = []
+        baselines: list[float] = []
+        for number in range(self.repeats + 1):
+            before = self.tcp()
+            travel, _ = await self.trainer.broadcast(weights[number % len(weights)], 0)
+            after = self.tcp()
+            if not number:
+                continue
+            seconds.append(travel.seconds)
+            packing.append(travel.packing_seconds)
+            baselines += before, after
+            ratios.append((before + after) / 2 / (travel.seconds - travel.packing_seconds))
+            self.figures.bytes_sent[COLLECTIVE] = travel.bytes_sent
+        last = weights[(self.repeats + 1) % len(weights)]
+        _, switched = await self.trainer.broadcast(last, self.turns)
+        self.figures.add("travel", COLLECTIVE, median(seconds))
+        self.figures.add("packing", COLLECTIVE, median(packing))
+        self.figures.add("travel", "TCP", median(baselines))
+        self.figures.add("ratios", COLLECTIVE, median(ratios))
+        self.note(COLLECTIVE, switched)
+
     async def switch(self, transport: str) -> None:
         """A switch with turns in flight, between two loads by an engine that does nothing else."""
         loads = [await self.load()]
         switched = await self.trainer.switch(transport, self.turns)
         loads.append(await self.load())
+        self.note(transport, switched)
+        self.figures.add("over_load", transport, switched.pause - fmean(loads))
+
+    def note(self, transport: str, switched: Switch) -> None:
+        """What a switch meant."""
         self.figures.add("pause", transport, switched.pause)
         self.figures.add("active", transport, switched.active)
         if switched.waits is not None:
             for name, seconds in zip((transport, "ordinary"), switched.waits, strict=True):
                 self.figures.add("wait", name, seconds)
-        self.figures.add("over_load", transport, switched.pause - fmean(loads))
 
     async def load(self) -> float:
         """Seconds of the engine's own load."""
@@ -340,6 +402,10 @@ class Round:
         path = str(self.folders[number % 2])
         reload = await self.bare(do="reload", path=path, turns=self.turns, tokens=TURN_TOKENS)
         self.figures.add("pause", "reload", reload)
+        self.figures.add("pause", "restart", await self.bare(do="restart"))
+        # What the new engine brings up with its first loads is not measured.
+        await self.bare(do="load", update=self.update)
+        await self.bare(do="reload", path=path, turns=0, tokens=TURN_TOKENS)
 
 
 async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, float | None]:
@@ -384,25 +450,25 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             arguments.repeats,
         )
         for number in range(arguments.rounds + 1):
-            for transport in TRANSPORTS:
+            for transport in STAGING:
                 if transport in chosen:
                     versions = [one_percent, weights[1]] if transport == DELTA else weights
                     await round_.travel(transport, versions)
+            if COLLECTIVE in chosen:
+                await round_.broadcast(weights)
             await round_.vllm(number)
             if not number:
                 round_.figures = figures
             else:
                 console.print(f"round {number} of {arguments.rounds}")
-        restart = await bare(do="restart") if bare is not None else None
-        show(console, figures, data.nbytes, restart, len(tensors), arguments)
-    return headline(figures, restart)
+        show(console, figures, data.nbytes, len(tensors), arguments)
+    return headline(figures)
 
 
 def show(
     console: Console,
     figures: Figures,
     length: int,
-    restart: float | None,
     tensor_count: int,
     arguments: argparse.Namespace,
 ) -> None:
@@ -444,25 +510,35 @@ def show(
         pauses.add_row(label, *(f"{1e3 * value:.0f}" for value in three))
 
     def every(values: dict[str, list[float]]) -> list[float]:
-        return [value for transport in TRANSPORTS for value in values.get(transport, [])]
+        return [value for transport in STAGING for value in values.get(transport, [])]
 
-    line("Penstock, every transport", every(figures.pause))
-    if restart is not None:
+    if staged := every(figures.pause):
+        line("Penstock, a staged version", staged)
+    if COLLECTIVE in figures.pause:
+        line("Penstock, a collective, its transfer included", figures.pause[COLLECTIVE])
+    if "load" in figures.pause:
         line("the engine's own load", figures.pause["load"])
+    if "restart" in figures.pause:
         line("vLLM: pause, reload from disk, resume", figures.pause["reload"])
-        line("vLLM: restart to the first token", [restart])
+        line("vLLM: restart to the first token", figures.pause["restart"])
     console.print(pauses)
     pauses = Table(title="what a turn in flight sees of a switch")
     for name in ("", "median, ms", "smallest", "largest"):
         pauses.add_column(name, justify="right" if name else "left")
-    line("from the order until the version is active", every(figures.active))
-    if figures.wait:
+    if staged:
+        line("from the order until the version is active", every(figures.active))
+    if every(figures.wait):
         line("longest wait for a token meanwhile", every(figures.wait))
+    if COLLECTIVE in figures.active:
+        line("by a collective: until the version is active", figures.active[COLLECTIVE])
+    if COLLECTIVE in figures.wait:
+        line("by a collective: longest wait meanwhile", figures.wait[COLLECTIVE])
+    if "ordinary" in figures.wait:
         line("ordinary wait for a token before", figures.wait["ordinary"])
     console.print(pauses)
 
 
-def headline(figures: Figures, restart: float | None) -> dict[str, float | None]:
+def headline(figures: Figures) -> dict[str, float | None]:
     def of(values: dict[str, list[float]], name: str) -> float | None:
         return round(median(values[name]), 3) if name in values else None
 
@@ -470,8 +546,8 @@ def headline(figures: Figures, restart: float | None) -> dict[str, float | None]
         "shared_memory_of_memcpy": of(figures.ratios, SHARED),
         "stream_of_tcp": of(figures.ratios, STREAM),
     }
-    pauses = [v for t in TRANSPORTS for v in figures.pause.get(t, [])]
-    if restart is None or not pauses:
+    pauses = [v for t in STAGING for v in figures.pause.get(t, [])]
+    if "restart" not in figures.pause or not pauses:
         return {
             **result,
             "pause_over_load_seconds": None,
@@ -484,7 +560,7 @@ def headline(figures: Figures, restart: float | None) -> dict[str, float | None]
         **result,
         "pause_over_load_seconds": round(median(beyond), 4),
         "disk_reload_over_pause": round(median(figures.pause["reload"]) / pause, 2),
-        "restart_over_pause": round(restart / pause, 1),
+        "restart_over_pause": round(median(figures.pause["restart"]) / pause, 1),
     }
 
 
