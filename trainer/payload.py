@@ -53,13 +53,18 @@ class _Chunks:
         self._position = 0
         self.checksums: list[int] = []
 
-    def follow(self, end: int) -> None:
-        """All bytes before `end` are there."""
-        while self._position < end:
-            stop = min(end, (self._position // CHUNK_BYTES + 1) * CHUNK_BYTES)
-            self._digest.update(self._view[self._position : stop])
-            self._position = stop
-            if stop % CHUNK_BYTES == 0 or stop == len(self._view):
+    def take(self, begin: int, piece: memoryview) -> None:
+        """What is in the payload from `begin` on; before it there may be a gap since the last."""
+        self._take(self._view[self._position : begin])
+        self._take(piece)
+
+    def _take(self, piece: memoryview) -> None:
+        while piece:
+            room = CHUNK_BYTES - self._position % CHUNK_BYTES
+            part, piece = piece[:room], piece[room:]
+            self._digest.update(part)
+            self._position += len(part)
+            if len(part) == room or self._position == len(self._view):
                 self.checksums.append(self._digest.intdigest())
                 self._digest.reset()
 
@@ -139,7 +144,7 @@ class Payload:
             checksums.append(self._copy(index, tensor.detach(), chunks))
         self._checksums = tuple(checksums)
         if chunks is not None:
-            chunks.follow(self.length_bytes)
+            chunks.take(self.length_bytes, memoryview(b""))
             self.chunk_checksums = tuple(chunks.checksums)
 
     def _copy(self, index: int, tensor: Tensor, chunks: _Chunks | None) -> int:
@@ -148,6 +153,8 @@ class Payload:
         if tensor.dtype != self._dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
             self._tensor(place).copy_(tensor)
             tell_filled(place.offset + place.length)
+            if chunks is not None:
+                chunks.take(place.offset, target.data)
             return xxhash.xxh3_64_intdigest(target.data)
         # What only needs a copy is not worth torch's threads.
         source = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -156,13 +163,12 @@ class Payload:
             piece = source[begin : begin + PIECE_BYTES]
             copied = target[begin : begin + PIECE_BYTES]
             np.copyto(copied, piece)
-            end = place.offset + begin + len(copied)
-            tell_filled(end)
-            if chunks is not None:
-                chunks.follow(end)
-            # Of what was copied, and not of the copy: it is in the cache either way, and a copy that
-            # went wrong is noticed on the other side.
+            tell_filled(place.offset + begin + len(copied))
+            # Of what was copied, and not of the copy: it is in the cache, and a copy that went wrong is
+            # noticed on the other side.
             digest.update(piece.data)
+            if chunks is not None:
+                chunks.take(place.offset + begin, piece.data)
         return digest.intdigest()
 
     def tensors(self) -> dict[str, Tensor]:
