@@ -65,8 +65,7 @@ class RayKeeper(Keeper):
     def __init__(self, folder: str) -> None:
         """As a `Keeper`. Raises FolderMissing."""
         super().__init__(folder)
-        # Ray has an actor look from time to time whether its raylet is there, and under load it was seen
-        # half a minute later still.
+        # By itself an actor was at times still there 20 s after its raylet, and its process with it.
         die_with(os.getppid())
 
     async def address(self) -> str:
