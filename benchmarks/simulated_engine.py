@@ -8,7 +8,8 @@ seconds), and a turn that joins knows the step of its last token. An event is th
 turn ends, joins, or weights are switched.
 
 A switch takes effect at a step boundary: what was sampled up to it is of the version before, then the
-engine stands still for the pause, then turns in flight go on (`InFlight.KEEP`). A prefix is in the cache
+engine stands still for the pause, then turns in flight go on (`InFlight.KEEP`). Turns that waited at this
+boundary have joined; what comes in the pause joins a step later. A prefix is in the cache
 where the trajectory's last turn, or a sibling's prompt, was computed here by the same version: the
 server's cache salt is the version. Nothing is ever evicted, and no turn is preempted.
 """

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pool_setup import Setup, Tally, TrainerTimes, Workload
 from pool_simulation import Group, Simulation, Stuck, simulate
@@ -122,8 +122,9 @@ def step_engine(
     switches = sorted(switches)
     while waiting or left:
         if not left:
-            # An engine at rest takes a turn, or other weights, at once.
-            while switches and switches[0] < waiting[0][0]:
+            # An engine at rest takes a turn, or other weights, at once. One for which a turn waits at the
+            # end of a step is not.
+            while switches and now < waiting[0][0] and switches[0] < waiting[0][0]:
                 now = max(now, switches.pop(0)) + times.pause_seconds
                 version += 1
             now = max(now, waiting[0][0])
@@ -163,6 +164,8 @@ moments = st.integers(1, 2_000).map(lambda number: number * 0.00097531)
     switch=st.none() | moments,
     most_running=st.integers(1, 5),
 )
+# Other weights at a boundary with nothing in flight and one turn waiting; another comes in the pause.
+@example(arrivals=[(0.001, 1), (0.003, 1), (0.012, 1)], switch=0.002, most_running=2)
 def test_arithmetic_over_steps_is_the_same_as_one_step_after_another(
     arrivals: list[tuple[float, int]], switch: float | None, most_running: int
 ) -> None:

@@ -230,6 +230,8 @@ async def test_a_turn_that_was_cut_off_is_continued_at_its_last_record(tmp_path:
         await first.sampled("t")
         (turn,) = first.serving.turns.in_flight
         assert turn.policy_token_count
+        # Its opening was queued before this; nobody who samples waits for the disk.
+        await first.serving._journal.append([])
         after = killed(tmp_path / "a")
         call.cancel()
     async with on_disk(after) as second:

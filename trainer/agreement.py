@@ -207,17 +207,16 @@ class Agreement:
         await self._tasks.submit_again(server)
 
     async def fill(self, weight_version: int, *, uploads: bool = False) -> None:
-        """Copies the policy's weights into the payload, as this version. The base model is not copied:
-        every server has it. With `uploads` the upload begins meanwhile, unless the server may turn out
-        to have these weights."""
-        if weight_version:
-            begins = uploads and weight_version > self._newest_ahead
-            await self._publisher.fill(
-                self._policy.weights,
-                weight_version,
-                self._weight_dtype,
-                self._handover.announcements if begins else (),
-            )
+        """Copies the policy's weights into the payload, as this version. With `uploads` the upload begins
+        meanwhile, unless the server may turn out to have these weights. The base model, version 0, goes
+        to nobody, for every server has it; but the first version is compared with it."""
+        begins = uploads and weight_version > self._newest_ahead
+        await self._publisher.fill(
+            self._policy.weights,
+            weight_version,
+            self._weight_dtype,
+            self._handover.announcements if begins else (),
+        )
 
     def number(self, entry: StepEntry) -> int:
         """The version that a step's weights get: the entry's, where no server has others by that number.
