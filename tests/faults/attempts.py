@@ -55,6 +55,7 @@ CODES = {
     "STALE_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
     "SOURCE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
     "WEIGHT_LOAD_FAILED": grpc.StatusCode.ABORTED,
+    "WEIGHTS_INCONSISTENT": grpc.StatusCode.UNAVAILABLE,
 }
 """Of what is not INVALID_ARGUMENT."""
 

@@ -39,15 +39,17 @@ class Loads:
         self._load = engine.load
         self._spoil = spoil
         self._prepare = engine.prepare
-        self._breaking = self._breaking_ahead = False
+        self._breaking = 0
+        self._breaking_ahead = False
         self._gate = asyncio.Event()
         self._gate.set()
         self.begun = asyncio.Event()
         engine.load = self._pass
         engine.prepare = self._pass_ahead
 
-    def break_next(self) -> None:
-        self._breaking = True
+    def break_next(self, count: int = 1) -> None:
+        """So many of the next loads; the second one is of the version before."""
+        self._breaking = count
 
     def break_next_ahead(self) -> None:
         """The next version breaks already while it is made ready."""
@@ -67,7 +69,7 @@ class Loads:
         if not self._breaking:
             await self._load(weights)
             return
-        self._breaking = False
+        self._breaking -= 1
         with pytest.raises(EngineLoadFailed) as caught:
             await self._load(self._spoil(weights))
         raise caught.value

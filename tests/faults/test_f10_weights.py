@@ -26,6 +26,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.v1 import rollout_service_pb2
 from penstock.wire.channel import client_options
 from penstock.wire.failpoints import VARIABLE
 from penstock.wire.failure import read_failure
@@ -36,6 +37,7 @@ from tests.faults.trajectories import Trajectories
 from tests.faults.weight_faults import FAULTS
 from tests.harness import (
     GenerateRequest,
+    GetServerInfoRequest,
     InlineSource,
     Turn,
     Wire,
@@ -52,6 +54,7 @@ from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
+UNAVAILABLE = rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
 TURNS = 4
 LIMIT_SECONDS = 60
 DESCRIPTORS = 6
@@ -96,6 +99,28 @@ async def test_vllm(
     vllm: Site, fault: str, source: Source, report: Report, request: pytest.FixtureRequest
 ) -> None:
     await survive(vllm, fault, source, report, request.node.nodeid)
+
+
+async def test_who_cannot_go_back_serves_nothing_until_a_full_upload(
+    fake: Site, vllm: Site, report: Report
+) -> None:
+    for site in (fake, vllm):
+        rng = random.Random(f"{report.seed} {site.name}")
+        await good_upload(site, rng)
+        whole = [source for source in Source if not source.is_delta]
+        with contextlib.closing(Attempt(site, rng.choice(whole), rng)) as attempt:
+            attempt.staged = False
+            site.loads.break_next(2)
+            await attempt.refused("WEIGHTS_INCONSISTENT")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await site.trajectories.turn([1, 2, 3], 4)
+        assert read_failure(caught.value).reason == "WEIGHTS_INCONSISTENT"
+        info = await site.wire.GetServerInfo(GetServerInfoRequest())
+        assert {replica.state for replica in info.replicas} == {UNAVAILABLE}
+        assert info.delta_base_weight_version == 0
+        await good_upload(site, rng)
+        # Explained by the uploaded weights, token by token.
+        await site.outputs(site.active)
 
 
 async def survive(site: Site, name: str, source: Source, report: Report, test: str) -> None:
@@ -199,7 +224,6 @@ class Doomed:
             await process.wait()
 
 
-@pytest.mark.timeout(600)
 async def test_an_engine_that_is_killed_in_a_load_has_served_none_of_it(
     tmp_path: Path, report: Report, moment: str, request: pytest.FixtureRequest
 ) -> None:
