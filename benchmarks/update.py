@@ -120,7 +120,8 @@ async def serve(model: Path, *options: str) -> AsyncIterator[Server]:
     finally:
         await server.channel.close()
         await server.weights.close()
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):  # It ended by itself, which its caller says.
+            process.terminate()
         await process.wait()
 
 
