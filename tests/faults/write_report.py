@@ -130,14 +130,29 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
         if len(found) > MOST_ROWS:
             # A table that nobody reads hides what is wrong in it.
             shown = [verdict for verdict in found if verdict.violations]
-            names = ", ".join(v.name for v in found if not v.violations)
-            lines.append(f"Survived, from seed {found[0].seed} on: {names}.\n")
+            lines += ["Survived:\n", *_survived([v for v in found if not v.violations]), ""]
         if shown:
             lines.append("| what | to | count | violations | seed | seconds | |")
             lines.append("|---|---|---|---|---|---|---|")
             lines += [_row(verdict) for verdict in shown]
         lines.append("")
     return "\n".join(lines)
+
+
+def _survived(verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for those of one place, count and seed; what follows a comma in a name is in brackets."""
+    runs: dict[tuple[str, int, str, int], dict[str, list[str]]] = {}
+    for verdict in verdicts:
+        run = runs.setdefault((verdict.where, verdict.count, verdict.unit, verdict.seed), {})
+        name, _, kind = verdict.name.partition(", ")
+        run.setdefault(name, []).append(kind)
+    lines: list[str] = []
+    for (where, count, unit, seed), names in runs.items():
+        shown = ", ".join(
+            f"{name} ({', '.join(kinds)})" if any(kinds) else name for name, kinds in names.items()
+        )
+        lines.append(f"- to {where}, {count:,} {unit} each, seed {seed}: {shown}")
+    return lines
 
 
 def _row(verdict: Verdict) -> str:
