@@ -167,10 +167,17 @@ class AgentTurns:
         if root.closed:
             raise _closed(root)
         records = [root, *root.open_branches()]
-        for record in records:
-            note = record.answered
-            if note is not None and note.is_retried_by(asked.digest, says_so=asked.says_retry):
-                return await self._again(record, note, asked, trace)
+        retried = [
+            (record, note)
+            for record in records
+            if (note := record.answered) is not None
+            and note.is_retried_by(asked.digest, says_so=asked.says_retry)
+        ]
+        if retried:
+            # An agent that votes sends equal requests. What is repeated is one whose answer nobody got, or
+            # else the last: that an answer was sent does not mean that it arrived.
+            record, note = min(retried, key=lambda found: _answered_order(found[1]))
+            return await self._again(record, note, asked, trace)
         if asked.previous is None:
             found = match(records, asked.messages, asked.tools)
         else:
@@ -183,7 +190,8 @@ class AgentTurns:
         self, record: TrajectoryRecord, note: Answered, asked: Asked, trace: Context
     ) -> Answer:
         """What a retry is given: the turn of the request that it repeats."""
-        if note.finished is None and not note.turn.in_flight:
+        # It may also have ended by itself in the moment in which its last follower left.
+        if note.finished is None and note.turn.resumable:
             return await self._resume(record, asked, trace)
         self._callers.check_own(record.trajectory_id)
         how = self._opening.how(_options(asked.stream))
@@ -311,6 +319,11 @@ class AgentTurns:
             )
         if turn.resumable:
             await self._opening.extend(_resumption(record, not answer.how.final_only), answer.trace)
+
+
+def _answered_order(note: Answered) -> tuple[bool, int, float]:
+    """Which of equal requests a retry repeats: the least."""
+    return note.delivered, note.followers, -note.asked_at
 
 
 def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked) -> Match:

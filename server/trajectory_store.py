@@ -12,6 +12,7 @@ is made per token.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -97,6 +98,8 @@ class Answered:
     """Whether one of them was sent all of it."""
     finished: rollout_service_pb2.TurnFinished | None = None
     """The turn's end, once it is whole."""
+    asked_at: float = field(default_factory=time.monotonic)
+    """When it came, by the monotonic clock."""
 
     def is_retried_by(self, digest: bytes, *, says_so: bool) -> bool:
         """Whether a request repeats this one, rather than wanting another sample."""

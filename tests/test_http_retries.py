@@ -1,0 +1,80 @@
+"""Requests that an SDK repeats by itself: which turn they are given where that is not plain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from tests.fakes import FakeEngine
+from tests.harness import Harness, serve, until
+
+RETRY = {"x-stainless-retry-count": "1"}
+BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 40,
+    "ignore_eos": True,
+}
+
+
+def follower_counts(server: Harness) -> list[int]:
+    """Of the attempt's trajectories."""
+    root = server.serving.store.find("a")
+    records = [] if root is None else [root, *root.open_branches()]
+    return [record.answered.followers for record in records if record.answered is not None]
+
+
+async def test_the_retry_of_a_vote_gets_its_own_answer_and_not_anothers(tmp_path: Path):
+    async with (
+        serve(tmp_path, "http.listen=127.0.0.1:0", step_seconds=0.002) as server,
+        httpx.AsyncClient(timeout=20) as http,
+    ):
+        url = f"{server.http}/attempts/a/chat/completions"
+        first = (await http.post(url, json=BODY)).json()
+        server.engine.freeze_at = 20
+        lost = asyncio.create_task(http.post(url, json=BODY))
+        await until(lambda: follower_counts(server) == [0, 1])
+        lost.cancel()
+        await until(lambda: follower_counts(server) == [0, 0])
+        server.engine.freeze_at = None
+        second = (await http.post(url, json=BODY, headers=RETRY)).json()
+        root = server.serving.store.find("a")
+        assert root is not None
+        (branch,) = root.children
+        # It was sent, and yet may have been lost.
+        again = (await http.post(url, json=BODY, headers=RETRY)).json()
+    assert first["id"] == "chatcmpl-a-0"
+    assert second["id"] == again["id"] == f"chatcmpl-{branch.trajectory_id}-0"
+
+
+class Late(FakeEngine):
+    """Every request ends by itself before it can be aborted."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        pass
+
+
+async def test_a_retry_gets_the_answer_that_ended_while_its_connection_was_lost(tmp_path: Path):
+    parts = {"step_seconds": 0.002, "make_engine": Late}
+    async with (
+        serve(tmp_path, "http.listen=127.0.0.1:0", **parts) as server,
+        httpx.AsyncClient(timeout=20) as http,
+    ):
+        url = f"{server.http}/attempts/a/chat/completions"
+        server.engine.freeze_at = 20
+        lost = asyncio.create_task(http.post(url, json=BODY))
+        await until(lambda: follower_counts(server) == [1])
+        lost.cancel()
+        await until(lambda: follower_counts(server) == [0])
+        record = server.serving.store.find("a")
+        assert record is not None and record.turn is not None
+        turn = record.turn
+        server.engine.freeze_at = None
+        await until(lambda: not turn.in_flight)
+        answer = await http.post(url, json=BODY, headers=RETRY)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 40
+    assert (record.turn_count, record.children, len(server.engine.salts)) == (1, [], 1)
