@@ -14,7 +14,8 @@ and where those that the policy wrote end among its tokens.
                 policy wrote and that is still there; what follows is encoded, in a trajectory that
                 branches from the one that shares most, first in what is kept and then in messages: of
                 another sample of a context that nobody answered yet nothing is kept, and yet its
-                prompt is stored once
+                prompt is stored once. Also where a trajectory could be continued that holds less of
+                what the policy wrote: of two samples that read the same one may have gone on
 
 A request that asks again for a turn that was cut off goes on with that turn: CONTINUED, with no new
 message. One that asks again for a turn that ended by itself is a branch: it wants another sample.
@@ -187,11 +188,15 @@ def match(
     wanted = [hold(message, 0) for message in messages]
     digest = tools_digest(tools)
     best: Match | None = None
-    best_rank = (-1, -1, -1, -1)
+    best_rank: tuple[int, ...] = ()
     for record in records:
         common = _common(record, wanted, digest)
         found = _match_one(record, messages, wanted, common)
-        rank = (_PREFERENCE[found.kind], found.message_count, found.token_count, common)
+        # What the policy wrote is not encoded from text where a trajectory holds its tokens: one that holds
+        # more of it comes before one that could be continued.
+        encoded = sum(message.role == "assistant" for message in found.new_messages)
+        kept = (found.message_count, found.token_count, common)
+        rank = (-encoded, _PREFERENCE[found.kind], *kept)
         if rank > best_rank:
             best, best_rank = found, rank
     return best or Match(MatchKind.NEW, None, 0, 0, tuple(messages))

@@ -186,6 +186,20 @@ def test_of_several_trajectories_the_one_that_fits_best_is_taken():
     assert (found.record, found.token_count) == (branch, 50)
 
 
+def test_what_the_policy_wrote_is_not_encoded_where_one_that_goes_on_holds_it():
+    # Two samples that read the same; the first was answered, and went on.
+    first = trajectory(*HELD[:3], RESULT, ANSWER, ASK, ANSWER, name="first")
+    second = trajectory(*HELD[:3], name="second")
+    found = matched([first, second], *HELD, NEXT)
+    assert found.record is first
+    assert seen(found) == (MatchKind.BRANCHED, 50, 5, (NEXT,))
+    # Where neither holds more of it, the one that can be continued is.
+    other = replace(RESULT, content="5")
+    found = matched([first, second], *HELD[:3], other)
+    assert found.record is second
+    assert seen(found) == (MatchKind.CONTINUED, 30, 3, (other,))
+
+
 def test_another_sample_of_a_rewritten_context_branches_from_the_first_one():
     root = trajectory(*HELD, name="root")
     summary = Message("user", "So far: 4.")
