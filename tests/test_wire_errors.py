@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,6 +222,11 @@ async def with_known_ids(harness: Harness) -> None:
     await harness.generate("grouped", group_id="group", group_size=2)
 
 
+def own_name(seed: int) -> str:
+    """The trajectory or task of this number. A bit that is flipped in it makes no other number's."""
+    return f"t{seed}-{zlib.crc32(str(seed).encode()):08x}"
+
+
 def valid(method: MethodDescriptor, seed: int) -> Message:
     """A request that is in order, so that what is absurd in it is not hidden by what is refused first."""
     conversation = Conversation(
@@ -230,14 +236,14 @@ def valid(method: MethodDescriptor, seed: int) -> Message:
     params = sampling(4)
     requests: dict[str, Message] = {
         "Generate": GenerateRequest(
-            trajectory_id=f"t{seed}", conversation=conversation, sampling_params=params
+            trajectory_id=own_name(seed), conversation=conversation, sampling_params=params
         ),
         "Continue": ContinueRequest(
             trajectory_id="open", tokens=sequence([1]), sampling_params=params
         ),
         "GetTrajectory": GetTrajectoryRequest(trajectory_id="open"),
         "SubmitTasks": SubmitTasksRequest(
-            tasks=[Task(task_id=f"t{seed}", group_size=1, conversation=conversation)]
+            tasks=[Task(task_id=own_name(seed), group_size=1, conversation=conversation)]
         ),
         "LeaseTasks": LeaseTasksRequest(agent_id="a", concurrency=1),
         "RenewLease": RenewLeaseRequest(trajectory_ids=["grouped"]),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.harness import ExchangeRequest, UpdateWeightsRequest, header
 from tests.harness import messages as upload_messages
-from tests.test_wire_errors import KNOWN_IDS, TEXTS, extremes, put, scalar_fields, valid
+from tests.test_wire_errors import KNOWN_IDS, TEXTS, extremes, own_name, put, scalar_fields, valid
 
 MOST_DEEP = 5
 SEEDS = itertools.count(1_100_000)
@@ -96,12 +96,18 @@ def ways(descriptor: Descriptor) -> tuple[tuple[FieldDescriptor, ...], ...]:
     return tuple(scalar_fields(descriptor))
 
 
+def valid_of_its_own(method: MethodDescriptor, seed: int) -> Any:
+    """A request in order, for a trajectory that is made for it where it needs one."""
+    request: Any = valid(method, seed)
+    if method.name in OWN_TRAJECTORY:
+        request.trajectory_id = own_name(seed)
+    return request
+
+
 @st.composite
 def spoiled(draw: st.DrawFn, method: MethodDescriptor, seed: int) -> Message:
     """A valid request with up to three fields that are anything."""
-    request: Any = valid(method, seed)
-    if method.name in OWN_TRAJECTORY:
-        request.trajectory_id = f"t{seed}"
+    request = valid_of_its_own(method, seed)
     for _ in range(draw(st.integers(0, 3))):
         found = ways(method.input_type)
         if found:
@@ -203,7 +209,7 @@ def raw(draw: st.DrawFn, method: MethodDescriptor) -> Bodies:
     seed = next(SEEDS)
     if draw(st.booleans()):
         return Bodies((draw(st.binary(max_size=200)),), 0)
-    body = valid(method, seed).SerializeToString()
+    body = valid_of_its_own(method, seed).SerializeToString()
     bodies = [draw(mangled(body))]
     if method.client_streaming and draw(st.booleans()):
         bodies = [body, draw(mangled(body))]

@@ -48,6 +48,7 @@ from tests.test_wire_errors import (
     STREAMS,
     call,
     in_table,
+    own_name,
     with_known_ids,
 )
 
@@ -120,7 +121,7 @@ class Fuzzed:
         hung = code is grpc.StatusCode.DEADLINE_EXCEEDED and not waits
         assert in_table(code, reason) and not hung, (method.name, code, reason, bodies)
         if case.seed and method.name in ("Generate", *OWN_TRAJECTORY):
-            await self.close(f"t{case.seed}")
+            await self.close(own_name(case.seed))
 
     async def prepare(self, method: MethodDescriptor, seed: int) -> None:
         """What the valid request of this number needs to get past the looking up."""
@@ -129,7 +130,7 @@ class Fuzzed:
             task = Task(task_id=f"lease{seed}", group_size=1, tokens=sequence([1]))
             await wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
         elif method.name in OWN_TRAJECTORY:
-            await self.harness.generate(f"t{seed}", sampling_params=sampling(1))
+            await self.harness.generate(own_name(seed), sampling_params=sampling(1))
 
     async def close(self, trajectory_id: str) -> None:
         outcome = Outcome(failure=Failure(reason="FUZZED"))
