@@ -14,8 +14,8 @@ file for each call.
 `chat`, `responses` and `messages`, each with a `.._stream`, are OpenAI's and Anthropic's endpoints of the
 same Penstock server, `http_chat` and so on those of vLLM's: same body, prompts as text. Penstock's samples
 with log-probabilities, because it keeps them for the trainer; vLLM's is not asked for any, and in
-`http_chat_logprobs` and its stream it is asked for those of the sampled tokens. `--only` measures the
-systems it names, beside the raw engine.
+`http_chat_logprobs`, `http_responses_logprobs` and their streams it is asked for those of the sampled
+tokens, which for `messages` it cannot be. `--only` measures the systems it names, beside the raw engine.
 
 The last line is one JSON object, all ratios to the raw engine's tokens per second:
 {"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "chat": {...}, "http_stream": {...}, ...}
@@ -39,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -258,13 +258,20 @@ class Surface:
     """Whether vLLM can be told to; where not, a turn may end early on either server."""
     counted_when_asked: bool = False
     """Whether a stream has `usage` only on request."""
+    logprobs: Mapping[str, object] | None = None
+    """How vLLM is asked for those of the sampled tokens; None where it cannot be."""
 
 
 SURFACES = {
     "chat": Surface(
-        "chat/completions", "messages", "max_tokens", "completion_tokens", counted_when_asked=True
+        *("chat/completions", "messages", "max_tokens", "completion_tokens"),
+        counted_when_asked=True,
+        logprobs={"logprobs": True},
     ),
-    "responses": Surface("responses", "input", "max_output_tokens", "output_tokens"),
+    "responses": Surface(
+        *("responses", "input", "max_output_tokens", "output_tokens"),
+        logprobs={"include": ["message.output_text.logprobs"]},
+    ),
     "messages": Surface("messages", "messages", "max_tokens", "output_tokens", ignores_eos=False),
 }
 
@@ -274,14 +281,18 @@ PEERS = {
         f"{surface}{stream}",
         f"http_{surface}{logprobs}{stream}",
     )
-    for surface in SURFACES
-    for logprobs in (("", "_logprobs") if surface == "chat" else ("",))
+    for surface, described in SURFACES.items()
+    for logprobs in (("",) if described.logprobs is None else ("", "_logprobs"))
     for stream in ("", "_stream")
 }
 
 
 def surface_runners(
-    session: aiohttp.ClientSession, base: str, name: str, surface: Surface, logprobs: bool = False
+    session: aiohttp.ClientSession,
+    base: str,
+    name: str,
+    surface: Surface,
+    logprobs: Mapping[str, object] | None = None,
 ) -> dict[str, Run]:
     """Single turns of whoever serves them, whole and streamed."""
 
@@ -297,7 +308,7 @@ def surface_runners(
             "stream": stream,
             "temperature": SAMPLING["temperature"],
             **({"ignore_eos": True} if surface.ignores_eos else {}),
-            **({"logprobs": True} if logprobs else {}),
+            **(logprobs or {}),
             **({"stream_options": {"include_usage": True}} if asks_usage else {}),
         }
         usage: dict[str, int] = {}
@@ -383,8 +394,9 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
     systems = {"http_stream": runner(True), "http_unary": runner(False)}
     for surface, described in SURFACES.items():
         systems |= surface_runners(session, f"{base}/v1", f"http_{surface}", described)
-    chat = SURFACES["chat"]
-    systems |= surface_runners(session, f"{base}/v1", "http_chat_logprobs", chat, logprobs=True)
+        if described.logprobs is not None:
+            name = f"http_{surface}_logprobs"
+            systems |= surface_runners(session, f"{base}/v1", name, described, described.logprobs)
     try:
         yield systems
     finally:
