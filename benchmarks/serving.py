@@ -6,10 +6,10 @@
 Every system samples the same model with the same options and parameters, with log-probabilities of
 the sampled tokens, in a process of its own; the load comes from another process where the system is a
 server. Rounds are interleaved and ratios are taken within a round, because machines are shared and
-noisy. The raw engine runs in whichever of its output modes is faster here. `penstock` asks for each turn
-as a whole, as agents do that wait for it (`trajectory.turn()`); `penstock_stream` for tokens as they come.
-`--secure` adds a second such server, `penstock_tls`, called by TLS and with a token that is read from its
-file for each call.
+noisy; each measurement begins once no system is busy with the one before. The raw engine runs in
+whichever of its output modes is faster here. `penstock` asks for each turn as a whole, as agents do that
+wait for it (`trajectory.turn()`); `penstock_stream` for tokens as they come. `--secure` adds a second such
+server, `penstock_tls`, called by TLS and with a token that is read from its file for each call.
 
 `chat`, `responses` and `messages`, each with a `.._stream`, are OpenAI's and Anthropic's endpoints of the
 same Penstock server, `http_chat` and so on those of vLLM's: same body, prompts as text. Penstock's samples
@@ -45,6 +45,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import psutil
 import trustme
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +66,10 @@ ENGINE = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "6
 ENGINE += ["--kv-cache-memory-bytes", str(2 << 30)]
 SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
+LOOK_SECONDS = 0.3
+QUIET_SHARE = 0.1
+"""Of one core, all systems together."""
+RESTLESS_SECONDS = 30.0
 
 Run = Callable[[int, int], Awaitable[float]]
 
@@ -72,6 +77,32 @@ Run = Callable[[int, int], Awaitable[float]]
 def prompt() -> list[int]:
     """A prompt no cache has seen."""
     return [random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
+
+
+async def quiet() -> None:
+    """Returns once no system is busy.
+
+    The workers of vLLM's server turn round an empty queue for a second after their last step, at the cost
+    of whoever is measured next. Raises TimeoutError where one never rests.
+    """
+    async with asyncio.timeout(RESTLESS_SECONDS):
+        before = _used_seconds()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = _used_seconds()
+            if now - before < QUIET_SHARE * LOOK_SECONDS:
+                return
+            before = now
+
+
+def _used_seconds() -> float:
+    """Processor time of all systems so far."""
+    used = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system
+    return used
 
 
 # The raw engine, in a process of its own: a line of JSON in, a line of JSON out.
@@ -432,6 +463,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         await raw(8, 32, "final")
         for _ in range(3):
             for mode, seconds in modes.items():
+                await quiet()
                 seconds.append(await raw(32, arguments.tokens // 2, mode))
         mode = min(modes, key=lambda m: statistics.median(modes[m]))
         console.print(f"the raw engine is fastest here in output mode {mode!r}")
@@ -443,6 +475,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                 random.shuffle(order)
                 round_speeds: dict[str, float] = {}
                 for name in order:
+                    await quiet()
                     seconds = (
                         await raw(turns, arguments.tokens, mode)
                         if name == "raw"

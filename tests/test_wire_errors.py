@@ -38,6 +38,7 @@ from tests.harness import (
     ContinueRequest,
     Conversation,
     ExchangeRequest,
+    FetchWeightsRequest,
     GenerateRequest,
     GetServerInfoRequest,
     GetTrajectoryRequest,
@@ -161,8 +162,10 @@ async def call(
     method: MethodDescriptor,
     *bodies: bytes,
     seconds: float = 20.0,
+    first_only: bool = False,
 ) -> tuple[grpc.StatusCode, str]:
-    """Calls a method with raw bytes; returns its status and reason."""
+    """Calls a method with raw bytes; returns its status and reason. `first_only`: a stream that the server
+    sends for as long as it is read is OK with its first message."""
     path = f"/{service.full_name}/{method.name}"
     channel = harness.channel
     try:
@@ -171,8 +174,11 @@ async def call(
             async for _ in stream:
                 pass
         elif method.server_streaming:
-            async for _ in channel.unary_stream(path)(bodies[0], timeout=seconds):
-                pass
+            answer = channel.unary_stream(path)(bodies[0], timeout=seconds)
+            async for _ in answer:
+                if first_only:
+                    answer.cancel()
+                    break
         else:
             await channel.unary_unary(path)(bodies[0], timeout=seconds)
     except grpc.aio.AioRpcError as error:
@@ -255,6 +261,9 @@ def valid(method: MethodDescriptor, seed: int) -> Message:
         contract = StalenessContract(max_lag=seed % 3, groups_per_step=2, late_policy=seed % 5)
         hello = Hello(run_id="run", trainer_epoch=seed + 1, staleness=contract)
         requests["Exchange"] = ExchangeRequest(hello=hello)
+    if method.name == "FetchWeights":
+        head, _ = header(seed)
+        requests["FetchWeights"] = FetchWeightsRequest(weight_version=seed, tensors=head.tensors)
     if method.name == "UpdateWeights":
         head, _ = header(seed + 1, staged=bool(seed % 2))
         requests["UpdateWeights"] = UpdateWeightsRequest(header=head)

@@ -15,12 +15,19 @@ import pytest_asyncio
 import xxhash
 
 from penstock.v1 import weights_pb2
-from penstock.wire.codec import twin
 from penstock.wire.failure import Failure, read_failure
 from tests.authorities import make_authorities
-from tests.harness import Harness, header, messages, payload, send, serve, until
+from tests.harness import (
+    FetchWeightsRequest,
+    Harness,
+    header,
+    messages,
+    payload,
+    send,
+    serve,
+    until,
+)
 
-FetchWeightsRequest = twin(weights_pb2.FetchWeightsRequest)
 FetchWeightsResponse = weights_pb2.FetchWeightsResponse
 SILENT = "peers.silent_seconds=0.4"
 

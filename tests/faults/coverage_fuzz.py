@@ -27,7 +27,7 @@ import atheris
 
 FUZZER: Any = atheris
 with FUZZER.instrument_imports(include=["penstock.server", "penstock.wire"]):
-    from tests.harness import serve
+    from tests.harness import serve, upload
 
 from tests.faults.footprint import Footprint, footprint
 from tests.faults.grammar import OWN_TRAJECTORY, SEEDS, Bodies
@@ -35,6 +35,8 @@ from tests.faults.test_f12_fuzz import Fuzzed
 from tests.test_wire_errors import KNOWN_IDS, RPCS, valid
 
 LENGTH_BYTES = 2
+HELD_VERSION = 1
+"""Of the weights that the server has from the start, to hand out."""
 
 
 class Unforeseen(logging.Handler):
@@ -77,7 +79,9 @@ class Target:
         self._fuzzed = self._run(self._begin())
 
     async def _begin(self) -> Fuzzed:
-        return Fuzzed(self._server)
+        fuzzed = Fuzzed(self._server)
+        await upload(fuzzed.harness.wire, HELD_VERSION)
+        return fuzzed
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -105,7 +109,8 @@ def write_corpus(folder: Path) -> None:
     """Valid requests of every rpc, to begin with."""
     for index, (_, method) in enumerate(RPCS):
         for name in KNOWN_IDS if method.name in OWN_TRAJECTORY else ("",):
-            request: Any = valid(method, next(SEEDS))
+            seed = HELD_VERSION if method.name == "FetchWeights" else next(SEEDS)
+            request: Any = valid(method, seed)
             if name:
                 request.trajectory_id = name
             body = request.SerializeToString()

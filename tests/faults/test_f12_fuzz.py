@@ -41,6 +41,7 @@ from tests.harness import (
     hello,
     sampling,
     sequence,
+    upload,
 )
 from tests.test_wire_errors import (
     NAMES,
@@ -112,7 +113,9 @@ class Fuzzed:
         waits = method.name in WAITING
         seconds = LEASE_SECONDS if waits else SECONDS
         for _ in range(TRIES):
-            code, reason = await call(self.harness, service, method, *bodies, seconds=seconds)
+            code, reason = await call(
+                self.harness, service, method, *bodies, seconds=seconds, first_only=waits
+            )
             if code is not grpc.StatusCode.INTERNAL or reason or len(bodies) == 1:
                 break
             # grpcio's client says so itself where the answer comes in the middle of its next write.
@@ -129,6 +132,8 @@ class Fuzzed:
         if method.name == "LeaseTasks":
             task = Task(task_id=f"lease{seed}", group_size=1, tokens=sequence([1]))
             await wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+        elif method.name == "FetchWeights":
+            await upload(wire, seed)
         elif method.name in OWN_TRAJECTORY:
             await self.harness.generate(own_name(seed), sampling_params=sampling(1))
 
