@@ -41,8 +41,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-# Imported for what they register: the backend "gloo", and what vLLM's LoRA lacks.
-from penstock.server import gloo_weight_engine, vllm_lora  # noqa: F401  # pyright: ignore[reportUnusedImport]
+# Imported for what they register: the backend "gloo", what vLLM's LoRA lacks, and a faster draw.
+from penstock.server import (
+    gloo_weight_engine,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    vllm_lora,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    vllm_sampling,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)
 from penstock.server.vllm_preparation import Preparation, has_room, why_not
 from penstock.server.vllm_reload import ProcessesWeights, forget_reload, reload_model
 from penstock.server.weight_manifest import WeightRefused

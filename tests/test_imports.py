@@ -42,6 +42,7 @@ SEAMS = {
                 "reload",
                 "preparation",
                 "lora",
+                "sampling",
                 "parsers",
             )
         ),
