@@ -24,6 +24,9 @@ from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import CHUNK_BYTES, Piece, chunk_message
 
+EMPTY_BYTES = 16 << 20
+"""What a payload may leave empty between its tensors, beyond the length of the version."""
+
 
 @dataclass(frozen=True, slots=True)
 class Readable:
@@ -135,6 +138,12 @@ def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> lis
         slices.append(_Slice(None, spec.offset_bytes - end))
         slices.append(_Slice(begin, length))
         end = spec.offset_bytes + length
+    empty = sum(part.length for part in slices if part.begin is None)
+    most = readable.view.nbytes + EMPTY_BYTES
+    if empty > most:
+        # Zeros are sent for them, which whoever asks could have without end.
+        problem = f"leaves more than {most} bytes empty between tensors"
+        raise FieldInvalid("tensors.offset_bytes", problem, empty)
     return slices
 
 

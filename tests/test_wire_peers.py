@@ -376,6 +376,8 @@ async def test_any_client_can_fetch(giver: Harness) -> None:
     last.offset_bytes = 0
     assert await fetched(giver, 1, [last]) == tensors_of(1)[last.name]
     assert await fetched(giver, 1, []) == b""
+    last.offset_bytes = len(data)
+    assert await fetched(giver, 1, [last]) == bytes(len(data)) + tensors_of(1)[last.name]
 
 
 def _overlap(specs: Sequence[Any]) -> None:
@@ -390,6 +392,8 @@ def _overlap(specs: Sequence[Any]) -> None:
         ("CHECKSUM_MISMATCH", lambda specs: setattr(specs[0], "xxh3", 4)),
         ("FIELD_INVALID", _overlap),
         ("FIELD_INVALID", lambda specs: setattr(specs[0], "offset_bytes", -1)),
+        ("FIELD_INVALID", lambda specs: setattr(specs[-1], "offset_bytes", 1 << 40)),
+        ("FIELD_INVALID", lambda specs: setattr(specs[-1], "offset_bytes", (1 << 63) - 1)),
     ],
 )
 async def test_what_is_not_here_is_not_handed_out(
