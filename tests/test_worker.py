@@ -405,8 +405,11 @@ async def test_a_stop_gives_back_siblings_that_wait_for_one_another(penstock, se
     add_group(server, 2)
     server.script.max_attempts = 1
 
+    second = asyncio.Event()
+
     async def generate(task, trajectory):
         if trajectory.sample_index == 1:
+            second.set()
             await asyncio.Event().wait()
         await trajectory.turn()
 
@@ -414,6 +417,7 @@ async def test_a_stop_gives_back_siblings_that_wait_for_one_another(penstock, se
     worker = penstock.worker(settings, generate, lambda task, trajectories: [1.0, 1.0])
     running = asyncio.create_task(worker.run())
     await server.wait_until(lambda: server.calls.count("Generate") == 1)
+    await asyncio.wait_for(second.wait(), 20)
     worker.stop()
     await asyncio.wait_for(running, 20)
     assert reasons(server) == {"WORKER_STOPPED": 2}
