@@ -32,7 +32,7 @@ import pytest
 
 from penstock.client import connect
 from penstock.client.client import Client
-from penstock.client.errors import PenstockError
+from penstock.client.errors import PenstockError, ServerUnavailable
 from penstock.client.leases import Attempt
 from penstock.client.outcome import Outcome
 from penstock.client.sampling import SamplingParams
@@ -59,7 +59,7 @@ GROUP_SIZE = 2
 GROUPS_PER_STEP = 32
 STEPS_AHEAD = 4
 AGENTS = 2
-CONCURRENCY = 24
+CONCURRENCY = 96
 TOKENS = 32
 SEGMENT_BYTES = 8 << 20
 PAST_BYTES = 64 << 20
@@ -208,7 +208,7 @@ class Soak:
             async with asyncio.timeout(STUCK_SECONDS):
                 ahead = min(self.groups, used + STEPS_AHEAD * GROUPS_PER_STEP)
                 if submitted < ahead:
-                    await client.submit_tasks([_task(n) for n in range(submitted, ahead)])
+                    await _submit(client, range(submitted, ahead))
                     submitted = ahead
                 wanted = min(self.groups, used + 2 * GROUPS_PER_STEP)
                 if demanded < wanted:
@@ -238,6 +238,17 @@ class Soak:
             exchange.demand(waiting)
             while exchange.delivery_count < wanted:
                 await asyncio.sleep(0.01)
+
+
+async def _submit(client: Client, numbers: range) -> None:
+    """As often as it takes: a client does not wait by itself for a server that is gone. What the one that
+    was killed had taken is known to the next."""
+    while True:
+        try:
+            await client.submit_tasks([_task(number) for number in numbers])
+            return
+        except ServerUnavailable:
+            await asyncio.sleep(0.1)
 
 
 def _task(number: int) -> Task:
