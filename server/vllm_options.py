@@ -19,6 +19,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from penstock.wire.arithmetic import computes_bfloat16
+
 __all__ = ["AsyncEngineArgs", "describe_options", "engine_arguments"]
 
 WORKER_EXTENSION = "penstock.server.vllm_weight_engine.WorkerExtension"
@@ -58,6 +60,9 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
     on_cpu = bool(current_platform.is_cpu())
     parser = AsyncEngineArgs.add_cli_args(_Parser(prog="penstock serve", add_help=False))
     defaults = [*DEFAULTS, *(CPU_DEFAULTS if on_cpu else ())]
+    if on_cpu and not computes_bfloat16("cpu"):
+        # vLLM's default is the checkpoint's own, which here would be computed by conversions.
+        defaults += ("--dtype", "float32")
     namespace = cast(argparse.Namespace, parser.parse_args([*defaults, *options]))
     arguments = AsyncEngineArgs.from_cli_args(namespace)
     if arguments.worker_extension_cls not in ("", WORKER_EXTENSION):

@@ -99,8 +99,9 @@ class ModelConfig(Section):
     path: str = Field(min_length=1)
     """Folder, or name on a hub, of a Hugging Face causal language model; as the server was given
     it."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Arithmetic of the forward pass. "bfloat16" is autocast over float32 master weights."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Arithmetic of the forward pass. "bfloat16" is autocast over float32 master weights; "auto" is that
+    where the device has instructions for it, and float32 where it has none and is faster without."""
     gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass: less memory, about a third
     slower."""

@@ -46,7 +46,7 @@ from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.loading import block_names, frozen, load_model, outline
+from penstock.trainer.loading import block_names, compute_dtype, frozen, load_model, outline
 from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
 from penstock.trainer.planning import StepPlan, complete
 from penstock.trainer.policy import StepResult, describe_step
@@ -103,7 +103,8 @@ class FsdpPolicy:
         )
         self._sharding = sharding
         loaded, self._tokenizer = load_model(model.path)
-        autocast, blocks = model.dtype == "bfloat16", block_names(loaded)
+        autocast = compute_dtype(model, sharding.device) is torch.bfloat16
+        blocks = block_names(loaded)
         self._outline = None if sharding.is_whole else outline(model.path, sharding.device)
         self._reference: TokenModel | None = None
         if self._objective.needs_reference and model.lora is None:

@@ -13,8 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from penstock.trainer.config import ModelConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.token_model import CausalModel, TokenModel
+from penstock.wire.arithmetic import computes_bfloat16
 
 
 class SavedTokenizer(Protocol):
@@ -33,6 +35,14 @@ class _Maker(Protocol):
 
 class _Tied(Protocol):
     def tie_weights(self) -> None: ...
+
+
+def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Of the forward pass: what the configuration says, or what the device has instructions for."""
+    in_bfloat16 = (
+        computes_bfloat16(device.type) if model.dtype == "auto" else model.dtype == "bfloat16"
+    )
+    return torch.bfloat16 if in_bfloat16 else torch.float32
 
 
 def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:

@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import ModelConfig
+from penstock.trainer.loading import compute_dtype
 from penstock.trainer.megatron_description import Description, Facts, head_dim
 from penstock.trainer.megatron_layout import Layout
 from penstock.trainer.megatron_names import Cut, Shape, held_entries, local_name
@@ -36,7 +37,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """megatron-core's description of the same."""
     facts, shape = cast("Facts", description.config), description.shape
-    dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    dtype = compute_dtype(model, layout.device)
     recomputed: dict[str, object] = {}
     if model.gradient_checkpointing:
         recomputed = {
@@ -66,7 +67,7 @@ def transformer_config(
         pipeline_model_parallel_size=layout.stages,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=model.dtype == "bfloat16",
+        bf16=dtype is torch.bfloat16,
         # Weights come from files.
         perform_initialization=False,
         use_cpu_initialization=layout.device.type == "cpu",

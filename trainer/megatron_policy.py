@@ -44,7 +44,7 @@ from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import MegatronBackend, ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, PROGRESS_FILE, learning_rate
-from penstock.trainer.loading import SavedTokenizer, load_tokenizer, outline
+from penstock.trainer.loading import SavedTokenizer, compute_dtype, load_tokenizer, outline
 from penstock.trainer.megatron_checkpoint import ShardedOptimizer, load_state, save_state
 from penstock.trainer.megatron_description import describe, model_folder
 from penstock.trainer.megatron_layout import join_layout
@@ -122,7 +122,8 @@ class MegatronPolicy:
             DistributedDataParallelConfig(grad_reduce_in_fp32=True),
             self._stage.module,
         )
-        self._optimizer = _make_optimizer(self._parallel, model, train)
+        dtype = compute_dtype(model, self._layout.device)
+        self._optimizer = _make_optimizer(self._parallel, dtype, train)
         # After the optimizer, whose float32 copies must not be of what is rounded.
         load_weights(self._stage.gpt, shape, self._layout, self._folder)
         self._train = train
@@ -329,7 +330,7 @@ class MegatronPolicy:
 
 
 def _make_optimizer(
-    module: DistributedDataParallel, model: ModelConfig, train: TrainConfig
+    module: DistributedDataParallel, dtype: torch.dtype, train: TrainConfig
 ) -> _Optimizer:
     """AdamW; matrices have weight decay, vectors have none."""
     config = OptimizerConfig(
@@ -339,8 +340,8 @@ def _make_optimizer(
         adam_beta1=train.betas[0],
         adam_beta2=train.betas[1],
         adam_eps=train.epsilon,
-        bf16=model.dtype == "bfloat16",
-        params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
         clip_grad=train.max_grad_norm,
         use_distributed_optimizer=False,
     )

@@ -106,7 +106,9 @@ async def test_interrupted_at_every_hundredth(
                 assert curve_of(stand) == curve
                 assert model_of(stand) == weights
     except BaseException as error:
-        again = report.failed(where, what, report.seed, request.node.nodeid, lives, wanted)
+        options = "" if report.count is None else f"--fault-count {report.count}"
+        nodeid = request.node.nodeid
+        again = report.failed(where, what, report.seed, nodeid, lives, wanted, options)
         error.add_note(f"again: {again}; its files: {tmp_path}")
         raise
     seconds = (time.monotonic() - began) / lives

@@ -52,8 +52,6 @@ class Scale:
     """Longest answer."""
     max_model_len: int
     """Longest prompt and answer."""
-    dtype: str
-    """Of the server's weights and the trainer's arithmetic."""
     learning_rate: float
     """After warm-up."""
     lora_learning_rate: float
@@ -62,6 +60,8 @@ class Scale:
     """Steps over which the learning rate rises."""
     max_lag: int
     """Versions a trained token may be behind."""
+    dtype: str | None = None
+    """Of the server's weights and the trainer's arithmetic; without one, what the machine is fast in."""
     probe_tokens: int = 0
     """Length of the sequence by which each version is proven on the engine; zero for none."""
 
@@ -77,7 +77,6 @@ SMALL_MODEL = Scale(
     group_size=8,
     max_tokens=24,
     max_model_len=256,
-    dtype="bfloat16",
     learning_rate=2e-5,
     lora_learning_rate=4e-4,
     warmup_steps=2,
@@ -91,7 +90,6 @@ SMALL_MODEL_LONG_TASK = Scale(
     group_size=8,
     max_tokens=128,
     max_model_len=1024,
-    dtype="bfloat16",
     learning_rate=2e-5,
     lora_learning_rate=4e-4,
     warmup_steps=2,
@@ -177,7 +175,7 @@ def serve_command(plan: Plan, address: str | None) -> tuple[str, ...]:
         *("--set", f"journal.folder={plan.out / 'journal'}"),
         *("--set", f"journal.durability={plan.durability}"),
         *(AWAIT_TRAINER if address else ()),
-        *("--dtype", plan.scale.dtype),
+        *(("--dtype", plan.scale.dtype) if plan.scale.dtype else ()),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
         *(lora_options(plan.scale) if plan.lora else ()),
@@ -252,7 +250,7 @@ def trainer_config(plan: Plan, address: str) -> str:
             },
             "model": {
                 "path": str(plan.model),
-                "dtype": scale.dtype,
+                **({"dtype": scale.dtype} if scale.dtype else {}),
                 "threads": max(1, TRAINER_THREADS // plan.ranks),
                 "backend": plan.backend,
                 **adapter,
