@@ -65,7 +65,7 @@ async def test_a_checkpoint_is_pushed_and_sampled(tmp_path: Path, source: str) -
         shown = await command("push", harness.address, str(folder), "--source", source)
         assert shown.exit_code == 0, shown.output
         assert "version 1 is active; pause 0.0" in shown.output
-        assert "2 of 2 tensors changed" in shown.output
+        assert "2 tensors, and no version before to compare them with" in shown.output
         assert loaded(harness) == bits(model())
         assert harness.engine.version == 1
         turn = await harness.generate("t", sampling_params=sampling(3))
@@ -99,6 +99,10 @@ async def test_staged_is_not_switched_to_and_a_version_can_be_named(tmp_path: Pa
         shown = await command("push", harness.address, str(folder), "--in-flight", "drain")
         # The newest staged is counted, and nothing differs from it.
         assert "version 8 is active" in shown.output and "unchanged!" in shown.output
+        other = model()
+        other[MLP] = other[MLP] + 1
+        shown = await command("push", harness.address, str(save(folder, other)))
+        assert "version 9 is active" in shown.output and "1 of 2 tensors changed" in shown.output
 
 
 async def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path: Path) -> None:

@@ -145,7 +145,9 @@ async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
             sys.stderr.write(f"penstock weights: {failure}; going on with {sources[place + 1]}\n")
     else:
         raise PushRefused("the server takes weights from none of the sources known here")
-    click.echo(_outcome(version, last, len(tensors)))
+    # The engine holds what it was started with; the server counts against what it was sent.
+    is_first = not info.full_weight_version and not info.staged_weight_versions
+    click.echo(_outcome(version, last, len(tensors), is_first=is_first))
 
 
 def _sources(options: PushOptions, info: Info, tensors: Sequence[StoredTensor]) -> list[str]:
@@ -225,9 +227,13 @@ def _converted(tensors: Sequence[StoredTensor], dtype: str) -> Iterator[memoryvi
         yield tensor.bytes_as(dtype)
 
 
-def _outcome(version: int, last: weights_pb2.UpdateWeightsResponse, count: int) -> str:
+def _outcome(
+    version: int, last: weights_pb2.UpdateWeightsResponse, count: int, *, is_first: bool
+) -> str:
     changed = f"{last.changed_tensor_count} of {count} tensors changed"
-    if not last.changed_tensor_count:
+    if is_first:
+        changed = f"{count} tensors, and no version before to compare them with"
+    elif not last.changed_tensor_count:
         changed = "unchanged! every tensor is what it was"
     if last.state == weights_pb2.WEIGHT_STATE_ACTIVE:
         pause = last.pause.ToNanoseconds() / 1e9
