@@ -21,11 +21,15 @@ from rich.table import Table
 Command = Callable[..., Any]
 GIB, MIB = 2**30, 2**20
 BYTES_PER_TOKEN = 8
-"""An id and a log-probability, packed; on each hop, and in the journal."""
+"""An id and a log-probability, packed; on each hop of what was sampled, and in the journal."""
+BYTES_PER_ID = 4
+"""Of the context, which an engine is sent whole with each turn."""
 JOURNAL_COPIES = 2
 """A finished group is in the journal as its turns and as the group, until the next compaction."""
 RECORDS_PER_TURN, RECORDS_PER_TRAJECTORY, RECORDS_PER_GROUP = 2, 3, 3
 """A turn begins and ends; opened, leased, closed; accepted, finished, receipted."""
+VERSIONS_HELD = 2
+"""By a hub, whole: the one that is sampled, for who joins, and the next one while it is switched to."""
 CALLS_PER_TURN, CALLS_PER_TRAJECTORY, CALLS_PER_GROUP = 4, 4, 4
 """Request and answer at the agent's side and at the engine's; lease and completion; submission,
 delivery and receipt."""
@@ -106,18 +110,31 @@ class Load:
     trainer_bytes: float
     trainer_cores: float
     version_bytes: float
-    """Out of one hub, for one version."""
+    """Out of one hub, for one version: engine servers are sent it whole."""
     uploaded_bytes: float
-    """Out of the trainer, for one version: to each hub."""
+    """Out of the trainer, for one version: its difference, to each hub."""
     version_seconds: float
-    """From the first byte at the hub to the last at the last host, where every link has the stream's rate
-    or its own, whichever is less."""
+    """From the first byte out of the hub to the last at the last host, where every link has the stream's
+    rate or its own, whichever is less."""
     fullest: dict[str, float]
     """By what could be full: the part of it that is used, of one hub of one core."""
 
 
 USED = 0.7
 PIECE_BYTES = 4 * MIB
+
+
+def tree(hosts: int, branches: int) -> tuple[int, int]:
+    """How many hosts one hub sends a version to, and how many hops the last one is away; `branches` as in
+    `pool.branches`: with 0 the hub sends it to each, with 1 the hosts are a chain."""
+    if branches == 0:
+        return hosts, 1
+    depth, reached, level = 0, 0, 1
+    while reached < hosts:
+        level *= branches
+        reached += level
+        depth += 1
+    return min(branches, hosts), depth
 
 
 def load(deployment: Deployment, measured: Measured) -> Load:
@@ -137,7 +154,11 @@ def load(deployment: Deployment, measured: Measured) -> Load:
     # Half of what a trajectory comes to, in the mean of those that are open.
     open_trajectories = in_flight + turns * d.tool_seconds
     open_bytes = m.attempt_bytes + BYTES_PER_TOKEN * d.turn_tokens * d.turns / 2
-    token_bytes = tokens * BYTES_PER_TOKEN * 4
+    fixed_bytes = m.rest_bytes + VERSIONS_HELD * d.model_bytes
+    # Sampled tokens come in from engines and go out to agents and trainer; with each turn its engine gets
+    # all that the trajectory has come to, in the mean of its turns half of the others.
+    bytes_in = tokens * BYTES_PER_TOKEN
+    bytes_out = 2 * tokens * BYTES_PER_TOKEN + tokens * BYTES_PER_ID * (d.turns - 1) / 2
     journal = tokens * BYTES_PER_TOKEN * JOURNAL_COPIES
     records = (
         turns * RECORDS_PER_TURN
@@ -146,10 +167,10 @@ def load(deployment: Deployment, measured: Measured) -> Load:
     )
     hosts = math.ceil(d.engines / hubs)
     link = min(d.link_bytes_per_second, m.stream_bytes_per_second)
-    version = d.model_bytes * d.delta
-    fan = min(d.branches, hosts)
-    depth = math.ceil(math.log(hosts + 1, max(2, d.branches)))
-    version_seconds = version * fan / link + depth * PIECE_BYTES / link
+    difference = d.model_bytes * d.delta
+    fan, depth = tree(hosts, d.branches)
+    # A host hands on what it has while it still receives: each level is late by a piece.
+    version_seconds = (d.model_bytes * fan + (depth - 1) * PIECE_BYTES) / link
     return Load(
         tokens=tokens,
         turns=turns,
@@ -157,23 +178,23 @@ def load(deployment: Deployment, measured: Measured) -> Load:
         messages=messages,
         hub_cores=cores,
         hubs=hubs,
-        memory_bytes=m.rest_bytes + open_trajectories * open_bytes / hubs,
-        token_bytes=token_bytes,
+        memory_bytes=fixed_bytes + open_trajectories * open_bytes / hubs,
+        token_bytes=bytes_in + bytes_out,
         journal_bytes=journal,
         records=records / hubs,
         trainer_bytes=tokens * BYTES_PER_TOKEN,
         trainer_cores=tokens * m.decode_seconds,
-        version_bytes=version * fan,
-        uploaded_bytes=version * hubs,
+        version_bytes=d.model_bytes * fan,
+        uploaded_bytes=difference * hubs,
         version_seconds=version_seconds,
         fullest={
             "core of one hub": cores,
             "syncs of one journal": records / m.records_per_second,
-            "link of one hub, tokens": token_bytes / 2 / d.link_bytes_per_second,
+            "link of one hub, tokens": bytes_out / d.link_bytes_per_second,
             "link of one host, weights": version_seconds / d.step_seconds,
-            "link of the trainer, weights to each hub": version * hubs / link / d.step_seconds,
+            "link of the trainer, weights to each hub": difference * hubs / link / d.step_seconds,
             "core of the trainer, decoding": tokens * m.decode_seconds,
-            "16 GiB of one hub": (m.rest_bytes + open_trajectories * open_bytes) / (16 * GIB),
+            "64 GiB of one hub": (fixed_bytes + open_trajectories * open_bytes) / (64 * GIB),
         },
     )
 

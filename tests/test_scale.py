@@ -1,0 +1,58 @@
+"""What docs/scale.md computes of the tree in which a version goes from a hub to its hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from benchmarks.scale import DEPLOYMENTS, GPU, Measured, load, tree
+
+from penstock.server.pool_branches import Branches
+from penstock.server.pool_member import Member
+
+
+class Host:
+    """As much of a member as the tree looks at."""
+
+    hands_on = True
+
+
+def grown(hosts: int, branches: int) -> tuple[int, int]:
+    """What `pool_branches` makes of hosts that come one by one: sent by the hub, hops to the last."""
+    tree = Branches(branches)
+    hops: dict[Any, int] = {None: 0}
+    sent = 0
+    for _ in range(hosts):
+        source = tree.take(())
+        host = cast(Member, Host())
+        tree.add([host])
+        sent += source is None
+        hops[host] = hops[source] + 1
+    return sent, max(hops.values())
+
+
+@pytest.mark.parametrize("branches", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("hosts", [1, 2, 3, 6, 7, 14, 15, 100])
+def test_the_tree_is_that_of_a_pool(hosts: int, branches: int) -> None:
+    assert tree(hosts, branches) == grown(hosts, branches)
+
+
+def test_a_hub_is_sent_the_difference_and_sends_the_whole() -> None:
+    made = load(replace(GPU, engines=4, branches=1), Measured())
+    assert made.hubs == 1
+    assert made.uploaded_bytes == pytest.approx(GPU.model_bytes * GPU.delta)
+    assert made.version_bytes == GPU.model_bytes
+
+
+def test_the_context_goes_out_again_with_each_turn() -> None:
+    once = load(replace(GPU, turns=1), Measured())
+    often = load(replace(GPU, turns=9), Measured())
+    # Of nine turns the mean one follows four others, of 4 bytes a token.
+    assert often.token_bytes - once.token_bytes == pytest.approx(4 * 4 * once.tokens)
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda one: one.name)
+def test_every_share_is_a_number(deployment: Any) -> None:
+    made = load(deployment, Measured())
+    assert all(0 < share < 1_000 for share in made.fullest.values())
