@@ -153,6 +153,8 @@ def test_the_hub_looks_up_the_engines_service(tmp_path: Path) -> None:
     service = NAMES["Service", "penstock-engines"]
     assert hub.pool.engines == (f"dns:{named(service)}:{service['spec']['ports'][0]['port']}",)
     assert service["spec"]["clusterIP"] == "None"
+    # Else one whose weights are not to be trusted would not be found by the hub that has to send it others.
+    assert service["spec"]["publishNotReadyAddresses"] is True
     assert hub.pool.server_name == named(service)
     assert hub.pool.ca and hub.pool.token_file
     journal = hub.journal.folder
