@@ -60,6 +60,17 @@ PASSING = (
 )
 
 
+class _Client(Client):
+    """nats-py's, which connects anew over the socket of a try that failed in its handshake: nobody would
+    close that one."""
+
+    async def _connect_to_server(self, s: Any) -> None:
+        transport: Any = self._transport
+        if transport is not None:
+            transport.close()
+        await super()._connect_to_server(s)
+
+
 class Connection:
     """To the stream of one journal."""
 
@@ -70,7 +81,7 @@ class Connection:
         self._patience = section.patience_seconds
         self.writer = uuid.uuid4().hex
         """Who writes here, in the ids of its messages."""
-        self._client = Client()
+        self._client = _Client()
         self._inbox = ""
         self._answers: dict[str, asyncio.Future[Msg | None]] = {}
         """What is waited for, by where it comes to; None where the connection was lost before."""
@@ -104,6 +115,8 @@ class Connection:
                     **options,
                 )
         except (TimeoutError, OSError, errors.Error, ValueError) as error:
+            # It does not close what it was about to connect when its time was over.
+            await self.close()
             reason = str(error) or type(error).__name__
             raise Unreachable(f"NATS cannot be reached: {reason}") from error
         self._up.set()

@@ -1,0 +1,101 @@
+"""What becomes of the connection to NATS when tries to connect end early, each in its own way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import warnings
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
+
+from penstock.server.config import JournalSection
+from penstock.server.jetstream_answers import Unreachable
+from penstock.server.jetstream_connection import Connection
+
+INFO = {
+    "server_id": "S",
+    "version": "2.10.22",
+    "proto": 1,
+    "headers": True,
+    "max_payload": 1 << 20,
+}
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def section(url: str, patience_seconds: float) -> JournalSection:
+    return JournalSection(
+        url=url, stream="S", durability="process", patience_seconds=patience_seconds
+    )
+
+
+async def shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As much of NATS as a client asks for before it calls itself connected."""
+    writer.write(f"INFO {json.dumps(INFO)}\r\n".encode())
+    while (line := await reader.readline()).split()[:1] != [b"PING"]:
+        assert line, "the client has gone"
+    writer.write(b"PONG\r\n")
+
+
+@asynccontextmanager
+async def listening(handler: Handler) -> AsyncGenerator[str]:
+    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    try:
+        yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def never_closed() -> list[str]:
+    """What the collector says of sockets and transports that nobody closed."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        await asyncio.sleep(0.05)
+        gc.collect()
+    return [str(one.message) for one in caught if issubclass(one.category, ResourceWarning)]
+
+
+async def test_tries_that_fail_in_the_handshake_leave_no_socket() -> None:
+    tries = 0
+    again = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        if tries in (1, 5):
+            await shake_hands(reader, writer)
+            if tries == 5:
+                again.set()
+                await reader.read()
+        writer.close()
+
+    async with listening(serve) as url:
+        connection = Connection(section(url, 20))
+        await connection.connect()
+        async with asyncio.timeout(20):
+            await again.wait()
+        found = await never_closed()
+        await connection.close()
+    assert not found
+    assert tries == 5
+
+
+async def test_a_server_that_says_nothing_leaves_no_socket() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        closed.set()
+        writer.close()
+
+    async with listening(serve) as url:
+        connection = Connection(section(url, 0.3))
+        with pytest.raises(Unreachable, match="cannot be reached"):
+            await connection.connect()
+        async with asyncio.timeout(5):
+            await closed.wait()
+        assert not await never_closed()
