@@ -4,17 +4,23 @@ Too few leave it idle; too many fill its key-value cache until it throws turns o
 (*preemption*), which costs more than waiting here. Nobody knows the number beforehand: it depends on the
 lengths. So, on each report of the engine:
 
+    it still has more turns than the limit                      it stays: it fell, and none has ended yet
     preempted since the last report, or the cache nearly full   the limit falls to a part of what it has now
     turns wait in the engine's own queue                        it stays: more would only wait there
     the limit is reached and the cache has room                 it grows by a step
     the limit is not reached                                    it stays: nothing was learnt
+
+A limit that falls takes no turn away: those in flight come down to it as they end, which can take many
+reports. The cache is full all that time, and says nothing of the new limit. So it falls once, and again
+only where they have come down to it and it proves too high; what was preempted on the way down counts no
+more.
 
 Additive growth and multiplicative fall, as of TCP: engines that share nothing need no agreement.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class TurnLimit:
 
     value: int
     preemptions: int = 0
+    coming_down: bool = False
+    """Whether the engine had more turns than this at the last report."""
 
     @classmethod
     def begin(cls, rules: LimitRules) -> TurnLimit:
@@ -66,11 +74,14 @@ class TurnLimit:
 
     def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
         """The limit after a report."""
-        # A count that went back is that of another process.
-        preempted = max(0, report.preemptions - self.preemptions)
         value = self.value
-        if preempted or report.kv_cache_usage >= rules.full:
-            value = max(rules.fewest, int(min(value, max(1, report.turns)) * rules.fall))
-        elif not report.waiting and report.turns >= value and report.kv_cache_usage < rules.room:
-            value = min(rules.most, value + max(1, int(value * rules.growth)))
-        return replace(self, value=value, preemptions=report.preemptions)
+        # A count that went back is that of another process.
+        preempted = report.preemptions > self.preemptions and not self.coming_down
+        if report.turns <= value:
+            if preempted or report.kv_cache_usage >= rules.full:
+                value = max(rules.fewest, int(max(1, report.turns) * rules.fall))
+            elif (
+                report.turns == value and not report.waiting and report.kv_cache_usage < rules.room
+            ):
+                value = min(rules.most, value + max(1, int(value * rules.growth)))
+        return TurnLimit(value, report.preemptions, coming_down=report.turns > value)

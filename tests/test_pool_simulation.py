@@ -278,6 +278,34 @@ def test_turns_beyond_all_limits_wait_in_the_hub_and_none_is_lost() -> None:
     assert tally.batch <= 2.0
 
 
+def test_under_a_cache_that_fills_an_engine_keeps_its_turns() -> None:
+    # The cache is full with so many, and a turn takes as long as 50 looks at the engine.
+    fit, context, tokens = 24, 990, 10
+    setup = setup_of(
+        4,
+        groups=32,
+        workload=Workload(siblings=2, prompt_tokens=context, median_tokens=tokens),
+        times=EngineTimes(((1, 5.0),), cache_tokens=fit * (context + tokens)),
+        rules=PoolRules(limits=LimitRules(first=64)),
+    )
+    limits: list[int] = []
+
+    async def play_noting() -> None:
+        simulation = Simulation(setup, 1)
+        (member,) = simulation.pool.members
+
+        def note(_: object) -> None:
+            limits.append(member.limit.value)
+            simulation.clock.after(1.0, note)
+
+        note(None)
+        simulation.play(8)
+
+    asyncio.run(play_noting())
+    assert limits[0] == 64
+    assert fit // 2 < min(limits) <= fit
+
+
 # Invariants
 
 

@@ -147,6 +147,26 @@ def test_a_full_cache_lowers_it_and_an_almost_full_one_does_not_raise_it() -> No
     assert TurnLimit(8).after(report(8, 8, usage=0.9), LIMITS).value == 8
 
 
+def test_it_falls_once_for_one_time_of_pressure_however_long_the_turns_take_to_end() -> None:
+    limit = TurnLimit(32).after(report(32, 32, usage=1.0, preemptions=1), LIMITS)
+    assert limit.value == 24
+    # None ends, so the cache stays full and throws turns out: nothing is known of 24 of them yet.
+    for turns, preemptions in zip((32, 31, 28, 25), (2, 3, 5, 6), strict=True):
+        limit = limit.after(report(turns, turns, usage=1.0, preemptions=preemptions), LIMITS)
+        assert limit.value == 24
+    # What was thrown out before they came down to it was thrown out by the more there were.
+    limit = limit.after(report(24, 24, usage=0.9, preemptions=7), LIMITS)
+    assert limit.value == 24
+    assert limit.after(report(24, 24, usage=0.9, preemptions=8), LIMITS).value == 18
+
+
+def test_turns_that_came_down_to_a_limit_that_is_still_too_high_lower_it_again() -> None:
+    limit = TurnLimit(32).after(report(32, 32, usage=1.0), LIMITS)
+    limit = limit.after(report(24, 24, usage=1.0), LIMITS)
+    assert limit.value == 18
+    assert limit.after(report(19, 19, usage=1.0), LIMITS).value == 18
+
+
 def test_the_count_of_another_process_is_no_preemption() -> None:
     assert TurnLimit(8, preemptions=90).after(report(4), LIMITS).value == 8
 
