@@ -5,8 +5,9 @@ with its `TurnLimit`. What is here is when the server calls them:
 
     place    pool.PoolEngine._deltas: a turn is placed, or waits in the hub. When one ends its engine has
              room, and who waits is woken
-    look     pool_roster._keep, pool_member.heard: an engine's load moves its limit, its pace its slowness.
-             All engines are looked at in one moment here, as often as each is there
+    look     pool_roster._keep, pool_member.heard: an engine's load moves its limit, and it is told the pace
+             that is usual, which its own is against. All engines are looked at in one moment here, as often
+             as each is there
     switch   pool.switch: a part of the engines that have not got the version at a time, or all of them;
              out of rotation meanwhile. Without any that have not, the version is the pool's
 
@@ -28,11 +29,11 @@ from pool_setup import Setup
 from simulated_engine import SimulatedEngine, Turn
 
 from penstock.server.engine import EngineRequest, Sampling
+from penstock.server.engine_pace import usual_pace
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_placing import Placing
 from penstock.server.pool_roster import LOOKS_PER_SECOND
-from penstock.server.routing import slowness
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.codec import twin
 from penstock.wire.security import Security
@@ -174,9 +175,9 @@ class SimulatedPool:
 
     def _rotate(self) -> None:
         self._rotation = [m for m in self.members if m.state is State.SERVING]
-        known = slowness([member.seconds_per_token for member in self._rotation])
-        for member, slow in zip(self._rotation, known, strict=True):
-            member.slowness = slow
+        usual = usual_pace(member.pace for member in self._rotation)
+        for member in self._rotation:
+            member.usual_pace = usual
         self._wake()
 
     # Weights

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.server.engine import AdapterLimits, EngineDescription, TensorMeta
+from penstock.server.engine_pace import Pace
 from penstock.server.engine_server import EngineServer
 from penstock.server.routing import EngineLoad, retry_seconds
 from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
@@ -36,8 +37,6 @@ from penstock.wire.codec import twin
 ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
-# How much of the newest turn is in what is known of an engine's pace.
-PACE_PART = 0.1
 
 
 class State(Enum):
@@ -96,9 +95,9 @@ class Member:
     """No turns go there before this time, on the clock, for it was full or failed."""
     limit: TurnLimit = field(init=False)
     load: rollout_service_pb2.ServerLoad = field(default_factory=ServerLoad)
-    seconds_per_token: float | None = None
-    slowness: float = 1.0
-    """Of its turns, against the pool's; see `routing`."""
+    pace: Pace = field(default_factory=Pace)
+    usual_pace: float = 0.0
+    """Seconds per token in its pool; 0 where that is not known."""
 
     def __post_init__(self) -> None:
         self.limit = TurnLimit.begin(self.rules)
@@ -121,9 +120,9 @@ class Member:
 
     def as_load(self) -> EngineLoad:
         """As the routing sees it."""
-        return EngineLoad(
-            self.address, len(self.turns), self.limit.value, self.slowness, self.given
-        )
+        turns = len(self.turns)
+        slowness = self.pace.slowness(self.usual_pace, turns, self.clock())
+        return EngineLoad(self.address, turns, self.limit.value, slowness, self.given)
 
     # What it says of itself
 
@@ -135,7 +134,7 @@ class Member:
             self.limit = TurnLimit.begin(self.rules)
             self.wire_versions.clear()
             self.reserved.clear()
-            self.seconds_per_token = None
+            self.pace = Pace()
             self.state, self.problem = State.JOINING, ""
         elif self.state is State.LOST:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
@@ -212,8 +211,7 @@ class Member:
     def paced(self, seconds: float, token_count: int) -> None:
         """A turn of so many tokens took so long."""
         if token_count:
-            new, old = seconds / token_count, self.seconds_per_token
-            self.seconds_per_token = new if old is None else old + PACE_PART * (new - old)
+            self.pace = self.pace.after(seconds / token_count, self.clock(), self.usual_pace)
 
     def close_for(self, seconds: float) -> None:
         """It is left alone for so long."""

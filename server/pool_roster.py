@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.server.engine import EngineDescription
+from penstock.server.engine_pace import usual_pace
 from penstock.server.engine_server import EngineServer, Refused, Unanswered
 from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_member import Member, State, describe, difference
 from penstock.server.pool_rules import PoolRules
-from penstock.server.routing import slowness
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.security import Security
 
@@ -108,14 +108,14 @@ class Roster:
         self.on_change()
 
     def _compare(self) -> None:
-        """How slow each is, where that was not looked at just before."""
+        """Tells each how fast the others are, where that was not looked at just before."""
         now = self._clock()
         if now < self._compared_at + COMPARE_SECONDS:
             return
         self._compared_at = now
-        known = slowness([member.seconds_per_token for member in self.rotation])
-        for member, slow in zip(self.rotation, known, strict=True):
-            member.slowness = slow
+        usual = usual_pace(member.pace for member in self.rotation)
+        for member in self.rotation:
+            member.usual_pace = usual
 
     async def _keep(self, member: Member) -> None:
         """Looks at one engine for as long as it is listed."""

@@ -12,15 +12,14 @@ The hub drives these, and so does the simulator. Order of what decides:
 So it is with the policy *sticky*. *least_loaded* knows no homes, and *round_robin* takes the engine with
 the fewest turns so far, however busy: what there is to compare with.
 
-How busy an engine is, is the part of its limit that it has, times how slow it is: an engine that takes
-twice as long for a token as the others is as full with half as many turns.
+How busy an engine is, is the part of its limit that it has, times how slow it is (`engine_pace`): an engine
+that takes twice as long for a token as the others is as full with half as many turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 Policy = Literal["sticky", "least_loaded", "round_robin"]
@@ -36,7 +35,7 @@ class EngineLoad:
     limit: int
     """Most that it is given; at least 1."""
     slowness: float = 1.0
-    """Seconds per token over what is usual in the pool; at least 1."""
+    """Seconds per token over what is usual in the pool; at least 1, and 1 where that is to be tried."""
     given: int = 0
     """Turns it was ever given."""
 
@@ -73,15 +72,6 @@ def place(
         if home is not None and home.busy - least.busy <= rules.margin:
             return home
     return least
-
-
-def slowness(seconds_per_token: Sequence[float | None]) -> list[float]:
-    """How slow each engine is against the pool's median; 1 where nothing is known of it, and never less."""
-    known = [seconds for seconds in seconds_per_token if seconds]
-    usual = median(known) if known else 0.0
-    return [
-        max(1.0, seconds / usual) if seconds and usual else 1.0 for seconds in seconds_per_token
-    ]
 
 
 def retry_seconds(failures: int, first: float = 0.2, longest: float = 2.0) -> float:

@@ -306,6 +306,21 @@ def test_under_a_cache_that_fills_an_engine_keeps_its_turns() -> None:
     assert fit // 2 < min(limits) <= fit
 
 
+def test_an_engine_that_was_slow_once_is_tried_again_and_has_its_share_from_then_on() -> None:
+    async def play_with_one_slow() -> list[int]:
+        simulation = Simulation(setup_of(4, groups=4, engines=4, freshness=False), 1)
+        slow, *others = simulation.pool.members
+        # Its first turn, while it warmed up.
+        slow.paced(60.0, TOKENS)
+        for member in others:
+            member.paced(STEP * TOKENS, TOKENS)
+        simulation.play(100)
+        return [member.given for member in simulation.pool.members]
+
+    slow, *others = asyncio.run(play_with_one_slow())
+    assert slow > 0.5 * sum(others) / len(others)
+
+
 # Invariants
 
 

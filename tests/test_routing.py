@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds, slowness
+from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds
 from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
 
 RULES = RoutingRules(margin=0.25)
@@ -97,12 +97,6 @@ def test_round_robin_gives_each_engine_as_many_whatever_they_have() -> None:
     assert given == {"a": 10, "b": 10, "c": 10}
     full = place([load("full", 8), load("free", 7, given=9)], [], rules)
     assert full is not None and full.name == "free"
-
-
-def test_slowness_is_against_the_median_and_never_below_one() -> None:
-    assert slowness([0.01, 0.01, 0.04, None, 0.005]) == pytest.approx([1, 1, 4, 1, 1])
-    assert slowness([]) == []
-    assert slowness([None]) == [1.0]
 
 
 def test_retries_double_up_to_a_bound() -> None:
