@@ -152,7 +152,7 @@ class SimulatedPool:
         member = self.members[self._numbers[engine.name]]
         for turn in ended:
             member.paced(time - turn.joined_at, turn.token_count)
-            member.turns.discard(turn.request_id)
+            member.left(turn.request_id)
             self._on_ended(turn)
         if ended:
             self._wake()

@@ -245,6 +245,9 @@ class Pool(_Calling):
     """Most that it is ever given."""
     look_seconds: float = Field(default=1.0, gt=0)
     """Between two looks at an engine's load; longer in a large pool."""
+    silent_seconds: float = Field(default=600.0, gt=0)
+    """Longest time that an engine has turns and samples no token of any of them, before those go on
+    elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
     discover_seconds: float = Field(default=5.0, gt=0)
     """Between two looks for addresses."""
     branches: int = Field(default=2, ge=0)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from functools import cached_property
 
 import grpc
+import numpy as np
 
+from penstock.server.engine import Sampling
+from penstock.server.requests import sampling_message
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
@@ -24,6 +28,7 @@ GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
 GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
 AbortRequest = codec.twin(rollout_service_pb2.AbortRequest)
 TrajectorySelector = codec.twin(rollout_service_pb2.TrajectorySelector)
+TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 _SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0
@@ -56,6 +61,7 @@ class EngineServer:
         """Raises CredentialsUnusable."""
         self.address = address
         self._security = security
+        self._turns: set[grpc.aio.Call] = set()
         security.check(address)
 
     @cached_property
@@ -111,11 +117,39 @@ class EngineServer:
         )
         with _answers():
             call = method(request, metadata=tuple(metadata))
+            self._turns.add(call)
             try:
                 async for event in call:
                     yield event
             finally:
+                self._turns.discard(call)
                 call.cancel()
+
+    def end_turns(self) -> None:
+        """Ends every `generate` as if the connection was lost: each raises Unanswered."""
+        for call in self._turns:
+            call.cancel()
+
+    async def sample(self, seconds: float) -> None:
+        """Returns when it has sampled a token of a turn that is nobody's. Raises Refused, and Unanswered
+        where there is none after so long."""
+        request = GenerateRequest(
+            trajectory_id=uuid.uuid4().hex,
+            tokens=TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),
+            sampling_params=sampling_message(Sampling(max_tokens=1)),
+            single_turn=True,
+        )
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                contextlib.aclosing(self.generate(request, ())) as events,
+            ):
+                async for event in events:
+                    if event.WhichOneof("event") == "segment":
+                        return
+        except TimeoutError as error:
+            raise Unanswered(f"sampled nothing for {seconds:g} s") from error
+        raise Unanswered("it ended a turn without a token")
 
     def stage(self, header: weights_pb2.WeightHeader, payload: Iterable[Piece] = ()) -> StagedThere:
         """Begins the upload of a version that is switched to later."""

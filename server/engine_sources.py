@@ -160,6 +160,7 @@ def pool_rules(pool: Pool) -> PoolRules:
         switches_at_once=pool.switch == "all",
         switch_part=pool.switch_part,
         look_seconds=pool.look_seconds,
+        silent_seconds=pool.silent_seconds,
         branches=pool.branches,
     )
 

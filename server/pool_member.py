@@ -7,7 +7,7 @@ States, and what moves it (docs/pool.md has the picture):
     SWITCHING  is being given the next version                    -> SERVING, JOINING where it refused
     DRAINING   was told to stop; another process may follow it    -> LOST
     REFUSED    is not the model of this pool, or knows too little -> JOINING, as another process
-    LOST       nobody answers                                     -> JOINING
+    LOST       nobody answers, or it answers and samples nothing  -> JOINING
 
 State only, and the arithmetic of it: what asks the engine server, and when, is in `pool_roster`.
 
@@ -29,6 +29,7 @@ from enum import Enum
 from penstock.server.engine import AdapterLimits, EngineDescription, TensorMeta
 from penstock.server.engine_pace import Pace
 from penstock.server.engine_server import EngineServer
+from penstock.server.engine_silence import Silence
 from penstock.server.routing import EngineLoad, retry_seconds
 from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
 from penstock.v1 import rollout_service_pb2, weights_pb2
@@ -96,6 +97,10 @@ class Member:
     limit: TurnLimit = field(init=False)
     load: rollout_service_pb2.ServerLoad = field(default_factory=ServerLoad)
     pace: Pace = field(default_factory=Pace)
+    silence: Silence = field(default_factory=Silence)
+    silent: bool = False
+    """Whether it had turns, and sampled nothing for so long that it lost them. It is LOST until it has
+    sampled a token again."""
     usual_pace: float = 0.0
     """Seconds per token in its pool; 0 where that is not known."""
 
@@ -135,8 +140,9 @@ class Member:
             self.wire_versions.clear()
             self.reserved.clear()
             self.pace = Pace()
+            self.speak()
             self.state, self.problem = State.JOINING, ""
-        elif self.state is State.LOST:
+        elif self.state is State.LOST and not self.silent:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
             self.state, self.problem = State.JOINING, ""
         self.host_id = info.host_id
@@ -194,6 +200,7 @@ class Member:
         if not adapter:
             self.full_version = pool_version
         self.changes += 1
+        self.speak()
 
     @property
     def adapter_versions(self) -> list[int]:
@@ -207,6 +214,26 @@ class Member:
         """It is given a request."""
         self.turns.add(request_id)
         self.given += 1
+        self.silence = self.silence.given(self.clock())
+
+    def left(self, request_id: str) -> None:
+        """It has a request no more."""
+        self.turns.discard(request_id)
+        if not self.turns:
+            self.silence = self.silence.left(self.clock())
+
+    def sampled(self) -> None:
+        """It has sampled tokens of a turn."""
+        self.silence = self.silence.broken(self.clock())
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long it has had turns, and sampled nothing."""
+        return self.silence.seconds(self.clock())
+
+    def speak(self) -> None:
+        """It samples again, has taken weights, or is another process."""
+        self.silent, self.silence = False, self.silence.broken(self.clock())
 
     def paced(self, seconds: float, token_count: int) -> None:
         """A turn of so many tokens took so long."""
@@ -224,6 +251,9 @@ class Member:
 
     def leave_rotation(self, problem: str) -> None:
         """It answers, and has not what it should."""
+        if self.state is State.SWITCHING:
+            # It stood still for what it did not take.
+            self.silence = self.silence.broken(self.clock())
         if self.state in (State.SERVING, State.SWITCHING, State.JOINING):
             self.failures += 1
             self.state, self.problem = State.JOINING, problem

@@ -71,7 +71,7 @@ class Placing:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and (member := future.result()) is not None:
-                member.turns.discard(request.request_id)
+                member.left(request.request_id)
                 self.wake()
             raise
         finally:

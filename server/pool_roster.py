@@ -5,7 +5,9 @@ failure, and moves the member's state (docs/pool.md has the picture). One that h
 brought up to date before it takes turns; how, `pool_weights` knows.
 
 What a failure does. No answer, or one that refuses to talk: the member is LOST and tried again, later each
-time. An engine that is not the pool's model is REFUSED until another process answers at its address.
+time. One that was silent with its turns (`pool_turns`) answers all the same: it is asked for a token that
+is nobody's, for which it has as long as its turns had, again and again, and stays LOST until one comes. An
+engine that is not the pool's model is REFUSED until another process answers at its address.
 """
 
 from __future__ import annotations
@@ -176,6 +178,12 @@ class Roster:
             member.state, member.problem = State.DRAINING, "was told to stop"
             return
         trusted = info.replicas[0].state != rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
+        if member.silent:
+            if trusted:
+                await member.server.sample(self._rules.silent_seconds)
+            # What it said of itself is old by now; and one that is not trusted is given weights first.
+            member.speak()
+            return
         if member.state is State.SERVING and not (trusted and self.is_current(member)):
             member.leave_rotation("samples weights that are not the pool's")
             self.rotate()

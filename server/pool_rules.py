@@ -33,6 +33,9 @@ class PoolRules:
     """Most that all turns of the latter kind take together: with more turns they wait longer."""
     switch_seconds: float = 600.0
     """Longest time that one engine takes to switch, its turns in flight included, before it is given up."""
+    silent_seconds: float = 600.0
+    """Longest time that an engine has turns and samples no token of any of them, before those go on
+    elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
 
     def flush_for(self, stream_interval: int, turns: int) -> float:
         """Seconds that the tokens of a request may wait on the engine server, where so many turns are in

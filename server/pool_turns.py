@@ -3,12 +3,19 @@
 placed (`pool_placing`) -> streamed -> ended. Where an engine is lost, drains or is full, `RequestLost` has
 the turn made again from the exact token; `turns` does that. What an engine server refuses for the request's
 own sake is told to whoever asked.
+
+An engine whose loop stands still may go on answering looks. So one that has turns and samples no token of
+any of them for `silent_seconds` (`engine_silence`) is lost like one that does not answer, and its turns go
+on elsewhere; when it takes turns again, `pool_roster` says. Order: the time is over -> it is looked at once
+more, for a hub that stood still itself has tokens to read first -> the member is LOST, its calls end. While
+it switches it may be silent for as long as a switch may take (`switch_seconds`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 import weakref
@@ -19,7 +26,7 @@ import numpy as np
 
 from penstock.server.engine import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.engine_server import GenerateRequest, Refused, Unanswered
-from penstock.server.pool_member import Member
+from penstock.server.pool_member import Member, State
 from penstock.server.pool_placing import Placing
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
@@ -67,6 +74,8 @@ class PoolTurns:
         self._requests: set[str] = set()
         """Those whose deltas somebody may still read."""
         self._aborting: set[str] = set()
+        self._watched: set[Member] = set()
+        """Those that have had turns, and are looked at for whether they sample."""
         self.lost_count = 0
         """Requests that were made again elsewhere."""
 
@@ -105,14 +114,15 @@ class PoolTurns:
                     async for delta in deltas:
                         yield delta
             except Unanswered as error:
-                self._lost_at(member, error)
+                if not member.silent:
+                    self._lost_at(member, error)
                 self._lose_request(error)
             except Refused as error:
                 self._refused_at(member, error)
                 self._lose_request(error)
             finally:
                 self._placed.pop(name, None)
-                member.turns.discard(name)
+                member.left(name)
                 self._roster.retire(member)
                 self._placing.wake()
         finally:
@@ -124,6 +134,22 @@ class PoolTurns:
         self._roster.lose(member, str(error))
         self._roster.tell(member, before)
         self._roster.poke(member)
+
+    def _watch(self, member: Member, *, again: bool = False) -> None:
+        """Has an engine lose its turns that was silent for too long; `again` is the second look at that."""
+        if not member.turns:
+            self._watched.discard(member)
+            return
+        left = self._rules.silent_seconds - member.silent_seconds
+        over = left <= 0.0 and member.state is not State.SWITCHING
+        if over and again:
+            if not member.silent:
+                member.silent = True
+                problem = f"sampled nothing for {self._rules.silent_seconds:g} s"
+                self._lost_at(member, Unanswered(problem))
+            member.server.end_turns()
+        look = functools.partial(self._watch, member, again=over)
+        asyncio.get_running_loop().call_later(max(left, self._rules.look_seconds), look)
 
     def _refused_at(self, member: Member, error: Refused) -> None:
         """Whether another engine may take it; raises the refusal where none would."""
@@ -144,6 +170,9 @@ class PoolTurns:
         there = f"{self._prefix}.{self._count}"
         name = request.request_id
         self._placed[name] = member, there
+        if member not in self._watched:
+            self._watched.add(member)
+            self._watch(member)
         message, metadata = self._message(there, request, member)
         tokens, began = 0, self._clock()
         async with contextlib.aclosing(member.server.generate(message, metadata)) as events:
@@ -158,6 +187,7 @@ class PoolTurns:
                     segment = event.segment
                     delta = self._delta(member, segment)
                     tokens += len(delta.token_ids)
+                    member.sampled()
                     yield delta
                 else:
                     finish = FINISHES[event.finished.finish_reason]
