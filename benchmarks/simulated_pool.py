@@ -9,7 +9,9 @@ with its `TurnLimit`. What is here is when the server calls them:
              that is usual, which its own is against. All engines are looked at in one moment here, as often
              as each is there
     switch   pool.switch: a part of the engines that have not got the version at a time, or all of them;
-             out of rotation meanwhile. Without any that have not, the version is the pool's
+             out of rotation meanwhile. Without any that have not, the version is the pool's. Engines take
+             as long as each other to switch here, and have it at the same time: one after which the next
+             begins is the part after which the next part does
 
 `Placing.place` is a coroutine that waits for nothing but a future that `wake` sets, so it is driven by
 hand: what waits is resumed, in its order, after each `wake`.

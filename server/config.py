@@ -250,6 +250,12 @@ class Pool(_Calling):
     elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
     discover_seconds: float = Field(default=5.0, gt=0)
     """Between two looks for addresses."""
+    stage_seconds: float = Field(default=300.0, gt=0)
+    """Longest time that an engine takes to have all of a version, after the switch to it was asked for,
+    before it leaves the rotation; longer where links are slow. Some times `peers.silent_seconds`, after
+    which one whose source hangs takes it from another."""
+    switch_seconds: float = Field(default=600.0, gt=0)
+    """Longest time that an engine takes to switch, its turns in flight included, before it is given up."""
     branches: int = Field(default=2, ge=0)
     """Hosts that the hub, and each host, hands a version on to. 1 makes a chain of them, 2 and more a tree;
     with 0 the hub sends it to each by itself."""

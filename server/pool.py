@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.server.adapter_manifest import AdapterShape
@@ -66,6 +66,7 @@ class PoolEngine:
         self._roster.is_current = self.weights.is_current
         self._roster.bring_up = self.weights.bring_up
         self._roster.on_change = self.placing.wake
+        self._roster.on_rotation = self.weights.rotation_changed
         self._roster.on_other_process = self.placing.forget
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.set_addresses(addresses)
@@ -125,8 +126,10 @@ class PoolEngine:
         """Begins to stage a version everywhere; what was staged and not switched to is left."""
         self.weights.stage(staged, probe, adapter)
 
-    async def switch(self, update: PoolUpdate, policy: InFlight) -> Switched:
-        return await self.weights.switch(update, policy)
+    async def switch(
+        self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
+    ) -> Switched:
+        return await self.weights.switch(update, policy, begin)
 
     async def pause(self, *, drop_cache: bool) -> None:
         raise RuntimeError("a pool switches by itself")

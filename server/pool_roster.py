@@ -57,7 +57,9 @@ class Roster:
         self.bring_up: Callable[[Member, bool], Awaitable[None]] = _leave_out
         """Gives it the pool's weights and then turns; without the flag what it samples is not known."""
         self.on_change: Callable[[], None] = lambda: None
-        """Told when the rotation may have changed."""
+        """Told when the rotation, or what those in it can take, may have changed."""
+        self.on_rotation: Callable[[], None] = lambda: None
+        """Told when another engine is in rotation, or out of it."""
         self.on_other_process: Callable[[Member], None] = lambda member: None
         """Told when another process answers at a member's address."""
 
@@ -105,9 +107,14 @@ class Roster:
     def rotate(self) -> None:
         """Whoever is in rotation by now."""
         serving = State.SERVING
-        self.rotation = [m for m in self._members.values() if m.state is serving]
+        before, self.rotation = (
+            self.rotation,
+            [m for m in self._members.values() if m.state is serving],
+        )
         self._compare()
         self.on_change()
+        if self.rotation != before:
+            self.on_rotation()
 
     def _compare(self) -> None:
         """Tells each how fast the others are, where that was not looked at just before."""

@@ -25,6 +25,7 @@ from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_branches import Branches
 from penstock.server.pool_member import Member
+from penstock.server.pool_rules import PoolRules
 from penstock.server.weight_probe import Probe
 from penstock.v1 import weights_pb2
 from penstock.wire.memory_file import host_id, host_namespace
@@ -98,7 +99,7 @@ class Fanout:
         self,
         payload: Payload,
         epoch: int,
-        branches: int,
+        rules: PoolRules,
         probe: Probe | None = None,
         *,
         holders: Iterable[Member] = (),
@@ -109,8 +110,10 @@ class Fanout:
         self._epoch = epoch
         self._probe = None if probe is None else probe.message()
         self._host_id = host_id()
+        self._leader_seconds = rules.stage_seconds / 2
+        self._ready_seconds = rules.stage_seconds / 10
         holders = list(holders)
-        self._branches = Branches(branches, spare_hub=bool(holders))
+        self._branches = Branches(rules.branches, spare_hub=bool(holders))
         self._branches.add(holders)
         self._leaders: dict[str, asyncio.Future[weights_pb2.SharedMemorySource | None]] = {}
         self._numbers: dict[Member, int] = {}
@@ -134,6 +137,18 @@ class Fanout:
         """What came of it there; safe to repeat, the first time counts."""
         if (number := self._numbers.get(member)) is not None and number in member.reserved:
             member.settle(number, accepted=accepted)
+
+    def end(self, member: Member) -> None:
+        """Ends what is under way there; `begin` begins from the beginning. Safe to repeat."""
+        task = self._sending.pop(member, None)
+        if task is None:
+            return
+        task.cancel()
+        task.add_done_callback(_leave)
+        # It may have been staged there just now.
+        self.settle(member, accepted=True)
+        self._numbers.pop(member, None)
+        self._accepted.pop(member, None)
 
     async def close(self) -> None:
         """Ends what is under way; what is staged somewhere is left there."""
@@ -213,10 +228,12 @@ class Fanout:
                 accepted.set_result(False)
 
     async def _source_at(self, peer: Member) -> weights_pb2.PeerSource | None:
-        """The version at another host, once that has begun to receive it; None where it does not."""
+        """The version at another host, once that has begun to receive it; None where it does not, soon."""
         number = peer.wire_version(self.weight_version)
         if (accepted := self._accepted.get(peer)) is not None:
-            number = self._numbers[peer] if await asyncio.shield(accepted) else None
+            await asyncio.wait([accepted], timeout=self._ready_seconds)
+            is_ready = accepted.done() and accepted.result()
+            number = self._numbers.get(peer) if is_ready else None
         if number is None:
             return None
         return weights_pb2.PeerSource(address=peer.address, weight_version=number)
@@ -254,3 +271,9 @@ class Fanout:
             there.cancel()
             raise Unanswered(f"it answered an upload with state {answer.state}")
         return there, answer
+
+
+def _leave(task: asyncio.Task[StagedThere]) -> None:
+    """Nobody waits for it any more."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().cancel()

@@ -1,7 +1,7 @@
 """The weights of a pool: staged everywhere, switched to in parts, given to who comes late.
 
     stage     a version goes to every engine as soon as the hub has it (`pool_uploads`), while all sample
-    switch    one part of the engines after the other; it ends when none in rotation has an older one
+    switch    in parts, or all at once (`pool_switch`); it ends when none in rotation has an older one
     bring_up  one that joins is given the active version before it takes turns
 
 Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both decide that
@@ -12,9 +12,9 @@ to, unless it is known to have them, as one that was never given any has those o
 has somebody else's adapter on the right full weights needs the pool's adapter alone. On others, it can be
 given neither (ADAPTER_ACTIVE), and stays out until its process is another one.
 
-What a failure does. An engine that refuses a version has gone back to the one before: it leaves the
-rotation and is brought up to date, with the probe that the version came with. What all refuse is refused as
-a whole. Who is lost meanwhile is not waited for.
+What a failure does. An engine that refuses a version, or takes too long over it, leaves the rotation and is
+brought up to date, with the probe that the version came with. What none takes is refused as a whole. Who is
+lost meanwhile is not waited for.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
-from penstock.server.engine_server import Refused, StagedThere, Unanswered
+from penstock.server.engine_server import Refused, StagedThere
 from penstock.server.errors import DomainError
 from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
-from penstock.server.pool_uploads import POLICIES, Fanout, Payload
+from penstock.server.pool_switch import PoolSwitch
+from penstock.server.pool_uploads import Fanout, Payload
 from penstock.server.weight_probe import Probe, ProbeResult
 from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
 from penstock.server.weight_upload import Staged
@@ -64,6 +65,7 @@ class PoolWeights:
         self._epoch = time.time_ns()
         self._fanout: Fanout | None = None
         self._staging: asyncio.Task[None] | None = None
+        self._switch: PoolSwitch | None = None
         self._tasks = OwnTasks()
         self._bringing_up = asyncio.Semaphore(BRING_UPS)
         self.active = 0
@@ -133,7 +135,7 @@ class PoolWeights:
             payload = await asyncio.to_thread(Payload, weights, adapter)
             holders = [other for other in self._roster.rotation if other.version == version]
             random.shuffle(holders)
-            fanout = Fanout(payload, self._epoch, self._rules.branches, probe, holders=holders)
+            fanout = Fanout(payload, self._epoch, self._rules, probe, holders=holders)
             try:
                 there = await fanout.begin(member)
                 await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
@@ -157,7 +159,7 @@ class PoolWeights:
         payload = await asyncio.to_thread(Payload, update.weights, update.adapter)
         before, self._fanout = (
             self._fanout,
-            Fanout(payload, self._epoch, self._rules.branches, update.probe),
+            Fanout(payload, self._epoch, self._rules, update.probe),
         )
         if before is not None:
             await before.close()
@@ -166,8 +168,13 @@ class PoolWeights:
                 # Who does not take it says so at the switch. Who joins is brought up to date after it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
-    async def switch(self, update: PoolUpdate, policy: InFlight) -> Switched:
-        """Until every engine in rotation has it. Raises DomainError where all refuse it."""
+    async def switch(
+        self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
+    ) -> Switched:
+        """Until every engine in rotation has it; `begin` is awaited before the first of them switches.
+
+        Raises DomainError where none takes it and some could have.
+        """
         version = update.weights.weight_version
         if self._staging is not None:
             await asyncio.wait([self._staging])
@@ -176,89 +183,54 @@ class PoolWeights:
             await self._stage(update)
         assert self._fanout is not None
         fanout, self._fanout = self._fanout, None
-        answers: list[weights_pb2.UpdateWeightsResponse] = []
-        refusals: list[tuple[Member, Refused]] = []
-        before = self.active
+        switch = PoolSwitch(self._roster, self._rules, fanout, policy, self._expect_aborts)
+        self._switch = switch
         try:
-            while behind := [m for m in self._roster.rotation if m.version != version]:
-                part = len(behind)
-                if not self._rules.switches_at_once:
-                    part = max(1, int(len(self._roster.rotation) * self._rules.switch_part))
-                turns = [
-                    self._switch_one(m, fanout, policy, answers, refusals) for m in behind[:part]
-                ]
-                await asyncio.gather(*turns)
-            if refusals and not answers:
-                self._all_refused(refusals, version, before)
-            # No await since the look at the rotation.
+            await switch.run(begin)
+            # No await from here on, since the look at the rotation.
+            if switch.taken_by_none:
+                self._taken_by_none(switch)
+            for member in self._roster.rotation:
+                if member.version != version:
+                    # It came back into rotation with the version before.
+                    member.leave_rotation(switch.given_up[member])
             self.active, self._probe, self._adapter = version, update.probe, update.adapter
             if update.adapter is None:
                 self._full = version
         finally:
+            self._switch = None
             await fanout.close()
             self._roster.rotate()
             for member in self._roster.members:
                 if member.state is State.JOINING:
                     self._roster.poke(member)
+        answers = switch.answers
         pause = max((answer.pause.ToNanoseconds() / 1e9 for answer in answers), default=0.0)
         probes = [answer.probe for answer in answers if answer.HasField("probe")]
         worst = max(probes, key=lambda probe: probe.mean_difference, default=None)
         result = worst and ProbeResult(worst.mean_difference, worst.max_difference)
         return Switched(version, pause, result)
 
-    async def _switch_one(
-        self,
-        member: Member,
-        fanout: Fanout,
-        policy: InFlight,
-        answers: list[weights_pb2.UpdateWeightsResponse],
-        refusals: list[tuple[Member, Refused]],
-    ) -> None:
-        version = fanout.weight_version
-        try:
-            # It goes on taking turns until it has all of it.
-            there = await asyncio.shield(fanout.begin(member))
-            if member.state is not State.SERVING:
-                return
-            member.state, member.problem = State.SWITCHING, f"switches to version {version}"
-            self._roster.rotate()
-            if policy is InFlight.ABORT:
-                self._expect_aborts(member)
-            async with asyncio.timeout(self._rules.switch_seconds):
-                answer = await there.activate(POLICIES[policy.value])
-        except (Unanswered, TimeoutError) as error:
-            self._roster.lose(member, str(error) or f"did not switch to version {version} in time")
-            self._roster.poke(member)
-            return
-        except Refused as error:
-            logger.warning("engine %s refused version %s: %s", member.address, version, error)
-            fanout.settle(member, accepted=False)
-            member.changes += 1
-            member.leave_rotation(f"did not take version {version}: {error}")
-            refusals.append((member, error))
-            self._roster.rotate()
-            return
-        member.has(version, adapter=fanout.is_adapter)
-        answers.append(answer)
-        if member.state is State.SWITCHING:
-            member.state, member.problem = State.SERVING, ""
-            self._roster.rotate()
+    def rotation_changed(self) -> None:
+        """Another engine is in rotation, or out of it."""
+        if self._switch is not None:
+            self._switch.wake()
 
-    def _all_refused(
-        self, refusals: Sequence[tuple[Member, Refused]], version: int, before: int
-    ) -> NoReturn:
-        """Nobody took it: everybody samples what they did, and goes on."""
-        for member, _ in refusals:
+    def _taken_by_none(self, switch: PoolSwitch) -> NoReturn:
+        """Everybody samples what they did, and goes on."""
+        version, before = switch.version, self.active
+        for member in switch.declined:
             if member.state is State.JOINING and member.version == before:
                 member.state, member.problem, member.failures = State.SERVING, "", 0
-        failure = refusals[0][1].failure
+        said = [failure for failure in switch.declined.values() if failure is not None]
         known = (Reason.PROBE_MISMATCH, Reason.WEIGHT_LOAD_FAILED)
-        reason = next((r for r in known if r.value == failure.reason), Reason.WEIGHT_LOAD_FAILED)
+        reason = next((r for r in known if said and r.value == said[0].reason), known[1])
+        problem = said[0].message if said else next(iter(switch.given_up.values()))
         raise DomainError(
             reason,
-            f"none of {len(refusals)} engines took version {version}, version {before} goes on: "
-            f"{failure.message}",
-            {**failure.metadata, "weight_version": version, "active": before},
+            f"none of {len(switch.declined)} engines took version {version}, version {before} goes on: "
+            f"{problem}",
+            {**(said[0].metadata if said else {}), "weight_version": version, "active": before},
         )
 
     async def close(self) -> None:

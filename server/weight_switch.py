@@ -32,9 +32,9 @@ were written to while they were loaded (`distrust`).
 An adapter becomes active without a pause: see `adapter_versions`, which closes the gate for that moment.
 
 A *pool* of engines pauses, loads and goes back by itself, each engine for itself, and takes an adapter in
-the same way. Here it is one step: turns that require the old version are aborted, new ones of that kind
-wait, and v is the active version once every engine in rotation has it. Other turns go on being admitted,
-unless the pool switches all at once.
+the same way. Here it is one step, which begins once engines have all of v: turns that require the old
+version are aborted, new ones of that kind wait, and v is the active version once every engine in rotation
+has it. Other turns go on being admitted, unless the pool switches all at once.
 """
 
 from __future__ import annotations
@@ -139,10 +139,13 @@ class Pool(Protocol):
         """Whether no turn is admitted while they switch."""
         ...
 
-    async def switch(self, update: PoolUpdate, policy: InFlight) -> Switched:
-        """Returns when every engine in rotation has the version.
+    async def switch(
+        self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
+    ) -> Switched:
+        """Returns when every engine in rotation has the version. `begin` is awaited once, when engines
+        have it and before the first of them switches.
 
-        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where each of them refused it and is what it was.
+        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where none of them took it and all are what they were.
         """
         ...
 
@@ -301,14 +304,17 @@ class WeightSwitch:
                 span.set_attribute("penstock.weight_version", version)
                 span.set_attribute("penstock.in_flight", policy.value)
                 span.set_attribute("penstock.adapter", update.adapter is not None)
-                self._pool_switching, self._closed = True, pool.switches_at_once
-                try:
+
+                async def begin() -> None:
+                    self._pool_switching, self._closed = True, pool.switches_at_once
                     while self._admitting:
                         await self._changed.wait()
                     await turns.abort(
                         [t for t in turns.sampling if t.record.required_weight_version]
                     )
-                    switched = await pool.switch(update, policy)
+
+                try:
+                    switched = await pool.switch(update, policy, begin)
                     if update.adapter is None:
                         self.full_version = version
                     else:

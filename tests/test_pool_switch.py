@@ -1,0 +1,150 @@
+"""Switches of a pool of which one engine is slow, hangs or goes: the others are not held up."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from penstock.server.pool_member import State
+from penstock.server.weight_header import Announced
+from penstock.server.weight_upload import Upload
+from penstock.v1 import weights_pb2
+from penstock.wire.failure import read_failure
+from tests.harness import Harness, until
+from tests.pools import QUICK, serve_pool
+
+PATIENT = replace(QUICK, stage_seconds=600.0)
+SHORT = replace(QUICK, stage_seconds=0.5)
+
+
+def hang(engine: Harness) -> asyncio.Event:
+    """An engine server that answers, and takes no upload before this is set."""
+    gate = asyncio.Event()
+    original = engine.serving.uploads._begin
+
+    async def held(announced: Announced) -> Upload:
+        await gate.wait()
+        return await original(announced)
+
+    engine.serving.uploads._begin = held  # type: ignore[method-assign]
+    return gate
+
+
+async def test_engines_switch_while_another_is_still_being_staged(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 3, rules=PATIENT) as pool:
+        gate = hang(pool.engines[0])
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: [e.engine.version for e in pool.engines] == [0, 1, 1])
+        assert pool.member(0).state is State.SERVING
+        assert pool.hub.serving.switch.active_version == 0
+        gate.set()
+        answers = await uploading
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        assert [member.version for member in pool.engine.members] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_an_engine_that_hangs_while_it_is_staged_is_given_up(
+    tmp_path: Path, at_once: bool
+) -> None:
+    rules = replace(SHORT, switches_at_once=at_once)
+    async with serve_pool(tmp_path, 3, rules=rules) as pool:
+        gate = hang(pool.engines[0])
+        answers = await pool.hub.upload(1)
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        assert [engine.engine.version for engine in pool.engines] == [0, 1, 1]
+        assert pool.member(0).state is not State.SERVING
+        turn = await pool.hub.generate("a")
+        assert set(turn.versions) == {1}
+        gate.set()
+        await pool.serving()
+        assert pool.engines[0].engine.payloads[-1] == pool.engines[1].engine.payloads[-1]
+
+
+async def test_turns_begin_until_all_have_what_they_switch_to_at_once(tmp_path: Path) -> None:
+    rules = replace(PATIENT, switches_at_once=True)
+    async with serve_pool(tmp_path, 2, rules=rules) as pool:
+        gate = hang(pool.engines[0])
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: pool.engines[1].serving.weights.staged_versions == [1])
+        turn = await pool.hub.generate("a")
+        assert set(turn.versions) == {0}
+        assert [engine.engine.version for engine in pool.engines] == [0, 0]
+        gate.set()
+        await uploading
+        assert [engine.engine.version for engine in pool.engines] == [1, 1]
+
+
+@pytest.mark.parametrize("part", ["staging", "switching"])
+async def test_who_is_not_listed_any_more_is_not_waited_for(tmp_path: Path, part: str) -> None:
+    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+        load, gate = pool.engines[0].engine.load, asyncio.Event()
+
+        async def held(weights):  # type: ignore[no-untyped-def]
+            await gate.wait()
+            await load(weights)
+
+        if part == "staging":
+            gate = hang(pool.engines[0])
+        else:
+            pool.engines[0].engine.load = held  # type: ignore[method-assign]
+        member = pool.member(0)
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        if part == "staging":
+            await until(lambda: pool.engines[1].engine.version == 1)
+        else:
+            await until(lambda: member.state is State.SWITCHING)
+        pool.engine.set_addresses([pool.engines[1].address])
+        answers = await uploading
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        gate.set()
+
+
+async def test_a_version_that_nobody_has_in_time_is_refused_and_all_go_on(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2, rules=SHORT) as pool:
+        gates = [hang(engine) for engine in pool.engines]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pool.hub.upload(1)
+        assert read_failure(refused.value).reason == "WEIGHT_LOAD_FAILED"
+        assert "had not all of version 1 after 0.5 s" in read_failure(refused.value).message
+        assert [member.state for member in pool.engine.members] == [State.SERVING] * 2
+        turn = await pool.hub.generate("a")
+        assert set(turn.versions) == {0}
+        for gate in gates:
+            gate.set()
+        await pool.hub.upload(1)
+        assert [member.version for member in pool.engine.members] == [1, 1]
+
+
+async def test_who_refused_it_is_not_given_it_again_while_others_are_staged(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 3, rules=PATIENT) as pool:
+        gate = hang(pool.engines[0])
+        pool.engines[1].engine.fail_preparations = 1000
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: pool.engines[1].engine.fail_preparations < 1000)
+        # It samples what the pool still does, and takes turns again.
+        await until(lambda: pool.member(1).state is State.SERVING)
+        tried = pool.engines[1].engine.fail_preparations
+        await asyncio.sleep(0.3)
+        assert pool.engines[1].engine.fail_preparations == tried
+        pool.engines[1].engine.fail_preparations = 0
+        gate.set()
+        await uploading
+        await pool.serving()
+        assert [member.version for member in pool.engine.members] == [1, 1, 1]
+
+
+async def test_a_host_that_hangs_holds_up_none_that_would_take_it_from_there(
+    tmp_path: Path,
+) -> None:
+    rules = replace(QUICK, branches=1, stage_seconds=4.0)
+    async with serve_pool(tmp_path, 3, rules=rules, hosts="abc") as pool:
+        gate = hang(pool.engines[0])
+        await pool.hub.upload(1)
+        assert [engine.engine.version for engine in pool.engines] == [0, 1, 1]
+        gate.set()
+        await pool.serving()
