@@ -3,7 +3,8 @@
 Once per host: the engine server that comes first there, its *leader*, gets the bytes, from the hub or
 from another host's leader (`pool_branches`); the others take them from its memory. On the hub's own host
 all take them from the hub's. Who cannot read what it is offered is sent the bytes, so that a wrong guess
-about hosts costs time and nothing else.
+about hosts costs time and nothing else. Where a leader fails, or takes longer than half of the time that
+each has (`stage_seconds`), the next engine of its host leads.
 
 An adapter, of a few megabytes, each takes from the hub: engine servers hand none on.
 
@@ -88,6 +89,10 @@ class Payload:
 Source = weights_pb2.SharedMemorySource | weights_pb2.PeerSource | None
 """Where an engine server takes a version from; None is the stream."""
 
+Leading = asyncio.Future[weights_pb2.SharedMemorySource | None]
+"""Where a host's leader has all of a version, once it has; None where it has it in no memory that others
+could read. Cancelled where it failed."""
+
 UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_MISMATCH)
 """Refusals after which the hub sends the bytes by itself."""
 
@@ -115,7 +120,7 @@ class Fanout:
         holders = list(holders)
         self._branches = Branches(rules.branches, spare_hub=bool(holders))
         self._branches.add(holders)
-        self._leaders: dict[str, asyncio.Future[weights_pb2.SharedMemorySource | None]] = {}
+        self._leaders: dict[str, Leading] = {}
         self._numbers: dict[Member, int] = {}
         self._accepted: dict[Member, asyncio.Future[bool]] = {}
         """Whether an engine server takes it, once it has answered."""
@@ -171,23 +176,33 @@ class Fanout:
             return await self._offer(member, memory)
         if self._payload.adapter is not None:
             return (await self._send(member, None))[0]
-        leading = self._leaders.get(member.host_id)
-        if leading is not None and (memory := await asyncio.shield(leading)) is not None:
-            return await self._offer(member, memory)
+        while (leading := self._leaders.get(member.host_id)) is not None:
+            await asyncio.wait([leading], timeout=self._leader_seconds)
+            if leading.done() and not leading.cancelled():
+                if (memory := leading.result()) is not None:
+                    return await self._offer(member, memory)
+                return (await self._lead(member))[0]
+            # It failed, or takes long. Who is the first to see that leads; the others wait for that one.
+            self._follow_no_more(member.host_id, leading)
         leading = self._leaders[member.host_id] = asyncio.get_running_loop().create_future()
-        memory = None
         try:
             there, answer = await self._lead(member)
+            memory = None
             if answer.HasField("memory"):
                 memory = weights_pb2.SharedMemorySource(
                     name=answer.memory.name, host_namespace=answer.memory.host_namespace
                 )
+            leading.set_result(memory)
             return there
         finally:
-            leading.set_result(memory)
-            if memory is None and self._leaders.get(member.host_id) is leading:
-                # The next one leads.
-                del self._leaders[member.host_id]
+            if not leading.done():
+                self._follow_no_more(member.host_id, leading)
+                leading.cancel()
+
+    def _follow_no_more(self, host: str, leading: Leading) -> None:
+        """The next engine of a host leads, unless another one does already."""
+        if self._leaders.get(host) is leading:
+            del self._leaders[host]
 
     async def _offer(self, member: Member, memory: weights_pb2.SharedMemorySource) -> StagedThere:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,10 @@ from penstock.server.engine_server import EngineServer
 from penstock.server.pool_branches import PEERS_TRIED, Branches
 from penstock.server.pool_member import Member, State
 from penstock.server.turn_limit import LimitRules
-from penstock.server.weight_header import InlineSource, PeerSource, SharedSource
+from penstock.server.weight_header import Announced, InlineSource, PeerSource, SharedSource
+from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_upload import Upload
+from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
 from tests.harness import Harness, serve, until
 from tests.pools import QUICK, Pool, serve_pool
@@ -93,14 +97,13 @@ def test_who_has_it_already_spares_the_hub() -> None:
 
 
 def source_of(engine: Harness) -> object:
-    """What the active version was announced to come from."""
+    """What the active version was announced to come from; None for the model as it was loaded."""
     active = engine.serving.weights._active
-    assert active is not None
-    return active.announced.source
+    return None if active is None else active.announced.source
 
 
 def sources(pool: Pool) -> list[object]:
-    """For each engine "hub", "memory", or the number of the engine that it took its version from."""
+    """For each engine "hub", "memory", the number of the engine that it took its version from, or None."""
     addresses = [engine.address for engine in pool.engines]
     found: list[object] = []
     for engine in pool.engines:
@@ -108,7 +111,8 @@ def sources(pool: Pool) -> list[object]:
         if isinstance(source, PeerSource):
             found.append(addresses.index(source.address))
         else:
-            found.append({InlineSource: "hub", SharedSource: "memory"}[type(source)])
+            known = {InlineSource: "hub", SharedSource: "memory", type(None): None}
+            found.append(known[type(source)])
     return found
 
 
@@ -139,6 +143,29 @@ async def test_once_per_host(tmp_path: Path) -> None:
         await pool.hub.upload(1)
         found = sources(pool)
         assert found in (["hub", "memory", 0, "memory"], ["memory", "hub", 1, "memory"]), found
+        for engine in pool.engines:
+            assert loaded(engine) == tensors_of(1)
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: str) -> None:
+    rules = replace(QUICK, stage_seconds=3.0)
+    shared = ["weights.stage_folder=/dev/shm"]
+    async with serve_pool(tmp_path, 4, rules=rules, hosts="aaaa", of_engines=shared) as pool:
+        gate = asyncio.Event()
+
+        async def fails(announced: Announced) -> Upload:
+            if how == "hangs":
+                await gate.wait()
+            raise WeightRefused(Reason.DISK_FULL, "told to fail")
+
+        first = pool.engines[0].serving.uploads
+        original, first._begin = first._begin, fails  # type: ignore[method-assign]
+        await pool.hub.upload(1)
+        assert sorted(map(str, sources(pool)[1:])) == ["hub", "memory", "memory"]
+        first._begin = original  # type: ignore[method-assign]
+        gate.set()
+        await pool.serving()
         for engine in pool.engines:
             assert loaded(engine) == tensors_of(1)
 
