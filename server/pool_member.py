@@ -67,6 +67,10 @@ class Member:
     state: State = State.LOST
     problem: str = "has not answered yet"
     """Why it is not in rotation."""
+    setback: str = ""
+    """Why it left the rotation, or was not brought up to date, the last time."""
+    hung: bool = False
+    """Whether it took too long over the last version that it was given."""
     refusal: str = ""
     """Why its process cannot be one of the pool; empty where it can."""
     server_id: str = ""
@@ -141,6 +145,7 @@ class Member:
             self.reserved.clear()
             self.pace = Pace()
             self.speak()
+            self.setback, self.hung = "", False
             self.state, self.problem = State.JOINING, ""
         elif self.state is State.LOST and not self.silent:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
@@ -256,7 +261,13 @@ class Member:
             self.silence = self.silence.broken(self.clock())
         if self.state in (State.SERVING, State.SWITCHING, State.JOINING):
             self.failures += 1
+            self.setback = problem
             self.state, self.problem = State.JOINING, problem
+
+    def serve(self) -> None:
+        """It has what it should, and takes turns."""
+        self.failures, self.setback, self.hung = 0, "", False
+        self.state, self.problem = State.SERVING, ""
 
     @property
     def retry_seconds(self) -> float:

@@ -40,6 +40,9 @@ class PoolRules:
     silent_seconds: float = 600.0
     """Longest time that an engine has turns and samples no token of any of them, before those go on
     elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
+    bring_ups: int = 8
+    """Engines that join and are given the pool's version at the same time. Those that took too long over it
+    before have a quarter of as many places, of their own."""
 
     def flush_for(self, stream_interval: int, turns: int) -> float:
         """Seconds that the tokens of a request may wait on the engine server, where so many turns are in

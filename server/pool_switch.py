@@ -169,6 +169,7 @@ class PoolSwitch:
             del self._staging[member]
             self.fanout.end(member)
             self.declined[member] = None
+            member.hung = True
             self._give_up(member, f"had not all of version {self.version} {when}")
         self.roster.rotate()
 
@@ -205,6 +206,7 @@ class PoolSwitch:
             limit = f"{self.rules.switch_seconds:g} s"
             problem = f"did not switch to version {self.version} within {limit}"
             self.given_up[member] = problem
+            member.hung = True
             self._lose(member, problem)
             return
         except Refused as error:

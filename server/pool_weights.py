@@ -12,6 +12,10 @@ to, unless it is known to have them, as one that was never given any has those o
 has somebody else's adapter on the right full weights needs the pool's adapter alone. On others, it can be
 given neither (ADAPTER_ACTIVE), and stays out until its process is another one.
 
+Who joins is given a version within the limits of a switch, `stage_seconds` and `switch_seconds`, else is
+tried again later, and says meanwhile what it waits for. `bring_ups` are given one at the same time; those
+that took too long before have places of their own, in which they are in nobody's way.
+
 What a failure does. An engine that refuses a version, or takes too long over it, leaves the rotation and is
 brought up to date, with the probe that the version came with. What none takes is refused as a whole. Who is
 lost meanwhile is not waited for.
@@ -46,8 +50,6 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-BRING_UPS = 8
-
 OpenVersion = Callable[[int], AbstractAsyncContextManager[StagedWeights | None]]
 
 
@@ -67,7 +69,8 @@ class PoolWeights:
         self._staging: asyncio.Task[None] | None = None
         self._switch: PoolSwitch | None = None
         self._tasks = OwnTasks()
-        self._bringing_up = asyncio.Semaphore(BRING_UPS)
+        self._places = asyncio.Semaphore(rules.bring_ups)
+        self._places_of_hung = asyncio.Semaphore(max(1, rules.bring_ups // 4))
         self.active = 0
         """The pool's version."""
         self._full = 0
@@ -101,11 +104,15 @@ class PoolWeights:
             if not trusted:
                 # They failed to load, whatever it calls them.
                 member.version = member.full_version = None
-            async with self._bringing_up:
+            # Any number of those that hang leave room for the others.
+            places = self._places_of_hung if member.hung else self._places
+            if places.locked():
+                self._tell(member, f"waits to be given version {active}, as others are")
+            async with places:
                 await self._give(member)
         # Another version may have become active meanwhile: then it is looked at again at once.
         if self.is_current(member):
-            member.state, member.problem, member.failures = State.SERVING, "", 0
+            member.serve()
         elif self.active != active:
             self._roster.poke(member)
 
@@ -132,19 +139,31 @@ class PoolWeights:
                 lacks = f"its full weights are not version {version}, which is not held"
                 member.problem = waits if version == self.active else lacks
                 return
+            self._tell(member, f"is being given version {version}")
             payload = await asyncio.to_thread(Payload, weights, adapter)
             holders = [other for other in self._roster.rotation if other.version == version]
             random.shuffle(holders)
             fanout = Fanout(payload, self._epoch, self._rules, probe, holders=holders)
+            limit, doing = self._rules.stage_seconds, "had not all of"
             try:
-                there = await fanout.begin(member)
-                await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
+                async with asyncio.timeout(limit):
+                    there = await fanout.begin(member)
+                limit, doing = self._rules.switch_seconds, "did not switch to"
+                async with asyncio.timeout(limit):
+                    await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
                 member.has(version, adapter=adapter is not None)
             except Refused as error:
                 fanout.settle(member, accepted=False)
                 member.leave_rotation(f"did not take version {version}: {error}")
+            except TimeoutError:
+                member.hung = True
+                member.leave_rotation(f"{doing} version {version} after {limit:g} s")
             finally:
                 await fanout.close()
+
+    def _tell(self, member: Member, doing: str) -> None:
+        """Why it takes no turns just now, and why it did not come to any the last time."""
+        member.problem = f"{doing} (it {member.setback})" if member.setback else doing
 
     def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
         """Begins to stage a version everywhere; what was staged and not switched to is left."""
@@ -221,7 +240,7 @@ class PoolWeights:
         version, before = switch.version, self.active
         for member in switch.declined:
             if member.state is State.JOINING and member.version == before:
-                member.state, member.problem, member.failures = State.SERVING, "", 0
+                member.serve()
         said = [failure for failure in switch.declined.values() if failure is not None]
         known = (Reason.PROBE_MISMATCH, Reason.WEIGHT_LOAD_FAILED)
         reason = next((r for r in known if said and r.value == said[0].reason), known[1])

@@ -1,0 +1,119 @@
+"""Engines that join a pool, and hang or fail while they are given its version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.server.pool_member import State
+from tests.harness import GetServerInfoRequest, Harness, serve, until
+from tests.pools import QUICK, Pool, serve_pool
+from tests.test_pool_switch import hang
+
+
+async def joining(
+    stack: contextlib.AsyncExitStack, folder: Path, pool: Pool, count: int, host: str = ""
+) -> list[Harness]:
+    """Engine servers that are listed later."""
+    engines: list[Harness] = []
+    for _ in range(count):
+        own = folder / f"late-{len(pool.engines) + len(engines)}"
+        own.mkdir()
+        engine = await stack.enter_async_context(serve(own, "weights.stage_folder=/dev/shm"))
+        if host:
+            engine.serving.info._host_id = host
+        engines.append(engine)
+    return engines
+
+
+def listed(pool: Pool, *engines: Harness) -> None:
+    """The pool has these, too."""
+    pool.engines += engines
+    pool.engine.set_addresses([engine.address for engine in pool.engines])
+
+
+async def problems(pool: Pool) -> list[str]:
+    """Of each engine, as GetServerInfo has them."""
+    info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
+    return [replica.problem for replica in info.replicas]
+
+
+async def test_one_that_hangs_is_given_up_says_so_and_lets_others_pass(tmp_path: Path) -> None:
+    rules = replace(QUICK, stage_seconds=0.5, bring_ups=1)
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        await pool.hub.upload(5)
+        hung, other = await joining(stack, tmp_path, pool, 2)
+        gate = hang(hung)
+        listed(pool, hung)
+        await until(lambda: pool.member(1).problem == "is being given version 5")
+        listed(pool, other)
+        await pool.serving(2)
+        assert other.engine.version == 5
+        late = "had not all of version 5 after 0.5 s"
+        await until(lambda: late in pool.member(1).problem)
+        # Also while it is tried again.
+        await until(lambda: pool.member(1).problem.startswith("is being given version 5"))
+        assert late in (await problems(pool))[1]
+        gate.set()
+        await pool.serving()
+        assert hung.engine.version == 5 and await problems(pool) == [""] * 3
+
+
+async def test_who_waits_for_others_says_so(tmp_path: Path) -> None:
+    rules = replace(QUICK, stage_seconds=600.0, bring_ups=1)
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        await pool.hub.upload(5)
+        hung, other = await joining(stack, tmp_path, pool, 2)
+        gate = hang(hung)
+        listed(pool, hung)
+        await until(lambda: pool.member(1).problem == "is being given version 5")
+        listed(pool, other)
+        await until(lambda: pool.member(2).state is State.JOINING)
+        await until(lambda: pool.member(2).problem != "")
+        assert (await problems(pool))[2] == "waits to be given version 5, as others are"
+        gate.set()
+        await pool.serving()
+
+
+async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> None:
+    rules = replace(QUICK, stage_seconds=0.3, bring_ups=1)
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        await pool.hub.upload(5)
+        hung, other = await joining(stack, tmp_path, pool, 2)
+        gate = hang(hung)
+        listed(pool, hung)
+        await until(lambda: pool.member(1).problem.startswith("had not all"))
+        # From now on it hangs for good.
+        pool.engine.weights._rules = replace(rules, stage_seconds=600.0)
+        await until(lambda: pool.member(1).problem.startswith("is being given"))
+        listed(pool, other)
+        await pool.serving(2)
+        assert pool.member(1).problem.startswith("is being given")
+        gate.set()
+        await pool.serving()
+        assert not pool.member(1).hung
+
+
+async def test_one_that_hangs_as_it_switches_is_given_up(tmp_path: Path) -> None:
+    rules = replace(QUICK, switch_seconds=0.3)
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        await pool.hub.upload(5)
+        (late,) = await joining(stack, tmp_path, pool, 1)
+        load, gate = late.engine.load, asyncio.Event()
+
+        async def held(weights):  # type: ignore[no-untyped-def]
+            await gate.wait()
+            await load(weights)
+
+        late.engine.load = held  # type: ignore[method-assign]
+        listed(pool, late)
+        await until(lambda: "did not switch to version 5" in pool.member(1).problem)
+        gate.set()
+        await pool.serving()
+        assert late.engine.version == 5
