@@ -148,10 +148,11 @@ class Fanout:
         task = self._sending.pop(member, None)
         if task is None:
             return
+        failed = task.done() and not task.cancelled() and task.exception() is not None
         task.cancel()
         task.add_done_callback(_leave)
-        # It may have been staged there just now.
-        self.settle(member, accepted=True)
+        # Where it is cancelled, it may have been staged there just now.
+        self.settle(member, accepted=not failed)
         self._numbers.pop(member, None)
         self._accepted.pop(member, None)
 

@@ -13,8 +13,9 @@ has somebody else's adapter on the right full weights needs the pool's adapter a
 given neither (ADAPTER_ACTIVE), and stays out until its process is another one.
 
 Who joins is given a version within the limits of a switch, `stage_seconds` and `switch_seconds`, else is
-tried again later, and says meanwhile what it waits for. `bring_ups` are given one at the same time; those
-that took too long before have places of their own, in which they are in nobody's way.
+tried again later, and says meanwhile what it waits for. Those of one host that join at the same time are
+sent it once, as in a switch (`pool_sharing`). `bring_ups` are given one at the same time; those that took
+too long before have places of their own, in which they are in nobody's way.
 
 What a failure does. An engine that refuses a version, or takes too long over it, leaves the rotation and is
 brought up to date, with the probe that the version came with. What none takes is refused as a whole. Who is
@@ -40,6 +41,7 @@ from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
+from penstock.server.pool_sharing import Sharing
 from penstock.server.pool_switch import PoolSwitch
 from penstock.server.pool_uploads import Fanout, Payload
 from penstock.server.weight_probe import Probe, ProbeResult
@@ -69,6 +71,7 @@ class PoolWeights:
         self._staging: asyncio.Task[None] | None = None
         self._switch: PoolSwitch | None = None
         self._tasks = OwnTasks()
+        self._sharing = Sharing()
         self._places = asyncio.Semaphore(rules.bring_ups)
         self._places_of_hung = asyncio.Semaphore(max(1, rules.bring_ups // 4))
         self.active = 0
@@ -132,18 +135,19 @@ class PoolWeights:
         probe: Probe | None = None,
         adapter: AdapterShape | None = None,
     ) -> None:
-        opened = self.open_version(version) if self.open_version is not None else _nothing()
-        async with opened as weights:
-            if weights is None:
+        # Nobody waits for the bytes of one that hung before.
+        key = member.host_id, version, adapter is None, member.hung
+
+        def opening() -> AbstractAsyncContextManager[Fanout | None]:
+            return self._open_fanout(member.host_id, version, probe, adapter)
+
+        async with self._sharing.use(key, opening) as fanout:
+            if fanout is None:
                 waits = f"version {version} is not held: it waits for the next one"
                 lacks = f"its full weights are not version {version}, which is not held"
                 member.problem = waits if version == self.active else lacks
                 return
             self._tell(member, f"is being given version {version}")
-            payload = await asyncio.to_thread(Payload, weights, adapter)
-            holders = [other for other in self._roster.rotation if other.version == version]
-            random.shuffle(holders)
-            fanout = Fanout(payload, self._epoch, self._rules, probe, holders=holders)
             limit, doing = self._rules.stage_seconds, "had not all of"
             try:
                 async with asyncio.timeout(limit):
@@ -158,6 +162,27 @@ class PoolWeights:
             except TimeoutError:
                 member.hung = True
                 member.leave_rotation(f"{doing} version {version} after {limit:g} s")
+            finally:
+                fanout.end(member)
+
+    @contextlib.asynccontextmanager
+    async def _open_fanout(
+        self, host: str, version: int, probe: Probe | None, adapter: AdapterShape | None
+    ) -> AsyncGenerator[Fanout | None]:
+        """A version for who joins on this host; None where it is not held."""
+        opened = self.open_version(version) if self.open_version is not None else _nothing()
+        async with opened as weights:
+            if weights is None:
+                yield None
+                return
+            payload = await asyncio.to_thread(Payload, weights, adapter)
+            holders = [other for other in self._roster.rotation if other.version == version]
+            random.shuffle(holders)
+            # One of the same host is nearest.
+            holders.sort(key=lambda other: other.host_id != host)
+            fanout = Fanout(payload, self._epoch, self._rules, probe, holders=holders)
+            try:
+                yield fanout
             finally:
                 await fanout.close()
 
@@ -216,6 +241,7 @@ class PoolWeights:
             self.active, self._probe, self._adapter = version, update.probe, update.adapter
             if update.adapter is None:
                 self._full = version
+            self._sharing.forget()
         finally:
             self._switch = None
             await fanout.close()

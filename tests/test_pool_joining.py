@@ -10,7 +10,9 @@ from pathlib import Path
 from penstock.server.pool_member import State
 from tests.harness import GetServerInfoRequest, Harness, serve, until
 from tests.pools import QUICK, Pool, serve_pool
+from tests.test_pool_branches import sources
 from tests.test_pool_switch import hang
+from tests.test_wire_peers import loaded, tensors_of
 
 
 async def joining(
@@ -117,3 +119,56 @@ async def test_one_that_hangs_as_it_switches_is_given_up(tmp_path: Path) -> None
         gate.set()
         await pool.serving()
         assert late.engine.version == 5
+
+
+async def test_those_of_one_host_that_join_together_are_sent_a_version_once(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, hosts="a"))
+        await pool.hub.upload(5)
+        late = await joining(stack, tmp_path, pool, 3, host="b")
+        gates = [hang(engine) for engine in late]
+        listed(pool, *late)
+        given = "is being given version 5"
+        await until(lambda: [pool.member(n).problem for n in (1, 2, 3)] == [given] * 3)
+        for gate in gates:
+            gate.set()
+        await pool.serving()
+        assert sorted(map(str, sources(pool)[1:])) == ["0", "memory", "memory"]
+        for engine in pool.engines:
+            assert loaded(engine) == tensors_of(5)
+        assert not pool.engine.weights._sharing._open
+
+
+async def test_one_that_joins_is_brought_up_by_its_neighbour(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 4, hosts="abcd"))
+        await pool.hub.upload(5)
+        for late in await joining(stack, tmp_path, pool, 2, host="c"):
+            listed(pool, late)
+            await pool.serving()
+            # The one that was there, or the one that came before.
+            assert sources(pool)[-1] in (2, 4)
+
+
+async def test_each_version_that_joining_engines_are_given_is_let_go_of(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, hosts="a"))
+        await pool.hub.upload(5)
+        (late,) = await joining(stack, tmp_path, pool, 1, host="b")
+        gate = hang(late)
+        listed(pool, late)
+        await until(lambda: pool.member(1).problem == "is being given version 5")
+        # What it is being given is not the pool's any more when it has it.
+        await pool.hub.upload(6)
+        gate.set()
+        await pool.serving()
+        assert late.engine.version == 6 and not pool.engine.weights._sharing._open
+        # Not listed any more as it is given one: nothing of that is left.
+        folder = tmp_path / "gone"
+        folder.mkdir()
+        gone = await stack.enter_async_context(serve(folder))
+        hang(gone)
+        listed(pool, gone)
+        await until(lambda: pool.member(2).problem == "is being given version 6")
+        pool.engine.set_addresses([engine.address for engine in pool.engines[:2]])
+        await until(lambda: not pool.engine.weights._sharing._open)
