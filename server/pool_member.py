@@ -38,6 +38,7 @@ from penstock.wire.codec import twin
 ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
+UNKNOWN_VERSION = "which version it samples is not known"
 
 
 class State(Enum):
@@ -275,13 +276,20 @@ class Member:
         return retry_seconds(self.failures)
 
     def message(self) -> rollout_service_pb2.ReplicaInfo:
-        """As GetServerInfo has it."""
+        """As GetServerInfo has it.
+
+        A version that is not known is 0 there, as is the base model's. One in rotation has the latter; of
+        another one that answers, `problem` says which it is.
+        """
+        problem = self.problem
+        if self.version is None and self.answers:
+            problem = "; ".join(filter(None, (problem, UNKNOWN_VERSION)))
         return ReplicaInfo(
             address=self.address,
             state=self.state.message,
             active_weight_version=self.version or 0,
             load=self.load if self.answers else None,
-            problem=self.problem,
+            problem=problem,
             turn_count=len(self.turns),
             turn_limit=self.limit.value,
         )

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+from penstock.client import connect
 from penstock.client.__main__ import main
 from penstock.client.checkpoint import CheckpointUnreadable, read_checkpoint
 from penstock.v1 import rollout_service_pb2, weights_pb2
@@ -225,6 +226,33 @@ async def test_adapters_and_replicas_are_listed() -> None:
     assert found["full_weight_version"] == 2
     assert shown.splitlines()[-1].split() == ["10.0.0.1:7", "paused", "5", "0", "0"]
     assert found["lora"] == {"max_rank": 16, "max_adapters": 4}
+
+
+@pytest.mark.parametrize(
+    ("address", "state", "shown"),
+    [
+        ("10.0.0.1:7", "SERVING", 0),
+        ("10.0.0.1:7", "PAUSED", 0),
+        ("10.0.0.1:7", "JOINING", None),
+        ("10.0.0.1:7", "DRAINING", None),
+        ("10.0.0.1:7", "UNAVAILABLE", None),
+        ("", "UNAVAILABLE", 0),
+    ],
+)
+async def test_a_version_that_is_not_known_is_not_shown_as_0(
+    address: str, state: str, shown: int | None
+) -> None:
+    async with ScriptedServer() as server:
+        replica = server.info.replicas.add()
+        replica.address = address
+        replica.state = rollout_service_pb2.ReplicaState.Value(f"REPLICA_STATE_{state}")
+        table = (await command("show", server.address)).output
+        found = json.loads((await command("show", server.address, "--json")).output)
+        async with connect(server.address) as client:
+            (told,) = (await client.server_info()).replicas
+    assert found["replicas"][0]["active_weight_version"] == shown
+    assert told.active_weight_version == shown
+    assert table.splitlines()[-1].split()[-3] == ("-" if shown is None else "0")
 
 
 def test_without_xxhash_it_says_what_to_install(

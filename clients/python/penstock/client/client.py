@@ -62,9 +62,24 @@ class Replica:
     """Where it listens; empty for an engine in the server's own process."""
     state: str
     """"serving", "paused", "draining", "joining" or "unavailable"."""
-    active_weight_version: int
+    active_weight_version: int | None
+    """Version it samples, or did when it was heard of last; None where that is not known."""
     problem: str
     """Why it takes no turns, where it does not."""
+
+
+def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
+    """Version that an engine samples; None where its server does not know.
+
+    On the wire that is 0, as is the base model: which it is, is sure where the engine takes turns or is the
+    server's own.
+    """
+    serving, paused = (
+        rollout_service_pb2.REPLICA_STATE_SERVING,
+        rollout_service_pb2.REPLICA_STATE_PAUSED,
+    )
+    known = not replica.address or replica.state in (serving, paused)
+    return replica.active_weight_version or (0 if known else None)
 
 
 def connect(
@@ -212,7 +227,7 @@ class Client:
                     rollout_service_pb2.ReplicaState.Name(replica.state)
                     .removeprefix("REPLICA_STATE_")
                     .lower(),
-                    replica.active_weight_version,
+                    version_of(replica),
                     replica.problem,
                 )
                 for replica in info.replicas

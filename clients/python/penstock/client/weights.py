@@ -14,6 +14,7 @@ import click
 import grpc
 
 from penstock.client.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
+from penstock.client.client import version_of
 from penstock.client.errors import from_rpc
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
@@ -265,7 +266,7 @@ def _figures(info: Info) -> dict[str, object]:
             {
                 "address": replica.address,
                 "state": _state(replica),
-                "active_weight_version": replica.active_weight_version,
+                "active_weight_version": version_of(replica),
                 "running_turn_count": replica.load.running_turn_count,
                 "waiting_turn_count": replica.load.waiting_turn_count,
                 "problem": replica.problem,
@@ -297,12 +298,13 @@ def _table(address: str, info: Info) -> str:
     ]
     lines = [f"{name:<12}{value}" for name, value in rows]
     lines += ["", f"{'replica':<24}{'state':<14}{'version':>8}{'running':>9}{'waiting':>9}"]
-    lines += [
-        f"{replica.address or '(the server itself)':<24}{_state(replica):<14}"
-        f"{replica.active_weight_version:>8}{replica.load.running_turn_count:>9}"
-        f"{replica.load.waiting_turn_count:>9}{'  ' if replica.problem else ''}{replica.problem}"
-        for replica in info.replicas
-    ]
+    for replica in info.replicas:
+        version = version_of(replica)
+        lines.append(
+            f"{replica.address or '(the server itself)':<24}{_state(replica):<14}"
+            f"{'-' if version is None else version:>8}{replica.load.running_turn_count:>9}"
+            f"{replica.load.waiting_turn_count:>9}{'  ' if replica.problem else ''}{replica.problem}"
+        )
     return "\n".join(lines)
 
 
