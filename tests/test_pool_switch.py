@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from penstock.server.engine_server import StagedThere, Unanswered
 from penstock.server.pool_member import State
 from penstock.server.weight_header import Announced
 from penstock.server.weight_upload import Upload
@@ -135,6 +136,30 @@ async def test_who_refused_it_is_not_given_it_again_while_others_are_staged(tmp_
         gate.set()
         await uploading
         await pool.serving()
+        assert [member.version for member in pool.engine.members] == [1, 1, 1]
+
+
+async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_pool(tmp_path, 3, rules=PATIENT) as pool:
+        gate = hang(pool.engines[0])
+        activate, calls = StagedThere.activate, 0
+
+        async def lost_once(there: StagedThere, in_flight: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                there.cancel()
+                raise Unanswered("out of reach")
+            return await activate(there, in_flight)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(StagedThere, "activate", lost_once)
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: [e.engine.version > 0 for e in pool.engines] == [False, True, True])
+        assert calls == 3 and pool.hub.serving.switch.active_version == 0
+        gate.set()
+        await uploading
         assert [member.version for member in pool.engine.members] == [1, 1, 1]
 
 
