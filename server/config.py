@@ -250,7 +250,7 @@ class Pool(_Calling):
     elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
     discover_seconds: float = Field(default=5.0, gt=0)
     """Between two looks for addresses."""
-    stage_seconds: float = Field(default=300.0, gt=0)
+    stage_seconds: float = Field(default=600.0, gt=0)
     """Longest time that an engine takes to have all of a version, after the switch to it was asked for,
     before it leaves the rotation; longer where links are slow. Some times `peers.silent_seconds`, after
     which one whose source hangs takes it from another."""

@@ -31,7 +31,7 @@ class PoolRules:
     is lost."""
     segments_per_second: float = 2_000.0
     """Most that all turns of the latter kind take together: with more turns they wait longer."""
-    stage_seconds: float = 300.0
+    stage_seconds: float = 600.0
     """Longest time that one engine takes to have all of a version, from when the switch to it is asked for
     or the engine's turn to be brought up has come, before it is given up. Who has to do without another
     one of its host waits half as long for that, and a tenth for a host that has to be ready first."""
