@@ -57,6 +57,8 @@ class Measured:
     """Appends that are made durable, with 64 callers at a time."""
     stream_bytes_per_second: float = 0.79e9
     """Of an upload over TCP, out of one process."""
+    compare_bytes_per_second: float = 2.98e9
+    """Of two versions, until what changed from one to the other is coded; on two cores."""
     decode_seconds: float = 2e-9
     """Of a token, from its message to numpy, at the trainer."""
 
@@ -110,12 +112,13 @@ class Load:
     trainer_bytes: float
     trainer_cores: float
     version_bytes: float
-    """Out of one hub, for one version: engine servers are sent it whole."""
+    """Out of one hub, for one version: what changed to each host, or all of it to the first of a tree,
+    whichever is less."""
     uploaded_bytes: float
     """Out of the trainer, for one version: its difference, to each hub."""
     version_seconds: float
-    """From the first byte out of the hub to the last at the last host, where every link has the stream's
-    rate or its own, whichever is less."""
+    """From when the hub has it to the last byte at the last host, where every link has the stream's rate or
+    its own, whichever is less."""
     fullest: dict[str, float]
     """By what could be full: the part of it that is used, of one hub of one core."""
 
@@ -169,8 +172,13 @@ def load(deployment: Deployment, measured: Measured) -> Load:
     link = min(d.link_bytes_per_second, m.stream_bytes_per_second)
     difference = d.model_bytes * d.delta
     fan, depth = tree(hosts, d.branches)
-    # A host hands on what it has while it still receives: each level is late by a piece.
-    version_seconds = (d.model_bytes * fan + (depth - 1) * PIECE_BYTES) / link
+    if difference * hosts < d.model_bytes * fan:
+        version_bytes, compare = difference * hosts, d.model_bytes / m.compare_bytes_per_second
+        version_seconds = version_bytes / link + compare
+    else:
+        # A host hands on what it has while it still receives: each level is late by a piece.
+        version_bytes, compare = d.model_bytes * fan, 0.0
+        version_seconds = (version_bytes + (depth - 1) * PIECE_BYTES) / link
     return Load(
         tokens=tokens,
         turns=turns,
@@ -184,14 +192,15 @@ def load(deployment: Deployment, measured: Measured) -> Load:
         records=records / hubs,
         trainer_bytes=tokens * BYTES_PER_TOKEN,
         trainer_cores=tokens * m.decode_seconds,
-        version_bytes=d.model_bytes * fan,
+        version_bytes=version_bytes,
         uploaded_bytes=difference * hubs,
         version_seconds=version_seconds,
         fullest={
             "core of one hub": cores,
             "syncs of one journal": records / m.records_per_second,
             "link of one hub, tokens": bytes_out / d.link_bytes_per_second,
-            "link of one host, weights": version_seconds / d.step_seconds,
+            "link of one hub, weights": version_bytes / link / d.step_seconds,
+            "two cores of one hub, comparing versions": compare / d.step_seconds,
             "link of the trainer, weights to each hub": difference * hubs / link / d.step_seconds,
             "core of the trainer, decoding": tokens * m.decode_seconds,
             "64 GiB of one hub": (fixed_bytes + open_trajectories * open_bytes) / (64 * GIB),

@@ -259,6 +259,9 @@ class Pool(_Calling):
     branches: int = Field(default=2, ge=0)
     """Hosts that the hub, and each host, hands a version on to. 1 makes a chain of them, 2 and more a tree;
     with 0 the hub sends it to each by itself."""
+    differences: bool = True
+    """Whether hosts that hold the version before are sent what changed, where that is fewer bytes out of
+    the hub; it costs the hub a comparison of both."""
 
     @field_validator("engines", mode="before")
     @classmethod

@@ -162,6 +162,7 @@ def pool_rules(pool: Pool) -> PoolRules:
         look_seconds=pool.look_seconds,
         silent_seconds=pool.silent_seconds,
         branches=pool.branches,
+        differences=pool.differences,
         stage_seconds=pool.stage_seconds,
         switch_seconds=pool.switch_seconds,
     )

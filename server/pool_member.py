@@ -83,6 +83,9 @@ class Member:
     """The pool's number of what it samples; None where that is not known."""
     full_version: int | None = None
     """That of its full weights: the same, unless what it samples is an adapter."""
+    delta_base: int | None = None
+    """The pool's number of the version that a difference can be put on there, as it said last; None for
+    none."""
     wire_adapters: tuple[int, ...] = ()
     """Adapters that it said it still samples with."""
     changes: int = 0
@@ -158,6 +161,8 @@ class Member:
         self.newest_wire_version = max(accepted)
         self.version = self.pool_version(info.active_weight_version)
         self.full_version = self.pool_version(info.full_weight_version)
+        base = info.delta_base_weight_version
+        self.delta_base = self.pool_version(base) if base else None
         self.wire_adapters = tuple(info.adapter_weight_versions)
         self.limit = self.limit.after(
             LoadReport(
@@ -205,6 +210,8 @@ class Member:
         self.version = pool_version
         if not adapter:
             self.full_version = pool_version
+            # Until it says that it holds this one.
+            self.delta_base = None
         self.changes += 1
         self.speak()
 

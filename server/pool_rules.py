@@ -21,6 +21,8 @@ class PoolRules:
     """Part of the engines that switch at the same time otherwise; at least one does."""
     branches: int = 2
     """Hosts that each host hands a version on to; with none the hub sends it to each."""
+    differences: bool = True
+    """Whether hosts that hold the version before are sent what changed, where that is less."""
     look_seconds: float = 1.0
     """Between two looks at an engine."""
     flush_seconds: float = 0.2

@@ -6,6 +6,9 @@ all take them from the hub's. Who cannot read what it is offered is sent the byt
 about hosts costs time and nothing else. Where a leader fails, or takes longer than half of the time that
 each has (`stage_seconds`), the next engine of its host leads.
 
+Who holds the version before, and says so, is sent what changed, where that is less than the tree would
+carry (`pool_differences`); each of those hosts then has all of it, and hands it on to hosts that do not.
+
 An adapter, of a few megabytes, each takes from the hub: engine servers hand none on.
 
 Every engine server verifies every byte by itself, against the hub's checksums.
@@ -17,7 +20,8 @@ import asyncio
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -25,8 +29,10 @@ from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_branches import Branches
+from penstock.server.pool_differences import Differing, Sendable
 from penstock.server.pool_member import Member
 from penstock.server.pool_rules import PoolRules
+from penstock.server.weight_assembly import lay_out
 from penstock.server.weight_probe import Probe
 from penstock.v1 import weights_pb2
 from penstock.wire.memory_file import host_id, host_namespace
@@ -81,20 +87,56 @@ class Payload:
             for tensor in weights.tensors
         ]
 
+    @property
+    def dense(self) -> Tensors:
+        """Where an engine server has each that put the version together from what changed."""
+        tensors = self.tensors
+        places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in tensors)
+        return [
+            weights_pb2.TensorSpec(
+                name=tensor.name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                offset_bytes=place.offset_bytes,
+                length_bytes=tensor.length_bytes,
+                xxh3=tensor.xxh3,
+            )
+            for tensor, place in zip(tensors, places, strict=True)
+        ]
+
     def close(self) -> None:
         """Nobody reads it any more, but for who has it open."""
         os.close(self._descriptor)
 
 
-Source = weights_pb2.SharedMemorySource | weights_pb2.PeerSource | None
-"""Where an engine server takes a version from; None is the stream."""
+Tensors = Sequence[weights_pb2.TensorSpec]
 
-Leading = asyncio.Future[weights_pb2.SharedMemorySource | None]
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A version in memory of a host."""
+
+    memory: weights_pb2.SharedMemorySource
+    tensors: Tensors
+    """Where each lies there."""
+
+
+Source = Shared | weights_pb2.PeerSource | Sendable | None
+"""Where an engine server takes a version from; the last two are the stream, with what changed or all."""
+
+Leading = asyncio.Future[Shared | None]
 """Where a host's leader has all of a version, once it has; None where it has it in no memory that others
 could read. Cancelled where it failed."""
 
 UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_MISMATCH)
 """Refusals after which the hub sends the bytes by itself."""
+
+NOT_THE_DIFFERENCE = (
+    Reason.BASE_VERSION_MISMATCH,
+    Reason.CHECKSUM_MISMATCH,
+    Reason.DISK_FULL,
+)
+"""Refusals of what changed after which all is sent."""
 
 
 class Fanout:
@@ -108,11 +150,14 @@ class Fanout:
         probe: Probe | None = None,
         *,
         holders: Iterable[Member] = (),
+        differing: Differing | None = None,
     ) -> None:
         """`epoch` is the hub's: engine servers refuse uploads of an older hub from then on. `holders`
-        sample the version already, and are asked for it before the hub sends it."""
+        sample the version already, and are asked for it before the hub sends it. `differing` is what
+        changed from the version before, where that could be sent."""
         self._payload = payload
         self._epoch = epoch
+        self._differing = differing
         self._probe = None if probe is None else probe.message()
         self._host_id = host_id()
         self._leader_seconds = rules.stage_seconds / 2
@@ -167,6 +212,8 @@ class Fanout:
             if isinstance(there, StagedThere):
                 there.cancel()
         self._sending.clear()
+        if self._differing is not None:
+            await self._differing.close()
         self._payload.close()
 
     async def _stage(self, member: Member) -> StagedThere:
@@ -174,26 +221,21 @@ class Fanout:
             memory = weights_pb2.SharedMemorySource(
                 name=self._payload.path, host_namespace=self._payload.host_namespace
             )
-            return await self._offer(member, memory)
+            return await self._offer(member, Shared(memory, self._payload.tensors))
         if self._payload.adapter is not None:
             return (await self._send(member, None))[0]
         while (leading := self._leaders.get(member.host_id)) is not None:
             await asyncio.wait([leading], timeout=self._leader_seconds)
             if leading.done() and not leading.cancelled():
-                if (memory := leading.result()) is not None:
-                    return await self._offer(member, memory)
+                if (shared := leading.result()) is not None:
+                    return await self._offer(member, shared)
                 return (await self._lead(member))[0]
             # It failed, or takes long. Who is the first to see that leads; the others wait for that one.
             self._follow_no_more(member.host_id, leading)
         leading = self._leaders[member.host_id] = asyncio.get_running_loop().create_future()
         try:
-            there, answer = await self._lead(member)
-            memory = None
-            if answer.HasField("memory"):
-                memory = weights_pb2.SharedMemorySource(
-                    name=answer.memory.name, host_namespace=answer.memory.host_namespace
-                )
-            leading.set_result(memory)
+            there, shared = await self._lead(member)
+            leading.set_result(shared)
             return there
         finally:
             if not leading.done():
@@ -205,16 +247,27 @@ class Fanout:
         if self._leaders.get(host) is leading:
             del self._leaders[host]
 
-    async def _offer(self, member: Member, memory: weights_pb2.SharedMemorySource) -> StagedThere:
+    async def _offer(self, member: Member, shared: Shared) -> StagedThere:
         try:
-            return (await self._send(member, memory))[0]
+            return (await self._send(member, shared))[0]
         except Refused as error:
             if error.failure.reason not in UNREADABLE:
                 raise
             return (await self._send(member, None))[0]
 
-    async def _lead(self, member: Member) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
-        """The first of its host: from another host, or from here."""
+    async def _lead(self, member: Member) -> tuple[StagedThere, Shared | None]:
+        """The first of its host: what changed, or all of it, from another host or from here."""
+        if (difference := await self._difference_for(member)) is not None:
+            try:
+                sent = await self._send(member, difference)
+            except Refused as error:
+                if error.failure.reason not in NOT_THE_DIFFERENCE:
+                    raise
+                logger.warning("engine %s is sent all of a version: %s", member.address, error)
+            else:
+                # Not before: it hands on what it has put together.
+                self._branches.add([member])
+                return sent
         tried: set[Member] = set()
         while member.hands_on and (peer := self._branches.take(tried)) is not None:
             tried.add(peer)
@@ -226,9 +279,13 @@ class Fanout:
                 logger.warning("engine %s: %s", member.address, error)
         return await self._grow(member, None)
 
-    async def _grow(
-        self, member: Member, peer: Member | None
-    ) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
+    async def _difference_for(self, member: Member) -> Sendable | None:
+        differing = self._differing
+        if differing is None or member.delta_base != differing.base_version:
+            return None
+        return await differing.get(self._payload.tensors, self._payload.view)
+
+    async def _grow(self, member: Member, peer: Member | None) -> tuple[StagedThere, Shared | None]:
         """A host more in the tree, where it stays unless this fails; from the hub where the peer has not
         the version."""
         accepted = self._accepted[member] = asyncio.get_running_loop().create_future()
@@ -254,27 +311,34 @@ class Fanout:
             return None
         return weights_pb2.PeerSource(address=peer.address, weight_version=number)
 
-    async def _send(
-        self, member: Member, source: Source
-    ) -> tuple[StagedThere, weights_pb2.UpdateWeightsResponse]:
+    async def _send(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
+        """Returns where it lies there, too, for others of that host."""
         version = self._numbers.get(member)
         if version is None:
             version = self._numbers[member] = member.reserve(self.weight_version)
         header = weights_pb2.WeightHeader(
             weight_version=version,
-            tensors=self._payload.tensors,
+            tensors=source.tensors
+            if isinstance(source, Shared | Sendable)
+            else self._payload.tensors,
             activation=weights_pb2.ACTIVATION_STAGED,
             trainer_epoch=self._epoch,
             probe=self._probe,
             adapter=self._payload.adapter,
         )
+        pieces: tuple[memoryview, ...] = ()
         if source is None:
             header.inline.length_bytes = self._payload.length_bytes
+            pieces = (self._payload.view,)
+        elif isinstance(source, Sendable):
+            header.inline.length_bytes = len(source.payload)
+            header.base_weight_version = member.wire_version(source.base_version) or 0
+            pieces = (source.payload,)
         elif isinstance(source, weights_pb2.PeerSource):
             header.peer.CopyFrom(source)
         else:
-            header.shared_memory.CopyFrom(source)
-        there = member.server.stage(header, () if source is not None else (self._payload.view,))
+            header.shared_memory.CopyFrom(source.memory)
+        there = member.server.stage(header, pieces)
         try:
             ready = await there.ready()
             if (accepted := self._accepted.get(member)) is not None and not accepted.done():
@@ -286,7 +350,13 @@ class Fanout:
         if answer.state != weights_pb2.WEIGHT_STATE_STAGED:
             there.cancel()
             raise Unanswered(f"it answered an upload with state {answer.state}")
-        return there, answer
+        if not answer.HasField("memory"):
+            return there, None
+        memory = weights_pb2.SharedMemorySource(
+            name=answer.memory.name, host_namespace=answer.memory.host_namespace
+        )
+        together = isinstance(source, Sendable)
+        return there, Shared(memory, self._payload.dense if together else self._payload.tensors)
 
 
 def _leave(task: asyncio.Task[StagedThere]) -> None:

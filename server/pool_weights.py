@@ -38,6 +38,7 @@ from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere
 from penstock.server.errors import DomainError
 from penstock.server.own_tasks import OwnTasks
+from penstock.server.pool_differences import Differing
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
@@ -48,6 +49,7 @@ from penstock.server.weight_probe import Probe, ProbeResult
 from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
 from penstock.server.weight_upload import Staged
 from penstock.v1 import weights_pb2
+from penstock.wire.memory_file import host_id
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -203,7 +205,13 @@ class PoolWeights:
         payload = await asyncio.to_thread(Payload, update.weights, update.adapter)
         before, self._fanout = (
             self._fanout,
-            Fanout(payload, self._epoch, self._rules, update.probe),
+            Fanout(
+                payload,
+                self._epoch,
+                self._rules,
+                update.probe,
+                differing=self._differing(payload),
+            ),
         )
         if before is not None:
             await before.close()
@@ -211,6 +219,17 @@ class PoolWeights:
             if member.state in (State.SERVING, State.SWITCHING):
                 # Who does not take it says so at the switch. Who joins is brought up to date after it.
                 self._fanout.begin(member).add_done_callback(_heard)
+
+    def _differing(self, payload: Payload) -> Differing | None:
+        """What changes the active version into this one, where engine servers could put that together."""
+        opens, active, here = self.open_version, self.active, host_id()
+        hosts = len({member.host_id for member in self._roster.rotation} - {here})
+        adapters = payload.adapter is not None or self._adapter is not None
+        if opens is None or adapters or not hosts or not self._rules.differences:
+            return None
+        # It goes to each host from the hub, and the whole to so many.
+        from_hub = min(self._rules.branches or hosts, hosts)
+        return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 
     async def switch(
         self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]

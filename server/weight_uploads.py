@@ -400,10 +400,9 @@ class WeightUploads:
         announced = accepted.announced
         version = announced.weight_version
         response = self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
-        # Any other is laid out as this server likes.
-        plain = isinstance(announced.source, InlineSource | PeerSource)
-        plain = plain and not announced.base_version
-        memory = self._versions.memory_of(version) if plain and not announced.adapter else None
+        # Any other is laid out as this server likes. A delta is put together by `lay_out`.
+        told = isinstance(announced.source, InlineSource | PeerSource)
+        memory = self._versions.memory_of(version) if told and not announced.adapter else None
         if memory is not None:
             response.memory.name = str(memory.path)
             response.memory.host_namespace = memory.host_namespace

@@ -7,7 +7,7 @@ from typing import Literal
 
 from penstock.trainer.payload import Payload
 from penstock.v1 import weights_pb2
-from penstock.wire import sparse
+from penstock.wire import differences, sparse
 from penstock.wire.upload import Piece
 
 Delta = Literal["auto", "on", "off"]
@@ -59,25 +59,16 @@ def whole(payload: Payload, weight_version: int) -> Parcel:
 def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
     """What makes `payload` out of `base`: bitwise, with no bytes for a tensor that is the same."""
     if payload is base.payload:
-        same = tuple(_same(spec) for spec in payload.specs)
+        same = tuple(differences.same(spec) for spec in payload.specs)
         return Parcel(weight_version, base.weight_version, payload, same, (), 0.0, base.payload)
-    pairs = list(zip(base.payload.elements(), payload.elements(), strict=True))
-    specs: list[weights_pb2.TensorSpec] = []
-    pieces: list[Piece] = []
-    changed = offset = 0
-    for spec, encoded in zip(payload.specs, sparse.encode_all(pairs), strict=True):
-        specs.append(_encoded(spec, encoded, offset))
-        pieces += encoded.parts
-        offset += encoded.length_bytes
-        changed += encoded.changed_element_count
-    count = sum(len(new) for _, new in pairs)
+    found = differences.difference(payload.specs, base.payload.elements(), payload.elements())
     return Parcel(
         weight_version,
         base.weight_version,
         payload,
-        tuple(specs),
-        tuple(pieces),
-        changed / count if count else 0.0,
+        found.specs,
+        found.pieces,
+        found.changed_part,
         base.payload,
     )
 
@@ -85,35 +76,3 @@ def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
 def can_differ(payload: Payload) -> bool:
     """Whether differences of this dtype can be coded."""
     return payload.itemsize in sparse.WIDTHS
-
-
-def _same(spec: weights_pb2.TensorSpec) -> weights_pb2.TensorSpec:
-    return weights_pb2.TensorSpec(
-        name=spec.name,
-        shape=spec.shape,
-        dtype=spec.dtype,
-        encoding=weights_pb2.TENSOR_ENCODING_SAME,
-        xxh3=spec.xxh3,
-    )
-
-
-def _encoded(
-    spec: weights_pb2.TensorSpec, encoded: sparse.Encoded, offset: int
-) -> weights_pb2.TensorSpec:
-    if encoded.encoding == weights_pb2.TENSOR_ENCODING_SAME:
-        return _same(spec)
-    result = weights_pb2.TensorSpec(
-        name=spec.name,
-        shape=spec.shape,
-        dtype=spec.dtype,
-        offset_bytes=offset,
-        length_bytes=encoded.length_bytes,
-        encoding=encoded.encoding,
-        xxh3=spec.xxh3,
-    )
-    if (coding := encoded.coding) is not None:
-        result.sparse.changed_element_count = coding.changed_element_count
-        result.sparse.index_coding = coding.index_coding
-        result.sparse.index_length_bytes = coding.index_length_bytes
-        result.sparse.compression = coding.compression
-    return result

@@ -633,8 +633,10 @@ type UpdateWeightsResponse struct {
 	ChangedTensorCount int32 `protobuf:"varint,5,opt,name=changed_tensor_count,json=changedTensorCount,proto3" json:"changed_tensor_count,omitempty"`
 	// How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one.
 	Probe *WeightProbeResult `protobuf:"bytes,6,opt,name=probe,proto3" json:"probe,omitempty"`
-	// Where the version lies in this server's memory, packed as the header has it; set with WEIGHT_STATE_STAGED
-	// for a full version. Others of this host can take it from there for as long as it is staged or held.
+	// Where the whole version lies in this server's memory; set with WEIGHT_STATE_STAGED for one that came in
+	// chunks or from a peer. Packed as the header has it, or, put together from a delta, tensor after tensor in
+	// the header's order, each at the next multiple of 8 bytes. Others of this host can take it from there for
+	// as long as it is staged or held.
 	Memory *SharedMemorySource `protobuf:"bytes,7,opt,name=memory,proto3" json:"memory,omitempty"`
 }
 

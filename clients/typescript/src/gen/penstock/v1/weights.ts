@@ -157,8 +157,10 @@ export interface UpdateWeightsResponse {
     | WeightProbeResult
     | undefined;
   /**
-   * Where the version lies in this server's memory, packed as the header has it; set with WEIGHT_STATE_STAGED
-   * for a full version. Others of this host can take it from there for as long as it is staged or held.
+   * Where the whole version lies in this server's memory; set with WEIGHT_STATE_STAGED for one that came in
+   * chunks or from a peer. Packed as the header has it, or, put together from a delta, tensor after tensor in
+   * the header's order, each at the next multiple of 8 bytes. Others of this host can take it from there for
+   * as long as it is staged or held.
    */
   memory: SharedMemorySource | undefined;
 }
