@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -37,9 +37,18 @@ class Episode:
     """Once it is settled."""
     unwanted: str = ""
     """Why its group is of no use, where its function said so."""
+    on_dropped: Callable[[Episode], object] | None = None
+    """Called, in any thread, when its function said so."""
 
     def __post_init__(self) -> None:
         _EPISODES[self.trajectory.trajectory_id] = self
+
+    def drop(self, reason: str) -> None:
+        """Its group is of no use."""
+        if not self.unwanted:
+            self.unwanted = reason
+            if self.on_dropped is not None:
+                self.on_dropped(self)
 
     @property
     def failed(self) -> Failed | None:

@@ -35,7 +35,7 @@ _NAMES: Mapping[str, tuple[Any, ...]] = {
     "utils.types": (types.Sample,),
     "utils.http_utils": (own.post, own.get),
     "utils.misc": (own.load_function, own.SingletonMeta),
-    "utils.async_utils": (own.run,),
+    "utils.async_utils": (own.run, own.get_async_loop, own.AsyncLoopThread),
     "utils.processing_utils": (
         *(load_tokenizer, own.load_processor),
         *(own.build_processor_kwargs, own.encode_image_for_rollout_engine),

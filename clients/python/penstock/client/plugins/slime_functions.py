@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from penstock.client.plugins import samples as types
 from penstock.client.plugins.arguments import ROUTER_HOST
@@ -103,16 +104,45 @@ class SingletonMeta(type):
         SingletonMeta._made.clear()
 
 
+class AsyncLoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(
+            target=self.loop.run_forever, name="penstock-plugin-loop", daemon=True
+        ).start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine on it, and waits for its end."""
+        thread = threading.get_ident()
+
+        async def work() -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            _RUNNERS[task] = thread
+            return await coroutine
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result()
+
+
+_RUNNERS: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+
+
+def runner_of(task: asyncio.Task[Any] | None) -> int | None:
+    """Identity of the thread that waits for a task's end by `run`."""
+    return None if task is None else _RUNNERS.get(task)
+
+
 @functools.cache
-def _background_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="penstock-plugin-loop", daemon=True).start()
-    return loop
+def get_async_loop() -> AsyncLoopThread:
+    """The one in the background."""
+    return AsyncLoopThread()
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine on a loop in the background, and waits for it."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _background_loop()).result()
+    """Runs a coroutine on the loop in the background, and waits for it."""
+    return get_async_loop().run(coroutine)
 
 
 def load_processor(name: str, **options: Any) -> None:
@@ -279,7 +309,7 @@ def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named:
     if not output.keep and not output.keep_when_insufficient:
         for sample in types.flatten(list(group)):
             if (episode := find_episode(sample)) is not None:
-                episode.unwanted = output.reason or "FILTERED"
+                episode.drop(output.reason or "FILTERED")
     return output
 
 

@@ -4,13 +4,15 @@
            -> the groups that it returns -> each attempt settled and closed -> the function again
 
 The function is called in a thread, again and again, with `rollout_id` counting from zero; one that keeps
-groups in flight from one call to the next may. What becomes of a group that it was given:
+groups in flight from one call to the next may. `data_source` says how it waits for groups. What becomes of
+a group that it was given:
 
 | the function | its attempts |
 |---|---|
 | returns it | are closed with what their samples say |
 | gives it back with `add_samples` | wait, and are the next that `get_samples` gives |
-| drops it by `call_dynamic_filter` | are closed, their group marked as of no use, for the reason it gave |
+| drops it by `call_dynamic_filter` | are closed at once, for the next group takes its place at the gate; |
+|  | it is marked as of no use, for the reason the filter gave |
 | keeps it | stay leased, and count against the concurrency |
 
 An attempt that failed and comes again without its siblings cannot be given as a group: it fails again,
@@ -23,22 +25,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.client.blocking import is_async, run_in_thread
 from penstock.client.errors import PenstockError
 from penstock.client.leases import Attempt, Leases
 from penstock.client.outcome import Failed, Outcome
+from penstock.client.plugins.data_source import DataSource, RolloutMisused
 from penstock.client.plugins.episode import Episode
 from penstock.client.plugins.samples import RolloutFnTrainOutput, Sample, flatten
 from penstock.client.plugins.slime_functions import run
 from penstock.client.scoring import as_failed
 from penstock.client.statistics import Reporter, Statistics
 from penstock.client.tasks import Purpose
-from penstock.client.worker import WorkerMisconfigured, WorkerSettings
+from penstock.client.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from penstock.client.calls import Calls
@@ -46,11 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.rollout")
 
+# How long another group is waited for by a function that has one to go on with: those that were admitted
+# together arrive together.
+_MOMENT_SECONDS = 0.5
+# After which a function that has groups and waits for more is spoken of.
+_SILENCE_SECONDS = 30.0
 _SIBLINGS_GONE = Failed("SIBLINGS_GONE", "a whole rollout makes groups as a whole")
-
-
-class RolloutMisused(WorkerMisconfigured):
-    """A whole-rollout function asked for, or returned, what cannot be."""
 
 
 @dataclass(eq=False)
@@ -64,40 +70,6 @@ class _Group:
     @property
     def whole(self) -> bool:
         return len(self.attempts) == self.size
-
-
-class DataSource:
-    """What the function takes groups from; it may be called from any thread but the worker's own loop."""
-
-    def __init__(self, rollout: WholeRollout, loop: asyncio.AbstractEventLoop) -> None:
-        self._rollout, self._loop = rollout, loop
-        self.metadata: dict[str, Any] = {}
-
-    def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """So many groups; waits for them. Raises RolloutMisused where they cannot come."""
-        groups = self._rollout.take(num_samples)
-        return asyncio.run_coroutine_threadsafe(groups, self._loop).result()
-
-    def add_samples(self, samples: Sequence[list[Sample]]) -> None:
-        """Gives groups back."""
-        given = self._rollout.give_back(list(samples))
-        asyncio.run_coroutine_threadsafe(given, self._loop).result()
-
-    def get_buffer_length(self) -> int:
-        """Groups that were given back."""
-        return self._rollout.given_back_count
-
-    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Keeps something for the function."""
-        self.metadata.update(metadata)
-
-    def get_metadata(self) -> dict[str, Any]:
-        """What was kept."""
-        return self.metadata
-
-    def __len__(self) -> int:
-        """As many as there are tasks, which nobody here knows: it only has to be true."""
-        return 1 << 30
 
 
 class WholeRollout:
@@ -121,6 +93,10 @@ class WholeRollout:
         self._arrived = asyncio.Condition()
         self._ended: Exception | None = None
         """What ended the leasing; whoever asks for a group hears of it."""
+        self._dropped: list[tuple[Episode, asyncio.Task[None]]] = []
+        """What the function dropped since it was called, being closed."""
+        self._calling_thread = 0
+        """In which the function runs."""
         self._stopped = asyncio.Event()
         self._statistics = Statistics()
         self._reporter = Reporter(self._statistics, settings.report_seconds)
@@ -133,6 +109,11 @@ class WholeRollout:
     def stopping(self) -> bool:
         """Whether `stop` was called."""
         return self._stopped.is_set()
+
+    @property
+    def calling_thread(self) -> int:
+        """The identity of the thread in which the function was called last."""
+        return self._calling_thread
 
     @property
     def held(self) -> list[str]:
@@ -182,19 +163,39 @@ class WholeRollout:
             self._given_back.extend(groups)
             self._arrived.notify_all()
 
-    async def take(self, count: int) -> list[list[Sample]]:
-        """Groups for the function; waits for those that are not here yet."""
+    async def take(self, count: int, *, aside: bool) -> list[list[Sample]]:
+        """Groups for the function: waits for the first, and a moment for each other one. `aside`: who waits
+        must not be held up, so a function that has groups already may get none.
+
+        Raises RolloutMisused, and what ended the leasing.
+        """
+        loop = asyncio.get_running_loop()
         found: list[list[Sample]] = []
         while len(found) < count:
-            group = await self._next_group()
+            bounded = bool(found) or (aside and self._given_count > 0)
+            group = await self._next_group(_MOMENT_SECONDS if bounded else None, aside=aside)
+            if group is None:
+                break
             if isinstance(group, _Group):
                 for attempt in _ordered(group):
-                    group.episodes.append(await self._agent.begin(attempt.task, attempt.trajectory))
+                    episode = await self._agent.begin(attempt.task, attempt.trajectory)
+                    episode.on_dropped = partial(loop.call_soon_threadsafe, self._drop)
+                    group.episodes.append(episode)
                 group = [episode.sample for episode in group.episodes]
             found.append(group)
         return found
 
-    async def _next_group(self) -> _Group | list[Sample]:
+    @property
+    def _given_count(self) -> int:
+        """Attempts that the function has."""
+        return sum(len(group.attempts) for group in self._groups.values() if group.given)
+
+    async def _next_group(
+        self, seconds: float | None, *, aside: bool
+    ) -> _Group | list[Sample] | None:
+        """The next group; None where none comes within so many seconds."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
         async with self._arrived:
             while True:
                 if self._given_back:
@@ -205,12 +206,28 @@ class WholeRollout:
                     return group
                 if self._ended is not None:
                     raise self._ended
-                self._check_room()
-                await self._arrived.wait()
+                if not aside:
+                    self._check_room()
+                waited = loop.time() - begun
+                if seconds is not None and waited >= seconds:
+                    return None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(
+                        _SILENCE_SECONDS if seconds is None else seconds - waited
+                    ):
+                        await self._arrived.wait()
+                        continue
+                if seconds is None and self._given_count:
+                    logger.warning(
+                        "the function has %d attempts and has waited %.0f s for another group: the server "
+                        "admits none before the trainer has taken what is made, so what the function "
+                        "needs at a time has to fit train.groups_per_step",
+                        *(self._given_count, loop.time() - begun),
+                    )
 
     def _check_room(self) -> None:
         """Raises RolloutMisused where all leases are with the function, which waits for another one."""
-        held = sum(len(group.attempts) for group in self._groups.values() if group.given)
+        held = self._given_count
         size = max((group.size for group in self._groups.values()), default=1)
         limit = self._settings.concurrency
         if held + size > limit:
@@ -262,21 +279,34 @@ class WholeRollout:
             rollout_id += 1
 
     def _call_function(self, args: Any, rollout_id: int, source: DataSource) -> Any:
+        self._calling_thread = threading.get_ident()
         if is_async(self._function):
             return run(self._function(args, rollout_id, source, evaluation=False))
         return self._function(args, rollout_id, source, evaluation=False)
 
-    async def _settle(self, samples: Sequence[Sample]) -> None:
-        """Closes the attempts of what the function returned, and of what it dropped."""
-        held = [
+    def _drop(self, episode: Episode) -> None:
+        """Closes an attempt of a group that the function dropped, and so makes room for another."""
+        for attempt, each in self._held_episodes():
+            if each is episode:
+                self._dropped.append((episode, asyncio.create_task(self._end(attempt, episode))))
+
+    def _held_episodes(self) -> list[tuple[Attempt, Episode]]:
+        return [
             (attempt, episode)
             for group in self._groups.values()
             for episode in group.episodes
             for attempt in _ordered(group)
             if attempt.trajectory is episode.trajectory
         ]
-        by_id = {episode.sample.session_id: episode for _, episode in held}
-        by_index = {episode.sample.index: episode for _, episode in held}
+
+    async def _settle(self, samples: Sequence[Sample]) -> None:
+        """Closes the attempts of what the function returned; what it had dropped is closed by then."""
+        dropped, self._dropped = self._dropped, []
+        await asyncio.gather(*(closing for _, closing in dropped))
+        held = self._held_episodes()
+        known = [*(episode for episode, _ in dropped), *(episode for _, episode in held)]
+        by_id = {episode.sample.session_id: episode for episode in known}
+        by_index = {episode.sample.index: episode for episode in known}
         for sample in samples:
             episode = by_id.get(sample.session_id) or by_index.get(sample.index)
             if episode is None:
@@ -285,14 +315,14 @@ class WholeRollout:
                     f"session_id {sample.session_id}"
                 )
             episode.returned.append(sample)
-        over = [(a, e) for a, e in held if e.returned or e.unwanted]
+        over = [(attempt, episode) for attempt, episode in held if episode.returned]
         await asyncio.gather(*(self._end(attempt, episode) for attempt, episode in over))
 
     async def _end(self, attempt: Attempt, episode: Episode) -> None:
         outcome: Outcome | Failed
         try:
             await episode.router.stop()
-            if episode.unwanted and not episode.returned:
+            if episode.unwanted:
                 # What it was worth is not known, and nothing of it is trained.
                 sample = episode.sample
                 sample.reward, sample.remove_sample = sample.reward or 0.0, True

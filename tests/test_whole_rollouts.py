@@ -1,0 +1,154 @@
+"""Whole-rollout functions of slime's against a gate that admits only so many groups at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client import WorkerSettings, connect
+from penstock.client.calls import Calls, Patience
+from penstock.client.plugins import modules
+from penstock.client.plugins.slime_functions import SingletonMeta
+from penstock.client.plugins.worker import load_worker
+from penstock.wire.agent_marks import read_unwanted
+from tests.harness import Exchange, hello, serve
+from tests.test_plugins import arguments, check_sampled, tasks, tokenizer
+
+__all__ = ["tokenizer"]
+
+FUNCTIONS = "tests.slime_rollouts"
+
+
+@pytest.fixture(autouse=True)
+def forget_state() -> None:
+    SingletonMeta.clear_all_instances()
+
+
+@dataclass
+class Trainer:
+    """Takes groups for one step, as a trainer does that rejects what is of no use."""
+
+    exchange: Exchange
+    kept: list[str] = field(default_factory=list[str])
+    dropped: dict[str, str] = field(default_factory=dict[str, str])
+
+    async def gather(self, count: int) -> None:
+        self.exchange.send(demand={"group_count": count})
+        while len(self.kept) < count:
+            delivery = await self.exchange.receive("delivery", 30)
+            group = delivery.group
+            why = read_unwanted(group.trajectories[0].outcome.metadata)
+            if not why:
+                for trajectory in group.trajectories:
+                    check_sampled(trajectory)
+                self.kept.append(group.task_id)
+                continue
+            self.dropped[group.task_id] = why
+            rejection = {"delivery_ids": [delivery.delivery_id], "rejection": {"reason": why}}
+            self.exchange.send(receipt=rejection)
+            self.exchange.send(demand={"group_count": 1})
+
+
+@contextlib.asynccontextmanager
+async def at_work(
+    folder: Path,
+    tokenizer: Path,
+    function: str,
+    *,
+    max_lag: int,
+    generate: str = "",
+    **args: object,
+) -> AsyncGenerator[Trainer]:
+    """A worker with the function, twenty tasks, two groups to a step."""
+    async with serve(folder, step_seconds=0.001) as server:
+        exchange = await hello(server.wire, groups_per_step=2, max_lag=max_lag)
+        path = arguments(
+            folder,
+            tokenizer,
+            rollout_max_response_len=8,
+            rollout_batch_size=2,
+            n_samples_per_prompt=2,
+            **args,
+        )
+        lines = ["", f"custom_rm_path = '{FUNCTIONS}.length_reward'"]
+        if generate:
+            lines.append(f"custom_generate_function_path = '{FUNCTIONS}.{generate}'")
+        path.write_text(path.read_text().replace("reward_key = 'score'", "") + "\n".join(lines))
+        settings = WorkerSettings(64)
+        reward, whole = f"{FUNCTIONS}:length_reward", f"{FUNCTIONS}:{function}"
+        calls = Calls(server.address, Patience())
+        worker = load_worker("slime", None, reward, whole, path, settings)(calls)
+        async with connect(server.address) as client:
+            await client.submit_tasks(tasks(20, 2))
+        running = asyncio.ensure_future(worker.run())
+        try:
+            yield Trainer(exchange)
+            assert not running.done()
+        finally:
+            worker.stop()
+            await asyncio.wait_for(running, 20)
+            await calls.close()
+
+
+@pytest.mark.parametrize("function", ["one_by_one", "over_sampling"])
+@pytest.mark.parametrize(("max_lag", "first_kept"), [(0, 1), (0, 5), (1, 4), (4, 12)])
+async def test_what_is_dropped_makes_room_for_what_is_asked_for_next(
+    tmp_path: Path, tokenizer: Path, function: str, max_lag: int, first_kept: int
+) -> None:
+    work = at_work(
+        *(tmp_path, tokenizer, function),
+        max_lag=max_lag,
+        first_kept=first_kept,
+        over_sampling_batch_size=2,
+    )
+    async with work as trainer:
+        await asyncio.wait_for(trainer.gather(2), 30)
+    assert trainer.dropped == {f"t{index}": "zero_std" for index in range(first_kept)}
+
+
+async def test_more_is_asked_for_than_is_admitted(tmp_path: Path, tokenizer: Path) -> None:
+    """A function that begins with more groups than a step has is given those there are."""
+    work = at_work(
+        *(tmp_path, tokenizer, "over_sampling"),
+        max_lag=0,
+        first_kept=0,
+        over_sampling_batch_size=3,
+    )
+    async with work as trainer:
+        await asyncio.wait_for(trainer.gather(2), 30)
+    assert sorted(trainer.kept) == ["t0", "t1"]
+
+
+@pytest.mark.parametrize("takes_nothing", [True, False])
+@pytest.mark.parametrize("shares_loop", [False, True])
+async def test_groups_in_flight_are_made_while_none_is_admitted(
+    tmp_path: Path, tokenizer: Path, takes_nothing: bool, shares_loop: bool
+) -> None:
+    modules.install()
+    from tests.slime_rollouts import Background
+
+    Background.one = None
+    work = at_work(
+        *(tmp_path, tokenizer, "fully_async"),
+        max_lag=0,
+        generate="slow_second",
+        takes_nothing=takes_nothing,
+        shares_loop=shares_loop,
+    )
+    async with work as trainer:
+        try:
+            await asyncio.wait_for(trainer.gather(2), 30)
+        finally:
+            background: Any = Background.one
+            background.running = False
+    assert sorted(trainer.kept) == ["t0", "t1"]
+    # One that does not let its loop go on is told why it gets nothing.
+    told = {type(error).__name__: str(error) for error in background.errors}
+    assert set(told) == (set() if takes_nothing else {"RolloutMisused"})
+    assert all("await something" in message for message in told.values())
