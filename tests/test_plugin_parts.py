@@ -282,6 +282,67 @@ def test_what_is_installed_of_slime_is_found_below_what_is_not(
         monkeypatch.delitem(sys.modules, name)
 
 
+def test_what_an_installed_module_has_beside_ours_is_its_own_and_calls_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("vime", "vime/utils", "vime/rollout", "vime/rollout/rm_hub"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("")
+    written = {
+        "utils/http_utils.py": "async def post(): pass\ndef is_port_available(port): return post\n",
+        "utils/types.py": "from __future__ import annotations\n"
+        "from dataclasses import dataclass\nclass Sample: pass\n"
+        "@dataclass\nclass ParamInfo:\n    size: int\ndef blank(): return Sample()\n",
+        "rollout/vllm_rollout.py": "from vime.utils.http_utils import is_port_available, post\n"
+        "from ..utils.types import ParamInfo, Sample\n"
+        "def abort(): return post, Sample, ParamInfo(3).size\n",
+        "rollout/rm_hub/__init__.py": "raise ImportError('what it needs is not installed')\n",
+        "rollout/rm_hub/grader.py": "def grade(x): return x + 1\n",
+    }
+    for name, text in written.items():
+        (tmp_path / "vime" / name).write_text(text)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vime"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    modules.install()
+    found: dict[str, Any] = {}
+    exec(
+        "from vime.rollout.vllm_rollout import abort, generate\n"
+        "from vime.utils.http_utils import is_port_available, get_rollout_num_engines\n"
+        "from vime.utils.types import ParamInfo, blank\n"
+        "from vime.rollout.rm_hub import grader, async_rm\n",
+        found,
+    )
+    assert found["abort"]() == (post, Sample, 3)
+    assert found["is_port_available"](1) is post
+    assert isinstance(found["blank"](), Sample)
+    assert found["generate"] is modules.own.generate
+    assert found["grader"].grade(1) == 2
+    with pytest.raises(ImportError, match="what it needs"):
+        exec("from vime.rollout.rm_hub import remote_rm", found)
+    with pytest.raises(ImportError, match="nobody_has_it"):
+        exec("from vime.utils.types import nobody_has_it", found)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vime"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_what_is_there_without_the_package() -> None:
+    modules.install()
+    found: dict[str, Any] = {}
+    exec(
+        "from slime.utils.http_utils import get_rollout_num_engines\n"
+        "from slime.utils.types import RolloutBatch\n"
+        "from slime.utils.async_utils import get_async_loop, run\n",
+        found,
+    )
+    args = make_arguments({"rollout_num_gpus": 8}, model="m", max_context_length=8)
+    assert found["get_rollout_num_engines"](args) == 8
+    args.rollout_num_engines = 3
+    assert found["get_rollout_num_engines"](args) == 3
+    with pytest.raises(ImportError, match="generate_rollout"):
+        exec("from slime.rollout.sglang_rollout import generate_rollout", found)
+
+
 def test_what_nobody_has_is_missing_as_ever() -> None:
     modules.install()
     with pytest.raises(ModuleNotFoundError, match="math_dapo_utils"):

@@ -5,15 +5,17 @@
     from slime.rollout.sglang_rollout import GenerateState
 
 `install` puts a finder first among those that Python asks for a module. It answers for the names of
-`_NAMES`, and for the packages above them where the real ones are not installed. So what else such a
-function imports of them, a grader for instance, is the installed package's, and what it says to the engine
-is said to Penstock. It stays for the life of the process: many functions import when they are called.
+`_NAMES`, and for the packages above them where the real ones are not installed. What else such a function
+imports is the installed package's: other modules, a grader for instance, as they are; of the same modules
+what is not here, when it is asked for, and there too with the names that are. So what such a function says
+to the engine is said to Penstock. It stays for the life of the process: many import when they are called.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -33,7 +35,7 @@ _GENERATION = (
 
 _NAMES: Mapping[str, tuple[Any, ...]] = {
     "utils.types": (types.Sample,),
-    "utils.http_utils": (own.post, own.get),
+    "utils.http_utils": (own.post, own.get, own.get_rollout_num_engines),
     "utils.misc": (own.load_function, own.SingletonMeta),
     "utils.async_utils": (own.run, own.get_async_loop, own.AsyncLoopThread),
     "utils.processing_utils": (
@@ -54,6 +56,8 @@ _NAMES: Mapping[str, tuple[Any, ...]] = {
 }
 # Where the name there is not the name here.
 _OTHER_NAMES: Mapping[str, Mapping[str, Any]] = {
+    # What a trainer of theirs is handed, by name.
+    "utils.types": {"RolloutBatch": dict[str, Any]},
     "rollout.vllm_rollout": {"_build_inference_sampling_params": build_inference_sampling_params},
 }
 
@@ -82,11 +86,50 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills one of ours."""
-        name = module.__name__.partition(".")[2]
-        for entry in _NAMES.get(name, ()):
-            setattr(module, entry.__name__, entry)
-        for other, entry in _OTHER_NAMES.get(name, {}).items():
-            setattr(module, other, entry)
+        vars(module).update(_entries(module.__name__))
+        module.__getattr__ = _Installed(module)
+
+
+class _Installed:
+    """What the installed module of the same name has, and ours has not."""
+
+    def __init__(self, ours: ModuleType) -> None:
+        self._ours = ours
+        self._module: ModuleType | None = None
+
+    def __call__(self, name: str) -> Any:
+        """The entry of that name. Raises AttributeError, and what loading the module raises."""
+        ours = self._ours
+        # Who imports a module below does not ask for the package's own names.
+        below = importlib.machinery.PathFinder.find_spec(f"{ours.__name__}.{name}", ours.__path__)
+        if not name.startswith("__") and below is None:
+            installed = self._module or self._load()
+            if installed is not None and hasattr(installed, name):
+                return getattr(installed, name)
+        raise AttributeError(f"module {ours.__name__!r} has no attribute {name!r}")
+
+    def _load(self) -> ModuleType | None:
+        name = self._ours.__name__
+        above = sys.modules[name.rpartition(".")[0]]
+        spec = importlib.machinery.PathFinder.find_spec(name, above.__path__)
+        if spec is None or spec.loader is None:
+            return None
+        # Its name in `sys.modules` is ours. While it loads, what it imports may ask for more of it.
+        self._module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(self._module)
+        except BaseException:
+            self._module = None
+            raise
+        vars(self._module).update(_entries(name))
+        return self._module
+
+
+def _entries(module: str) -> dict[str, Any]:
+    """What one of our modules has, by name."""
+    name = module.partition(".")[2]
+    named = {entry.__name__: entry for entry in _NAMES.get(name, ())}
+    return {**named, **_OTHER_NAMES.get(name, {})}
 
 
 def install() -> None:

@@ -67,6 +67,13 @@ async def get(url: str) -> Any:
     return await asyncio.to_thread(_fetch, url, "GET", None, {})
 
 
+def get_rollout_num_engines(args: Namespace) -> int:
+    """Engines behind the router, as `args` have it: `rollout_num_engines`, or as many as the GPUs make."""
+    if (count := getattr(args, "rollout_num_engines", None)) is not None:
+        return int(count)
+    return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
+
+
 def _fetch(url: str, method: str, data: bytes | None, headers: dict[str, str]) -> Any:
     headers = {"Content-Type": "application/json", **headers}
     request = urllib.request.Request(url, data, headers, method=method)
@@ -168,8 +175,8 @@ class GenerateState(metaclass=SingletonMeta):
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.processor = None
-        engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * max(1, engines))
+        engines = get_rollout_num_engines(args)
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * engines)
         self.sampling_params = write_sampling_params(SamplingParams(), args)
         self.group_sampling_seeds = [
             args.rollout_seed + i for i in range(args.n_samples_per_prompt)
