@@ -35,6 +35,9 @@ from penstock.trainer.sources.own import open_own
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.procedural import ReasoningGymSource
 from penstock.trainer.sources.tables import open_huggingface, open_parquet
+from penstock.trainer.tasks import build_task
+from penstock.v1 import task_service_pb2
+from penstock.wire import codec
 
 HERE = "tests.test_trainer_sources"
 
@@ -88,6 +91,15 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
         ({"messages": ["x"]}, "a role and a content, got 'x'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ('{"prompt": "x", "score": NaN}', r":1: .*not JSON compliant"),
+        # What JSON has a form for, and a task has none.
+        ('{"prompt": "bad \\ud83d tail"}', r":1: .*can't encode character '\\ud83d'"),
+        ('{"prompt": "x", "note": ["bad \\ud83d"]}', r":1: .*can't encode"),
+        ('{"prompt": "x", "bad \\ud83d": 1}', r":1: .*can't encode"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', r":1: .*can't encode"),
+        ({"prompt": "x", "answer": 10**400}, ":1: int too large"),
+        ('{"prompt": "x", "answer": ' + "9" * 5000 + "}", ":1: Exceeds the limit"),
+        ('{"prompt": "x", "tree": ' + "[" * 40 + "]" * 40 + "}", ":1: it is nested more than 30"),
+        ('{"prompt": "x", "tree": ' + "[" * 100_000 + "}", ":1: .*recursion"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
@@ -100,6 +112,26 @@ def test_a_text_may_hold_separators_of_unicode(tmp_path: Path) -> None:
     path.write_bytes('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\r\n'.encode())
     source = open_jsonl(JsonlConfig(path=path, shuffle=False), seed=0)
     assert texts(source, range(3)) == ["a\u2028b\x85c", "d", "a\u2028b\x85c"]
+
+
+def test_every_row_that_is_taken_can_be_a_task(tmp_path: Path) -> None:
+    tree: object = "leaf"
+    for _ in range(29):
+        tree = {"deep": tree}
+    row = {"prompt": "\U0001f600", "tree": tree, "answer": 10**300, "\U0001f600": None}
+    config = DataConfig(jsonl=write(tmp_path, row))
+    task = build_task(open_source(config, 0).problem(0), run_id="r", index=0, config=config)
+    sent = codec.twin(task_service_pb2.LeaseTasksResponse)(task=task).SerializeToString()
+    read = task_service_pb2.LeaseTasksResponse.FromString(sent).task
+    assert read.conversation.messages[0].content == "\U0001f600"
+    assert "\U0001f600" in read.metadata.fields
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    source = open_jsonl(JsonlConfig(path=path, shuffle=False), seed=0)
+    assert texts(source, range(2)) == ["a", "b"]
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
@@ -140,6 +172,15 @@ def test_parquet_is_read_from_a_file_and_from_a_folder(tmp_path: Path) -> None:
     assert source.problem(0).data_source == tmp_path.stem
 
 
+def test_numbers_of_a_table_that_are_none_are_their_text(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    columns = {"prompt": ["a", "b"], "x": [nan, 1.5], "y": [[inf, 2.0], [-inf, 3.0]]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    source = open_parquet(ParquetConfig(path=tmp_path, shuffle=False), seed=0)
+    assert source.problem(0).metadata == {"x": "nan", "y": ["inf", 2.0]}
+    assert source.problem(1).metadata == {"x": 1.5, "y": ["-inf", 3.0]}
+
+
 def test_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match=r"holds no file named \*\.parquet"):
         open_parquet(ParquetConfig(path=tmp_path), seed=0)
@@ -171,10 +212,34 @@ def test_data_sets_of_hugging_face_are_read(
     assert texts(source, range(6)) == [f"p {n}" for n in (0, 1, 2, 3, 4, 0)]
     assert source.problem(4) == Problem((("user", "p 4"),), {"answer": 4}, "sums")
     assert open_huggingface(config, seed=0).identity == source.identity
-    if how != "disk":
-        wrong = config.model_copy(update={"split": "nonsense"})
-        with pytest.raises(ConfigInvalid, match=r"data\.huggingface: .*'nonsense'"):
-            open_huggingface(wrong, seed=0)
+    wrong = config.model_copy(update={"split": "nonsense"})
+    with pytest.raises(ConfigInvalid, match=r"data\.huggingface: .*'nonsense'"):
+        open_huggingface(wrong, seed=0)
+    for split, wanted in [
+        ("test[:2]", (0, 1)),
+        ("test[40%:]", (2, 3, 4)),
+        ("test[-1:]+test[1:3]", (4, 1, 2)),
+    ]:
+        part = open_huggingface(config.model_copy(update={"split": split}), seed=0)
+        assert texts(part, range(part.size)) == [f"p {n}" for n in wanted]
+
+
+def test_a_saved_data_set_has_the_split_that_it_was_saved_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"p {n}"} for n in range(3)]
+    rows = datasets.Dataset.from_list(rows, split=datasets.Split.VALIDATION)
+    rows.save_to_disk(tmp_path / "sums")
+    config = HuggingFaceConfig(path=str(tmp_path / "sums"), split="validation[1:]", shuffle=False)
+    assert texts(open_huggingface(config, seed=0), range(2)) == ["p 1", "p 2"]
+    for split, words in [
+        ("train", r"Unknown split .train.*'validation'"),
+        ("validation[", "Unrecognized"),
+        ("validation[3:]", "out of range"),
+    ]:
+        with pytest.raises(ConfigInvalid, match=words):
+            open_huggingface(config.model_copy(update={"split": split}), seed=0)
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra(

@@ -12,14 +12,14 @@ from penstock.trainer.sources.rows import RowSource
 
 
 def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> RowSource:
-    """A file with one JSON object per line; empty lines are passed over.
+    """A file with one JSON object per line; empty lines are passed over, and so is a byte order mark.
 
-    Raises ConfigInvalid, naming the line, where an object has no prompt.
+    Raises ConfigInvalid, naming the line, where it is no object that can be a task.
     """
     try:
         content = config.path.read_bytes()
         # Not splitlines: a text in JSON may hold what Unicode counts as the end of a line.
-        lines = content.decode().split("\n")
+        lines = content.decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
     rows: list[object] = []
@@ -29,8 +29,8 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
             continue
         place = f"{config.path}:{number}"
         try:
-            row: object = json.loads(line)
-        except json.JSONDecodeError as error:
+            row: object = json.loads(line, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
             raise ConfigInvalid(f"{place}: {error}") from error
         if not isinstance(row, dict):
             raise ConfigInvalid(f"{place}: an object is needed, got {line[:80]!r}")
@@ -47,3 +47,7 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
         place=lambda row: f"{config.path}:{numbers[row]}",
         digest=xxhash.xxh3_128_hexdigest(content),
     )
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is not JSON compliant")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -13,6 +14,9 @@ import xxhash
 from penstock.trainer.data_config import RowsConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources.problem import ROLES, Problem
+
+# A message of the protocol is nested at most a hundred deep, and each level of metadata is three.
+MOST_NESTED = 30
 
 
 class RowSource:
@@ -33,7 +37,7 @@ class RowSource:
         """`place` says, for a person, where row n is; `digest` is the content's, and made of all rows where
         it is empty.
 
-        Raises ConfigInvalid, naming the row, where one has no prompt, and where there is none.
+        Raises ConfigInvalid, naming the row, where one cannot be a task, and where there is none.
         """
         self.name = name
         self._rows, self._config, self._place = rows, config, place
@@ -71,9 +75,10 @@ class RowSource:
 def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Problem:
     """What a row asks; what of it is not the prompt is metadata. A text is a prompt and no more.
 
-    Raises ConfigInvalid.
+    Raises ConfigInvalid, also where a task cannot hold what it says.
     """
     if isinstance(row, str):
+        _check_sendable(row, place)
         return Problem((("user", row),), {}, name)
     if not isinstance(row, Mapping):
         raise ConfigInvalid(f"{place}: an object is needed, got {repr(row)[:80]}")
@@ -88,17 +93,23 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
             f"{place}: needs {config.messages_field!r}, or a text in {config.prompt_field!r}"
         )
     metadata = cast("dict[str, object]", json.loads(as_json(fields, place)))
+    for _, content in messages:
+        _check_sendable(content, place)
+    _check_sendable(metadata, place)
     return Problem(messages, metadata, name)
 
 
 def as_json(value: object, place: str) -> str:
-    """The same text for the same value; what JSON has no form for, such as a date, is its text.
+    """The same text for the same value; what JSON has no form for, such as a date or a NaN, is its text.
 
-    Raises ConfigInvalid for numbers that are none.
+    Raises ConfigInvalid.
     """
     try:
-        return json.dumps(value, default=_plain, sort_keys=True, allow_nan=False)
-    except (ValueError, TypeError) as error:
+        try:
+            return json.dumps(value, default=_plain, sort_keys=True, allow_nan=False)
+        except ValueError:
+            return json.dumps(_finite(value), sort_keys=True, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigInvalid(f"{place}: {error}") from error
 
 
@@ -107,6 +118,36 @@ def _plain(value: object) -> object:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return str(value)
+
+
+def _finite(value: object) -> object:
+    """The same value with the text of each number that is none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in cast("Sequence[object]", value)]
+    if value is None or isinstance(value, str | int):
+        return value
+    return _finite(_plain(value))
+
+
+def _check_sendable(value: object, place: str, depth: int = 0) -> None:
+    """Raises ConfigInvalid where a message of the protocol cannot hold a value of JSON."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+        elif isinstance(value, int):
+            float(value)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ConfigInvalid(f"{place}: {error}") from error
+    if isinstance(value, dict | list):
+        if depth == MOST_NESTED:
+            raise ConfigInvalid(f"{place}: it is nested more than {MOST_NESTED} deep")
+        fields = cast("dict[str, object] | list[object]", value)
+        for each in (*fields, *fields.values()) if isinstance(fields, dict) else fields:
+            _check_sendable(each, place, depth + 1)
 
 
 def _messages(value: object, place: str) -> tuple[tuple[str, str], ...]:

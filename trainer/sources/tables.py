@@ -15,6 +15,8 @@ from penstock.trainer.sources.rows import RowSource
 ROWS_AT_ONCE = 1024
 # `save_to_disk` writes it where there are several splits.
 SPLITS_FILE = "dataset_dict.json"
+# What a data set goes by that was saved without the name of its split.
+ANY_SPLIT = ("train", "validation", "test")
 
 Row = Mapping[str, object]
 
@@ -102,9 +104,7 @@ def open_huggingface(
     datasets = cast("Any", library)
     try:
         if _saved_to_disk(Path(config.path)):
-            loaded = datasets.load_from_disk(config.path)
-            if (Path(config.path) / SPLITS_FILE).is_file():
-                loaded = loaded[config.split]
+            loaded = _of_split(datasets, datasets.load_from_disk(config.path), config.split)
         else:
             loaded = datasets.load_dataset(
                 config.path,
@@ -114,7 +114,7 @@ def open_huggingface(
                 streaming=False,
             )
         table = cast("Table", loaded.with_format("arrow")[:])
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
         what = f"{config.path!r}, split {config.split!r}"
         raise ConfigInvalid(f"{section}: {what}: {type(error).__name__}: {error}") from error
     return RowSource(
@@ -125,6 +125,19 @@ def open_huggingface(
         seed=seed,
         place=lambda row: f"{config.path}, {config.split}, row {row + 1}",
     )
+
+
+def _of_split(datasets: Any, saved: Any, split: str) -> Any:
+    """The part of a saved data set that `split` says, as `load_dataset` would. Raises ValueError."""
+    if isinstance(saved, datasets.DatasetDict):
+        splits = cast("Mapping[str, Any]", saved)
+    else:
+        names = ANY_SPLIT if saved.split is None else (str(saved.split),)
+        splits = dict.fromkeys(names, saved)
+    lengths = {name: rows.num_rows for name, rows in splits.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    found = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(found)
 
 
 def _saved_to_disk(folder: Path) -> bool:
