@@ -101,6 +101,16 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         ),
         (
             CORRECTION,
+            'level = "token"\nmode = "mask"\nquantity = "ratio"\nthreshold = [2.0, 3.0]',
+            ["mask.ratio.threshold", "1 must be between", "none of which would be trained"],
+        ),
+        (
+            CORRECTION,
+            'level = "sequence"\nmode = "mask"\nquantity = "ratio"\nthreshold = [0.5, 0.9]',
+            ["mask.ratio.threshold", "1 must be between"],
+        ),
+        (
+            CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "kl"\nthreshold = 1\nweighted = true',
             ["mask.kl.weighted", "Extra"],
         ),

@@ -75,6 +75,24 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("weights.probe.tokens=1", ["weights.probe.tokens", "at least 2", "1"]),
         ("weights.anchor_every=0", ["weights.anchor_every", "0"]),
         ("weights={transport = 'checkpoint', delta = 'on'}", ["weights", 'delta = "on"']),
+        ("weights.keep=4", ["weights", 'keep means nothing with transport = "auto"', "checkpoint"]),
+        (
+            "weights={transport = 'stream', collective = {world_size = 4}}",
+            ["weights", 'collective means nothing with transport = "stream"'],
+        ),
+        (
+            "train={groups_per_step = 2, updates_per_step = 8}",
+            ["train", "updates_per_step must be groups_per_step = 2 at most", "8", "whole groups"],
+        ),
+        (
+            "groups.max_replacements=5",
+            ["groups", 'max_replacements means nothing with failed_siblings = "keep"', "replace"],
+        ),
+        (
+            "evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 0, at_start = false, "
+            "at_end = false}]",
+            ["evaluation.0", "never due", "at_start"],
+        ),
         ("data.jsonl.path=x", ["data", "exactly one", "reasoning_gym", "jsonl"]),
         ("data.mixture=[{weight = 0, jsonl = {path = 'x'}}]", ["data.mixture.0.weight", "0"]),
         ("data.mixture=[{weight = 1}]", ["data.mixture.0", "exactly one"]),
@@ -91,6 +109,23 @@ def test_a_refusal_names_the_field_and_the_value(
         load_config(write(tmp_path), overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["weights={transport = 'checkpoint', keep = 4}"],
+        ["weights={transport = 'collective', collective = {world_size = 4}}"],
+        ["train={groups_per_step = 2, updates_per_step = 2}"],
+        ["groups={failed_siblings = 'replace', max_replacements = 5}"],
+        ["evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 0, at_start = false}]"],
+        # A whole rollout drops groups by itself.
+        ["groups.then=stop"],
+    ],
+)
+def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(write(tmp_path), overrides)
+    assert load_config(write(tmp_path, render_config(config))) == config
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

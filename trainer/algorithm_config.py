@@ -259,6 +259,11 @@ class RatioMask(Section):
     def _ordered(cls, threshold: tuple[float, float]) -> tuple[float, float]:
         if threshold[0] >= threshold[1]:
             raise ValueError("the least ratio must be below the largest")
+        if not threshold[0] <= 1 <= threshold[1]:
+            raise ValueError(
+                "1 must be between the least ratio and the largest: it is that of every token the policy "
+                "itself sampled, none of which would be trained"
+            )
         return threshold
 
 

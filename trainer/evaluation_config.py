@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.trainer.data_config import DataConfig, MixableConfig, SamplingConfig
 from penstock.trainer.section import Section
@@ -74,6 +74,14 @@ class EvaluationConfig(MixableConfig):
     patience_seconds: float = Field(default=900.0, gt=0)
     """Longest time without a result while the server is there; after it the evaluation ends with what it
     has, and says so. A pinned one would hold training up for ever where no worker takes evaluations."""
+
+    @model_validator(mode="after")
+    def _is_due_at_some_time(self) -> EvaluationConfig:
+        if not (self.every_versions or self.at_start or self.at_end):
+            raise ValueError(
+                "it is never due: with every_versions = 0 one of at_start and at_end must be on"
+            )
+        return self
 
     @property
     def pinned(self) -> bool:

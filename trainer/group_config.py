@@ -67,7 +67,8 @@ class GroupsConfig(Section):
     filter: FilterConfig | None = None
     """A function of your own that drops groups, asked last."""
     max_dropped_per_step: int = Field(default=64, ge=1)
-    """So many groups are dropped for one step at most."""
+    """So many groups are dropped for one step at most, those that agents declare to be of no use
+    included, which needs no setting here."""
     then: Literal["train", "stop"] = "train"
     """What happens after that: the step is made of what comes, as it is, with a warning; or the run
     stops."""
@@ -81,4 +82,15 @@ class GroupsConfig(Section):
         low, high = self.min_mean_reward, self.max_mean_reward
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_mean_reward = {low} is above max_mean_reward = {high}")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_replaced(self) -> GroupsConfig:
+        # The default may be written: a rendered configuration has it.
+        default = type(self).model_fields["max_replacements"].default
+        if self.failed_siblings != "replace" and self.max_replacements != default:
+            raise ValueError(
+                f'max_replacements means nothing with failed_siblings = "{self.failed_siblings}": only '
+                '"replace" asks a prompt again'
+            )
         return self

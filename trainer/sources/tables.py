@@ -129,11 +129,10 @@ def open_huggingface(
 
 def _of_split(datasets: Any, saved: Any, split: str) -> Any:
     """The part of a saved data set that `split` says, as `load_dataset` would. Raises ValueError."""
-    if isinstance(saved, datasets.DatasetDict):
-        splits = cast("Mapping[str, Any]", saved)
-    else:
+    if not isinstance(saved, datasets.DatasetDict):
         names = ANY_SPLIT if saved.split is None else (str(saved.split),)
-        splits = dict.fromkeys(names, saved)
+        saved = dict.fromkeys(names, saved)
+    splits = cast("Mapping[str, Any]", saved)
     lengths = {name: rows.num_rows for name, rows in splits.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     found = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
