@@ -270,6 +270,18 @@ async def reward_func(args, sample, **kwargs):
     return {"score": len(sample.response) + 0.5, "turns": getattr(sample, "tool_turns", 1)}
 
 
+async def told(args, sample: Sample, sampling_params, evaluation=False) -> Sample:
+    """Notes whether it is an evaluation."""
+    sample = await generate(args, sample, sampling_params)
+    sample.metadata["evaluation"] = evaluation
+    return sample
+
+
+def told_reward(args, sample, **kwargs):
+    told = float(sample.metadata["evaluation"])
+    return {"score": 1.0, "acc": 0.25, "evaluation": told}
+
+
 def length_reward(args, sample, **kwargs):
     return float(sample.response_length)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import random
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.client import Message, SamplingParams, Task, Worker, WorkerSettings, connect
+from penstock.client import Message, Purpose, SamplingParams, Task, Worker, WorkerSettings, connect
 from penstock.client.calls import Calls, Patience
 from penstock.client.plugins import modules
 from penstock.client.plugins.samples import Sample
@@ -118,9 +119,9 @@ class Rig:
         finally:
             await calls.close()
 
-    async def group(self) -> Any:
+    async def group(self, purpose: Any = trajectory_pb2.PURPOSE_TRAIN) -> Any:
         """The next finished group."""
-        self.exchange.send(demand={"group_count": 1})
+        self.exchange.send(demand={"group_count": 1, "purpose": purpose})
         return (await self.exchange.receive("delivery", 20)).group
 
 
@@ -185,6 +186,25 @@ async def test_tool_turns_are_one_trajectory_with_the_tools_tokens_masked(rig: R
     # A reward that is a table: one entry counts, the others are metrics.
     assert dict(trajectory.outcome.metrics) == {"turns": 3.0}
     assert trajectory.outcome.reward > 8
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+async def test_a_function_is_told_of_an_evaluation_whose_reward_may_be_another_entry(
+    rig: Rig, own_key: bool
+) -> None:
+    work = [*tasks(), *tasks(purpose=Purpose.EVAL)]
+    work[1] = dataclasses.replace(work[1], task_id="e0")
+    given = {"eval_reward_key": "'acc'"} if own_key else {}
+    statistics = await rig.run("told", "told_reward", work=work, **given)
+    assert statistics.failures == {}
+    (trained,) = (await rig.group()).trajectories
+    (measured,) = (await rig.group(trajectory_pb2.PURPOSE_EVAL)).trajectories
+    check_sampled(measured)
+    assert trained.outcome.reward == 1.0
+    assert dict(trained.outcome.metrics) == {"acc": 0.25, "evaluation": 0.0}
+    others = {"score": 1.0} if own_key else {"acc": 0.25}
+    assert measured.outcome.reward == (0.25 if own_key else 1.0)
+    assert dict(measured.outcome.metrics) == {**others, "evaluation": 1.0}
 
 
 async def test_turns_with_text_never_encode_the_policys_tokens_again(rig: Rig) -> None:
