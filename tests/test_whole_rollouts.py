@@ -152,3 +152,13 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
     told = {type(error).__name__: str(error) for error in background.errors}
     assert set(told) == (set() if takes_nothing else {"RolloutMisused"})
     assert all("await something" in message for message in told.values())
+
+
+async def test_a_worker_that_stops_leaves_slimes_loop_free(tmp_path: Path, tokenizer: Path) -> None:
+    async with at_work(tmp_path, tokenizer, "one_by_one", max_lag=0, first_kept=0) as trainer:
+        await asyncio.wait_for(trainer.gather(2), 30)
+        # Called again, the function waits on that loop for a group that the gate keeps.
+        loop = modules.own.get_async_loop().loop
+        await asyncio.sleep(0.5)
+    again = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "free"), loop)
+    assert await asyncio.wait_for(asyncio.wrap_future(again), 10) == "free"

@@ -26,6 +26,10 @@ class RolloutMisused(WorkerMisconfigured):
     """A whole-rollout function asked for, or returned, what cannot be."""
 
 
+class RolloutStopped(Exception):
+    """A group asked for when the worker stops."""
+
+
 class DataSource:
     """What the function takes groups from; it may be called from any thread but the worker's own loop."""
 
@@ -40,7 +44,7 @@ class DataSource:
 
         None where it is called from an event loop that goes on between the function's calls, and the
         function has groups: let the loop go on, and ask again. Raises RolloutMisused where that loop asks
-        again without having gone on, and where groups cannot come.
+        again without having gone on, and where groups cannot come; RolloutStopped where the worker stops.
         """
         loop = self._loop_aside()
         if loop is not None and loop in self._standing:

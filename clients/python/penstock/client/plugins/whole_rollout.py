@@ -16,8 +16,9 @@ a group that it was given:
 | keeps it | stay leased, and count against the concurrency |
 
 An attempt that failed and comes again without its siblings cannot be given as a group: it fails again,
-until the server counts it as failed. Order of shutdown: no more leases; what the function holds is failed
-with WORKER_STOPPED, so that the server has it made elsewhere; the thread is left to itself.
+until the server counts it as failed. Order of shutdown: no more leases; a function that waits for a group
+is told; what it holds is failed with WORKER_STOPPED, so that the server has it made elsewhere; the thread
+is left to itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from penstock.client.blocking import is_async, run_in_thread
 from penstock.client.errors import PenstockError
 from penstock.client.leases import Attempt, Leases
 from penstock.client.outcome import Failed, Outcome
-from penstock.client.plugins.data_source import DataSource, RolloutMisused
+from penstock.client.plugins.data_source import DataSource, RolloutMisused, RolloutStopped
 from penstock.client.plugins.episode import Episode
 from penstock.client.plugins.samples import RolloutFnTrainOutput, Sample, flatten
 from penstock.client.plugins.slime_functions import run
@@ -143,6 +144,8 @@ class WholeRollout:
             calling = asyncio.create_task(self._call(source))
             await asyncio.wait((stopping, calling), return_when=asyncio.FIRST_COMPLETED)
             await leases.stop_leasing()
+            # A function that is left to itself holds up what it shares, such as slime's loop, no longer.
+            await self._end_leasing(RolloutStopped("the worker was stopped"))
             for task in (stopping, taking, calling):
                 task.cancel()
             await asyncio.wait((stopping, taking, calling))
@@ -252,9 +255,12 @@ class WholeRollout:
                         self._ready.append(group)
                         self._arrived.notify_all()
         except Exception as error:
-            async with self._arrived:
-                self._ended = error
-                self._arrived.notify_all()
+            await self._end_leasing(error)
+
+    async def _end_leasing(self, error: Exception) -> None:
+        async with self._arrived:
+            self._ended = self._ended or error
+            self._arrived.notify_all()
 
     async def _close_remains(self, whole: _Group) -> None:
         """Fails what a worker of before left of groups whose other attempts it had closed: a group is
