@@ -16,10 +16,11 @@ import pytest
 from penstock.client import Message, Purpose, SamplingParams, Task, Worker, WorkerSettings, connect
 from penstock.client.calls import Calls, Patience
 from penstock.client.plugins import modules
+from penstock.client.plugins.data_source import RolloutMisused
 from penstock.client.plugins.samples import Sample
 from penstock.client.plugins.slime import SlimeAgent
 from penstock.client.plugins.slime_functions import SingletonMeta, post
-from penstock.client.plugins.whole_rollout import RolloutMisused, WholeRollout
+from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
 from penstock.trainer.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2

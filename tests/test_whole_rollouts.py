@@ -14,7 +14,7 @@ import pytest
 from penstock.client import WorkerSettings, connect
 from penstock.client.calls import Calls, Patience
 from penstock.client.plugins import modules
-from penstock.client.plugins.slime_functions import SingletonMeta
+from penstock.client.plugins.slime_functions import SingletonMeta, get_async_loop
 from penstock.client.plugins.worker import load_worker
 from penstock.wire.agent_marks import read_unwanted
 from tests.harness import Exchange, hello, serve
@@ -147,9 +147,9 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
         finally:
             background: Any = Background.one
             background.running = False
+        told = {type(error).__name__: str(error) for error in background.errors}
     assert sorted(trainer.kept) == ["t0", "t1"]
     # One that does not let its loop go on is told why it gets nothing.
-    told = {type(error).__name__: str(error) for error in background.errors}
     assert set(told) == (set() if takes_nothing else {"RolloutMisused"})
     assert all("await something" in message for message in told.values())
 
@@ -158,7 +158,7 @@ async def test_a_worker_that_stops_leaves_slimes_loop_free(tmp_path: Path, token
     async with at_work(tmp_path, tokenizer, "one_by_one", max_lag=0, first_kept=0) as trainer:
         await asyncio.wait_for(trainer.gather(2), 30)
         # Called again, the function waits on that loop for a group that the gate keeps.
-        loop = modules.own.get_async_loop().loop
+        loop = get_async_loop().loop
         await asyncio.sleep(0.5)
     again = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "free"), loop)
     assert await asyncio.wait_for(asyncio.wrap_future(again), 10) == "free"
