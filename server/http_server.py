@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.wire.channel import MOST_METADATA_BYTES, split_address
 
@@ -151,9 +151,15 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Knows whose certificate a connection was made with, and bounds what comes before a body."""
+    """Knows whose certificate a connection was made with, and bounds what comes before a body.
+
+    The parser holds a head of any length. It is counted by the pieces that come until it is whole, and a
+    whole one by what is in it, whatever else came in the same piece; a body is bounded where it is read.
+    """
 
     _head_bytes = 0
+    """Of the pieces since a request ended in one."""
+    _in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -171,16 +177,29 @@ class _Protocol(HttpToolsProtocol):
             self.app = cast("Any", partial(_with_names, self.app, names))
 
     def data_received(self, data: bytes) -> None:
-        # The parser holds a head of any length; a body is bounded where it is read.
         self._head_bytes += len(data)
-        # There is none before the first request.
-        before = cast("RequestResponseCycle | None", self.cycle)
         super().data_received(data)
-        cycle = cast("RequestResponseCycle | None", self.cycle)
-        if cycle is not before or (cycle is not None and cycle.more_body):
+        if self._in_body:
             self._head_bytes = 0
         elif self._head_bytes > MOST_METADATA_BYTES:
             self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        length = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if length > MOST_METADATA_BYTES:
+            # The parser stops here, and the base class answers 400.
+            raise _HeadTooLong
+        self._in_body = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._head_bytes = 0
+        super().on_message_complete()
+
+
+class _HeadTooLong(Exception):
+    """The line and the headers of a request have more than MOST_METADATA_BYTES bytes."""
 
 
 async def _with_names(
