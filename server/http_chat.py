@@ -119,6 +119,8 @@ def read(body: dict[str, Any]) -> ChatRequest:
     for index, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
             raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
+    if not requests.objects(body, "messages"):
+        raise FieldInvalid("messages", "must hold at least one message")
     # What it is given is handed out as iterators: the messages are read from the body itself.
     request = requests.validated(ChatCompletionRequest, dict(body))
     if body.get("tool_choice") == "none" and tools:

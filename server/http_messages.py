@@ -87,8 +87,8 @@ class Messages:
             # vLLM's model of chat would hand out what it was given as iterators.
             self._converters._convert_system_message(request, messages)
             self._converters._convert_messages(request.messages, messages)
-        except ValueError as error:
-            raise FieldInvalid("messages", str(error)) from None
+        except requests.UNFIT as error:
+            raise requests.unfit("messages", error) from None
         tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
             for tool in request.tools or ()

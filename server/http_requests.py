@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from vllm.exceptions import VLLMClientError
+
 from penstock.server.conversation import Message, Tool, ToolCall
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.requests import MAX_MESSAGES, identifier
@@ -36,6 +38,9 @@ ROLES = {
 # Parts of a message that are text, by their type, and where it is.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 JsonObject = dict[str, Any]
+UNFIT = (VLLMClientError, ValueError, TypeError, LookupError, AttributeError)
+"""What vLLM's models and converters raise for a body that they were not written for: some look into it
+before they know what it is."""
 Neutral = Mapping[str, Collection[object] | None]
 """Parameters that change nothing, and the values of them that are accepted; None for any."""
 
@@ -54,7 +59,11 @@ class Previous:
 def read_object(body: bytes) -> JsonObject:
     """The JSON object that a body is. Raises MALFORMED_MESSAGE."""
     try:
-        found: object = json.loads(body)
+        text = body.decode("utf-8-sig")
+        found: object = json.loads(text)
+        if "\\u" in text:
+            # Half of a surrogate pair can be written so, and is no text.
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise DomainError(Reason.MALFORMED_MESSAGE, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -99,10 +108,16 @@ def validated(model: type[Model], body: JsonObject) -> Model:
         # Beyond the name come the alternatives that were tried.
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise FieldInvalid(where, str(first["msg"]).removeprefix("Value error, ")) from None
-    except ValueError as error:
+    except UNFIT as error:
         # vLLM's own, of which some name the parameter.
         name = str(getattr(error, "parameter", None) or "body")
-        raise FieldInvalid(name, str(error)) from None
+        raise unfit(name, error) from None
+
+
+def unfit(name: str, error: Exception) -> FieldInvalid:
+    """The refusal of a field for one of UNFIT."""
+    # Without the parameter and the value, which vLLM's own put after what they say.
+    return FieldInvalid(name, f"cannot be read: {error.args[0] if error.args else error}")
 
 
 def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> JsonObject:
@@ -150,24 +165,37 @@ def _message(message: JsonObject, where: str) -> Message:
         raise FieldInvalid(
             f"{where}.name", "is not supported: the chat template has no place for it"
         )
-    calls = list(message.get("tool_calls") or ())
+    calls = _list(message.get("tool_calls") or (), f"{where}.tool_calls")
     if calls and role != "assistant":
         raise FieldInvalid(f"{where}.tool_calls", "may only be given by the assistant")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     return Message(
         role,
         _text(message.get("content") or message.get("refusal"), f"{where}.content"),
-        tuple(_call(dict(call), f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)),
+        tuple(_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)),
         str(message.get("tool_call_id") or ""),
         str(reasoning),
     )
 
 
-def _call(call: JsonObject, where: str) -> ToolCall:
+def _list(found: object, where: str) -> list[object]:
+    if not isinstance(found, Iterable):
+        raise FieldInvalid(where, "must be a list")
+    return list(cast("Iterable[object]", found))
+
+
+def _object(found: object, where: str) -> JsonObject:
+    if not isinstance(found, dict):
+        raise FieldInvalid(where, "must be an object")
+    return cast("JsonObject", found)
+
+
+def _call(said: object, where: str) -> ToolCall:
+    call = _object(said, where)
     kind = call.get("type", "function")
     if kind != "function":
         raise FieldInvalid(f"{where}.type", 'must be "function"', kind)
-    function = cast("JsonObject", call.get("function") or {})
+    function = _object(call.get("function") or {}, f"{where}.function")
     return ToolCall(
         str(call.get("id") or ""), str(function.get("name", "")), str(function.get("arguments", ""))
     )
@@ -178,13 +206,12 @@ def _text(content: object, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Iterable):
-        raise FieldInvalid(where, "must be text or a list of parts of text")
     texts: list[str] = []
-    for index, part in enumerate(cast("Iterable[JsonObject | str]", content)):
-        if isinstance(part, str):
-            texts.append(part)
+    for index, said in enumerate(_list(content, where)):
+        if isinstance(said, str):
+            texts.append(said)
             continue
+        part = _object(said, f"{where}[{index}]")
         key = _TEXTS.get(str(part.get("type")))
         if key is None or not isinstance(part.get(key), str):
             raise FieldInvalid(

@@ -100,8 +100,8 @@ class Responses:
             messages = construct_input_messages(
                 request_instructions=None if previous else instructions, request_input=request.input
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise FieldInvalid("input", f"cannot be read: {error}") from None
+        except requests.UNFIT as error:
+            raise requests.unfit("input", error) from None
         return ReadRequest(
             requests.read_messages(cast("list[Any]", messages), "input"),
             requests.read_tools(requests.objects(found, "tools")),
