@@ -165,15 +165,6 @@ class Serving:
             clock,
         )
         self.opening, self.rollouts = self._make_rollouts(renderer, config)
-        self.tasks = TaskServicer(
-            changed,
-            self.queue,
-            self.closing,
-            self._journal,
-            self.budget,
-            lambda: self.switch.active_version,
-            description.vocab_size,
-        )
         self.trainer = TrainerServicer(
             changed,
             self.admission,
@@ -184,6 +175,16 @@ class Serving:
             self.uploads.fence,
             self.turns,
             self._journal,
+        )
+        self.tasks = TaskServicer(
+            changed,
+            self.queue,
+            self.closing,
+            self._journal,
+            self.budget,
+            lambda: self.switch.active_version,
+            description.vocab_size,
+            self.trainer.check_session,
         )
         self.info = ServerInfo(
             engine, self.switch, self.weights, self.adapters, self.store, self.buffer, self.pool

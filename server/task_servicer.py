@@ -41,7 +41,9 @@ class TaskServicer:
         budget: MemoryBudget,
         active_version: Callable[[], int],
         vocab_size: int,
+        check_session: Callable[[str, int], None],
     ) -> None:
+        """`check_session` raises STALE_EPOCH for the run and epoch of a trainer that was replaced."""
         self._changed = changed
         self._queue = queue
         self._closing = closing
@@ -49,6 +51,7 @@ class TaskServicer:
         self._budget = budget
         self._active_version = active_version
         self._vocab_size = vocab_size
+        self._check_session = check_session
         self._draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
@@ -60,12 +63,15 @@ class TaskServicer:
         self, request: task_service_pb2.SubmitTasksRequest
     ) -> task_service_pb2.SubmitTasksResponse:
         """Adds tasks, all or none."""
+        self._check_session(request.run_id, request.trainer_epoch)
         self._queue.check_room(len(request.tasks))
         for index, task in enumerate(request.tasks):
             requests.task(f"tasks[{index}]", task, self._vocab_size)
             if not index % CHECKED_AT_A_TIME:
                 # Nothing has changed yet, and others wait for an answer too.
                 await asyncio.sleep(0)
+        # A newer trainer may have come meanwhile.
+        self._check_session(request.run_id, request.trainer_epoch)
         self._budget.check(request.ByteSize())
         self._journal.check_room(request.ByteSize())
         accepted, duplicates = self._queue.submit(request.tasks)

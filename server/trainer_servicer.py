@@ -161,14 +161,17 @@ class TrainerServicer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            session.ended.cancel()
-            if self._session is session:
-                self._session = None
-                logger.info(
-                    "the trainer is gone; %d groups are kept for it", self._buffer.held_count
-                )
-                # A trainer that is away does not starve.
-                self._admission.select(0)
+            self._leave(session)
+
+    def check_session(self, run_id: str, trainer_epoch: int) -> None:
+        """Raises STALE_EPOCH where a trainer that names its session has been replaced."""
+        if trainer_epoch and (run_id, trainer_epoch) != (self._run_id, self._epoch):
+            raise DomainError(
+                Reason.STALE_EPOCH,
+                f"trainer epoch {trainer_epoch} of run {run_id} is not the last one,"
+                f" {self._epoch} of run {self._run_id}",
+                {"trainer_epoch": trainer_epoch, "current": self._epoch},
+            )
 
     def end(self, reason: DomainError) -> None:
         """Ends the live session, if there is one, with a reason."""
@@ -195,9 +198,29 @@ class TrainerServicer:
         ended = asyncio.get_running_loop().create_future()
         session = Session(hello.trainer_epoch, hello.resume_step, write, ended)
         self._session = session
-        if self._run_id and self._run_id != hello.run_id:
-            await self._drop_run(session)
-        self._run_id = hello.run_id
+        try:
+            await self._welcome(session, hello, contract)
+        except BaseException:
+            # Its caller is gone before the answer, or the journal has failed.
+            self._leave(session)
+            raise
+        return session
+
+    def _leave(self, session: Session) -> None:
+        """The stream is over, or never was."""
+        session.ended.cancel()
+        if self._session is session:
+            self._session = None
+            logger.info("the trainer is gone; %d groups are kept for it", self._buffer.held_count)
+            # A trainer that is away does not starve.
+            self._admission.select(0)
+
+    async def _welcome(
+        self, session: Session, hello: trainer_service_pb2.Hello, contract: StalenessContract
+    ) -> None:
+        replaced, self._run_id = self._run_id, hello.run_id
+        if replaced and replaced != hello.run_id:
+            await self._drop_run(replaced, session)
         self._admission.agree(contract, hello.weight_version)
         again = self._buffer.resume(hello.resume_step)
         self._admission.restore(
@@ -223,9 +246,8 @@ class TrainerServicer:
         if self.on_session is not None:
             await self.on_session()
         await session.send(ExchangeResponse(welcome=welcome))
-        return session
 
-    async def _drop_run(self, session: Session) -> None:
+    async def _drop_run(self, run_id: str, session: Session) -> None:
         """Another run begins: what the one before left is of no use to it, and is counted."""
         reason = "RUN_REPLACED"
         buffered = self._buffer.drop_all()
@@ -243,9 +265,9 @@ class TrainerServicer:
                 if record.turn is not None and record.turn.in_flight:
                     self._turns.abort_soon(record.turn)
                 self._store.forget(record.trajectory_id)
-        message = f"run {self._run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
+        message = f"run {run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
         session.notices.append(Notice(reason=reason, message=message))
-        await self._journal.append([run_replaced(self._run_id)])
+        await self._journal.append([run_replaced(run_id)])
 
     async def _read(
         self, session: Session, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest]

@@ -35,11 +35,13 @@ Progress = codec.twin(weights_pb2.UpdateWeightsResponse)
 Upload = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 
 
-async def refuse(context: Any, code: grpc.StatusCode, reason: str, message: str = "no") -> None:
+async def refuse(
+    context: Any, code: grpc.StatusCode, reason: str, message: str = "no", **metadata: str
+) -> None:
     """Ends a call as the error table has it."""
     status = status_pb2.Status(code=code.value[0], message=message)
     packed = any_pb2.Any()
-    packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
     status.details.append(packed)
     await context.abort(
         code, message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),)

@@ -15,6 +15,7 @@ from penstock.trainer.exchange import Contract, Exchange
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
+from tests.harness import Harness, hello
 from tests.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)
@@ -290,6 +291,61 @@ async def test_a_final_refusal_is_not_answered_with_another_attempt(
         with pytest.raises(SessionRefused, match=f"{reason}: not you"):
             async with exchanging(server.address):
                 pass
+
+
+STALE = (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "not you")
+AHEAD = 2**62
+"""An epoch of a clock that is far ahead."""
+
+
+async def test_a_start_passes_the_epoch_of_a_clock_that_was_ahead_once() -> None:
+    epochs: list[int] = []
+
+    async def behind(session: Session) -> None:
+        epochs.append((await session.receive("hello")).trainer_epoch)
+        await refuse(session.context, *STALE, current=str(AHEAD))
+
+    async def welcomed(session: Session) -> None:
+        epochs.append((await greet(session)).trainer_epoch)
+
+    async with ScriptedServer(behind, welcomed, behind) as server:
+        # It lost the stream, and another trainer has taken over meanwhile: that one is not passed.
+        with pytest.raises(SessionRefused, match="STALE_EPOCH"):
+            async with exchanging(server.address):
+                tasks = [t for t in asyncio.all_tasks() if t.get_name() == "exchange reader"]
+                await asyncio.wait(tasks)
+    assert epochs[0] < AHEAD
+    assert epochs[1:] == [AHEAD + 1, AHEAD + 2]
+
+
+async def test_a_start_that_is_passed_itself_gives_up() -> None:
+    async def behind(session: Session) -> None:
+        epoch = (await session.receive("hello")).trainer_epoch
+        await refuse(session.context, *STALE, current=str(epoch + 1))
+
+    async with ScriptedServer(behind, behind, behind) as server:
+        with pytest.raises(SessionRefused, match="STALE_EPOCH"):
+            async with exchanging(server.address):
+                pass
+        assert len(server._sessions) == 1
+
+
+async def test_the_greatest_epoch_there_is_cannot_be_passed() -> None:
+    async def last(session: Session) -> None:
+        await session.receive("hello")
+        await refuse(session.context, *STALE, current=str(2**63 - 1))
+
+    async with ScriptedServer(last) as server:
+        with pytest.raises(SessionRefused, match="STALE_EPOCH"):
+            async with exchanging(server.address):
+                pass
+
+
+async def test_the_trainer_that_is_passed_is_replaced_for_good(harness: Harness) -> None:
+    ahead = await hello(harness.wire, AHEAD)
+    async with exchanging(harness.address) as exchange:
+        assert exchange.trainer_epoch == AHEAD + 1
+        assert await ahead.call.code() == grpc.StatusCode.ABORTED
 
 
 async def test_a_replaced_session_ends_the_run() -> None:

@@ -21,9 +21,12 @@ from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem
 from penstock.trainer.sources.procedural import ReasoningGymSource
 from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_tasks
+from penstock.v1 import task_service_pb2
 from penstock.wire.channel import client_options
+from penstock.wire.codec import twin
 from tests.scripted_trainer_server import ScriptedServer, refuse, unanswering
 
+SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 DATA = DataConfig(
     group_size=3,
     system_prompt="Be brief.",
@@ -227,6 +230,29 @@ async def test_a_server_that_stops_in_the_middle_of_an_answer_is_asked_again() -
         await server.server.stop(0)
         with pytest.raises(ServerLost):
             await submitting
+
+
+async def test_a_submission_names_the_live_session_and_is_made_again_by_the_next() -> None:
+    asked: list[tuple[str, int]] = []
+    epochs = iter((3, 4))
+
+    async def stale_at_first(request: Any, context: Any) -> Any:
+        asked.append((request.run_id, request.trainer_epoch))
+        if request.trainer_epoch == 3:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
+        return SubmitTasksResponse(pending_count=len(request.tasks))
+
+    server = ScriptedServer()
+    server._submit = stale_at_first  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        tasks = feeder(channel, 2)
+        tasks._servers[0].trainer_epoch = lambda: next(epochs)
+        with pytest.raises(ServerLost, match="STALE_EPOCH"):
+            await tasks.fill(0)
+        assert tasks.next_index == 0
+        await tasks.fill(0)
+    assert asked == [("r", 3), ("r", 4)]
+    assert tasks.next_index == 2
 
 
 async def test_a_server_that_says_no_is_not_asked_again() -> None:

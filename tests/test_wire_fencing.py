@@ -10,14 +10,18 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.server.errors import DomainError
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from tests.harness import (
     AbortRequest,
+    Exchange,
     GetServerInfoRequest,
     Harness,
+    Hello,
     InlineSource,
     LeaseTasksRequest,
+    StalenessContract,
     SubmitTasksRequest,
     SwitchWeights,
     Task,
@@ -26,7 +30,10 @@ from tests.harness import (
     messages,
     sampling,
     send,
+    sequence,
+    serve,
     shared,
+    until,
 )
 
 
@@ -63,6 +70,75 @@ async def failing(work: Any) -> Failure:
 
 async def active(harness: Harness) -> int:
     return int((await harness.wire.GetServerInfo(GetServerInfoRequest())).active_weight_version)
+
+
+def tasks(name: str, **of_trainer: Any) -> Any:
+    task = Task(task_id=name, group_size=1, tokens=sequence([1]))
+    return SubmitTasksRequest(tasks=[task], **of_trainer)
+
+
+@pytest.mark.parametrize(("run", "epoch"), [("other", 8), ("run", 8)], ids=["run", "trainer"])
+async def test_late_tasks_of_a_trainer_that_was_replaced_are_refused(
+    harness: Harness, run: str, epoch: int
+) -> None:
+    await hello(harness.wire, 7)
+    accepted = await harness.wire.SubmitTasks(tasks("run/1", run_id="run", trainer_epoch=7))
+    assert accepted.accepted_count == 1
+    newer = await hello(harness.wire, epoch, run_id=run)
+    late = tasks("run/2", run_id="run", trainer_epoch=7)
+    failure = await failing(harness.wire.SubmitTasks(late))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
+    assert failure.metadata == {"trainer_epoch": "7", "current": "8"}
+    assert harness.serving.queue.pending_count == (1 if run == "run" else 0)
+    # The one that lives, and one who is no trainer.
+    await harness.wire.SubmitTasks(tasks(f"{run}/3", run_id=run, trainer_epoch=8))
+    await harness.wire.SubmitTasks(tasks("by hand"))
+    newer.half_close()
+
+
+async def test_of_an_epoch_another_run_is_another_trainer(harness: Harness) -> None:
+    await hello(harness.wire, 7)
+    failure = await failing(harness.wire.SubmitTasks(tasks("x/1", run_id="other", trainer_epoch=7)))
+    assert failure.reason == "STALE_EPOCH"
+
+
+async def test_a_trainer_that_is_replaced_while_its_tasks_are_looked_at(harness: Harness) -> None:
+    await hello(harness.wire, 7)
+    many = SubmitTasksRequest(
+        tasks=[Task(task_id=f"run/{i}", group_size=1, tokens=sequence([1])) for i in range(1_500)],
+        run_id="run",
+        trainer_epoch=7,
+    )
+    late = asyncio.create_task(harness.serving.tasks.submit_tasks(many))
+    # It gives way in the middle.
+    await asyncio.sleep(0)
+    harness.serving.trainer._epoch = 8
+    with pytest.raises(DomainError) as caught:
+        await late
+    assert caught.value.reason == "STALE_EPOCH"
+    assert harness.serving.queue.pending_count == 0
+
+
+async def test_a_trainer_that_goes_before_its_welcome_is_gone(tmp_path: Path) -> None:
+    async with serve(tmp_path, f"journal.folder={tmp_path / 'journal'}") as harness:
+        trainer, appended = harness.serving.trainer, asyncio.Event()
+        append = trainer._journal.append
+
+        async def stuck(records: Any) -> None:
+            appended.set()
+            await asyncio.Event().wait()
+
+        trainer._journal.append = stuck  # type: ignore[method-assign]
+        leaving = Exchange(harness.wire)
+        contract = StalenessContract(max_lag=1, groups_per_step=1)
+        leaving.send(hello=Hello(run_id="run", trainer_epoch=5, staleness=contract))
+        await appended.wait()
+        assert trainer.connected
+        leaving.call.cancel()
+        await until(lambda: not trainer.connected)
+        trainer._journal.append = append  # type: ignore[method-assign]
+        await hello(harness.wire, 6)
+        assert trainer.connected
 
 
 async def test_an_upload_by_an_older_epoch_is_refused_though_nobody_said_hello(

@@ -47,6 +47,7 @@ EXCHANGE = "/penstock.v1.TrainerService/Exchange"
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 5.0
 # A status that a restarted server, or a better moment, does not turn into success.
+GREATEST_EPOCH = 2**63 - 1
 FINAL_CODES = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -113,6 +114,8 @@ class Exchange:
         self.on_left: Callable[[], None] | None = None
         """Called when that becomes so."""
         self._epoch = 0
+        self._may_pass = True
+        """Whether a greater epoch than this one's clock has may be passed: see `_explain`."""
         self._final_step = step
         self._call: grpc.aio.StreamStreamCall[
             trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
@@ -312,8 +315,7 @@ class Exchange:
             backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
 
     async def _greet(self) -> trainer_service_pb2.Welcome:
-        # Greater than that of any earlier start, on a clock that does not run backwards between
-        # them.
+        # Greater than that of any earlier start, on clocks that agree; where they do not, see `_explain`.
         self._epoch = max(self._epoch + 1, time.time_ns())
         self._end_requests()
         self._outgoing = asyncio.Queue()
@@ -337,6 +339,7 @@ class Exchange:
         if first is None or first.WhichOneof("message") != "welcome":
             self._end_requests()
             raise SessionRefused(f"the server{self._where} did not answer Hello with Welcome")
+        self._may_pass = False
         self._deliveries_to_see = self.delivery_count + first.welcome.buffered_group_count
         return first.welcome
 
@@ -361,9 +364,19 @@ class Exchange:
         return "it ended the stream"
 
     def _explain(self, error: grpc.aio.AioRpcError) -> str:
-        """Why the stream is lost. Raises SessionRefused where connecting again would not help."""
+        """Why the stream is lost. Raises SessionRefused where connecting again would not help.
+
+        STALE_EPOCH to the first Hello of a process, which was started after the trainer before it: that
+        one's clock was ahead. The epoch that the server names is passed, once. A process that was welcomed
+        before never passes anybody: it was replaced, and of two that live the one started last goes on.
+        """
         failure = read_failure(error)
         text = f"{failure.reason or failure.code.name}: {failure.message}"
+        if failure.reason == Reason.STALE_EPOCH and self._may_pass:
+            current = int(failure.metadata.get("current", GREATEST_EPOCH))
+            if current < GREATEST_EPOCH:
+                self._may_pass, self._epoch = False, current
+                return text
         if failure.reason == Reason.SESSION_REPLACED or failure.code in FINAL_CODES:
             raise SessionRefused(f"the server{self._where} refuses this trainer: {text}") from error
         return text

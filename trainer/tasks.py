@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -107,6 +107,8 @@ class ServerTasks:
     """How many are to wait."""
     pending: int = 0
     """How many do, as far as is known."""
+    trainer_epoch: Callable[[], int] = lambda: 0
+    """Of the live session with that server; zero where there is none to name."""
     filling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Two fillers at once would submit the same indices."""
 
@@ -280,7 +282,8 @@ class TaskFeeder:
                     again=again or self._again.get(index, ""),
                 )
             )
-        pending = await submit_tasks(self._servers[server].channel, tasks)
+        at = self._servers[server]
+        pending = await submit_tasks(at.channel, tasks, self._run_id, at.trainer_epoch)
         if pending is None:
             return False
         self._servers[server].pending = pending
@@ -294,9 +297,15 @@ def _name_of(problem: Problem) -> str:
 
 
 async def submit_tasks(
-    channel: grpc.aio.Channel, tasks: Sequence[task_service_pb2.Task]
+    channel: grpc.aio.Channel,
+    tasks: Sequence[task_service_pb2.Task],
+    run_id: str = "",
+    trainer_epoch: Callable[[], int] = lambda: 0,
 ) -> int | None:
     """How many tasks wait at the server once it has taken these; None where its queue is full.
+
+    They are of this run, and of the trainer whose epoch that is by now. Where a newer one took over, the
+    stream of `Exchange` ends for good: here it is a server that is away.
 
     Raises ServerLost and SessionRefused.
     """
@@ -307,14 +316,16 @@ async def submit_tasks(
         request_serializer=codec.encode,
         response_deserializer=codec.decoder(task_service_pb2.SubmitTasksResponse),
     )
+    epoch = trainer_epoch()
+    request = SubmitTasksRequest(tasks=tasks, run_id=run_id, trainer_epoch=epoch)
     try:
-        response = await call(SubmitTasksRequest(tasks=tasks), timeout=SUBMIT_TIMEOUT_SECONDS)
+        response = await call(request, timeout=SUBMIT_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
         failure = read_failure(error)
         if failure.reason == Reason.QUEUE_FULL:
             return None
         text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
-        if failure.is_unanswered:
+        if failure.is_unanswered or failure.reason == Reason.STALE_EPOCH:
             raise ServerLost(text) from error
         raise SessionRefused(text) from error
     return response.pending_count

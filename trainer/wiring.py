@@ -94,8 +94,8 @@ def wire(
 ) -> Parts:
     run, state = config.run, start.state
     division = Division(config.train.groups_per_step, len(links))
-    tasks = _make_feeder(config, start, links, division)
     exchanges = _make_exchanges(config, start, links, division, stopping)
+    tasks = _make_feeder(config, start, links, exchanges)
     probe = Probe(
         start.policy.score,
         tokens=config.weights.probe.tokens,
@@ -185,7 +185,9 @@ def _make_evaluator(
         start.evaluations,
         exchanges,
         run_id=run_id,
-        submit=lambda server, asked: submit_tasks(links[server].channel, asked),
+        submit=lambda server, asked: submit_tasks(
+            links[server].channel, asked, run_id, _epoch_of(exchanges.servers[server])
+        ),
         write=writer.write,
         stopping=stopping,
     )
@@ -253,14 +255,14 @@ def security_of(server: ServerConfig) -> Security:
 
 
 def _make_feeder(
-    config: TrainerConfig, start: Start, links: Sequence[Link], division: Division
+    config: TrainerConfig, start: Start, links: Sequence[Link], exchanges: Exchanges
 ) -> TaskFeeder:
     batches = config.staleness.max_lag + 1 + SPARE_BATCHES
-    state = start.state
+    state, division = start.state, exchanges.division
     return TaskFeeder(
         [
-            ServerTasks(link.channel, batches * part)
-            for link, part in zip(links, division.parts, strict=True)
+            ServerTasks(link.channel, batches * part, trainer_epoch=_epoch_of(exchange))
+            for link, part, exchange in zip(links, division.parts, exchanges.servers, strict=True)
         ],
         start.source,
         config.data,
@@ -269,6 +271,10 @@ def _make_feeder(
         division=division,
         attempts=config.groups.attempts,
     )
+
+
+def _epoch_of(exchange: Exchange) -> Callable[[], int]:
+    return lambda: exchange.trainer_epoch
 
 
 def _make_exchanges(

@@ -104,6 +104,14 @@ class SubmitTasksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASKS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Of a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with STALE_EPOCH."""
+    trainer_epoch: _builtins.int
+    """Of a trainer: the epoch of its live session. Any other than the last Hello's is refused with
+    STALE_EPOCH; zero, of a caller that is no trainer, is not compared.
+    """
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]:
         """The tasks."""
@@ -112,10 +120,12 @@ class SubmitTasksRequest(_message.Message):
         self,
         *,
         tasks: _abc.Iterable[Global___Task] | None = ...,
+        run_id: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,13 @@ export interface Task {
 export interface SubmitTasksRequest {
   /** The tasks. */
   tasks: Task[];
+  /** Of a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with STALE_EPOCH. */
+  runId: string;
+  /**
+   * Of a trainer: the epoch of its live session. Any other than the last Hello's is refused with
+   * STALE_EPOCH; zero, of a caller that is no trainer, is not compared.
+   */
+  trainerEpoch: bigint;
 }
 
 /** Confirms tasks. */
@@ -357,13 +364,22 @@ export const Task: MessageFns<Task> = {
 };
 
 function createBaseSubmitTasksRequest(): SubmitTasksRequest {
-  return { tasks: [] };
+  return { tasks: [], runId: "", trainerEpoch: 0n };
 }
 
 export const SubmitTasksRequest: MessageFns<SubmitTasksRequest> = {
   encode(message: SubmitTasksRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
     for (const v of message.tasks) {
       Task.encode(v!, writer.uint32(10).fork()).join();
+    }
+    if (message.runId !== "") {
+      writer.uint32(18).string(message.runId);
+    }
+    if (message.trainerEpoch !== 0n) {
+      if (BigInt.asIntN(64, message.trainerEpoch) !== message.trainerEpoch) {
+        throw new globalThis.Error("value provided for field message.trainerEpoch of type int64 too large");
+      }
+      writer.uint32(24).int64(message.trainerEpoch);
     }
     return writer;
   },
@@ -389,6 +405,22 @@ export const SubmitTasksRequest: MessageFns<SubmitTasksRequest> = {
             message.tasks.push(Task.decode(reader, reader.uint32()));
             continue;
           }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.runId = reader.string();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.trainerEpoch = reader.int64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -407,6 +439,10 @@ export const SubmitTasksRequest: MessageFns<SubmitTasksRequest> = {
   fromPartial<I extends Exact<DeepPartial<SubmitTasksRequest>, I>>(object: I): SubmitTasksRequest {
     const message = createBaseSubmitTasksRequest();
     message.tasks = object.tasks?.map((e) => Task.fromPartial(e)) || [];
+    message.runId = object.runId ?? "";
+    message.trainerEpoch = (object.trainerEpoch !== undefined && object.trainerEpoch !== null)
+      ? BigInt(object.trainerEpoch)
+      : 0n;
     return message;
   },
 };
