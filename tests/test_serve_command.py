@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -60,6 +61,30 @@ def test_a_dry_run_prints_a_file_that_means_the_same(
     # An option on the command line wins over the file.
     changed = serve_here(capsys, "--config", str(file), "--max-model-len", "64", "--dry-run")[1]
     assert tomllib.loads(changed)["engine"]["max_model_len"] == 64
+
+
+def test_a_dry_run_prints_no_secret(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_abcdefghijkl"
+    loader = {
+        "endpoint_url": "http://here",
+        "secret_access_key": secret,
+        "more": [{"api-key": secret}],
+    }
+    _, said, errors = serve_here(
+        capsys,
+        *("--model", str(model), "--tokenizer", str(model), "--dtype", "float32", "--dry-run"),
+        *("--hf-token", secret, "--max-num-batched-tokens", "512"),
+        *("--model-loader-extra-config", json.dumps(loader)),
+    )
+    assert secret not in said + errors
+    engine = tomllib.loads(said)["engine"]
+    assert engine["hf_token"] == "***"
+    assert engine["model_loader_extra_config"] == {
+        "endpoint_url": "http://here",
+        "secret_access_key": "***",
+        "more": [{"api-key": "***"}],
+    }
+    assert (engine["tokenizer"], engine["max_num_batched_tokens"]) == (str(model), 512)
 
 
 def test_it_ends_without_a_word(model: Path) -> None:
