@@ -81,7 +81,15 @@ _CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
 STATUS_CODES: dict[Reason, grpc.StatusCode] = {
     reason: code for code, reasons in _CODE_OF.items() for reason in reasons
 }
-
+RETRY_SECONDS: Mapping[Reason, float] = {
+    Reason.QUEUE_FULL: 1.0,
+    Reason.MEMORY_BUDGET: 1.0,
+    Reason.SLOW_READER: 1.0,
+    Reason.CALLER_LIMIT: 1.0,
+    # Until something is compacted, or freed by hand.
+    Reason.DISK_FULL: 5.0,
+}
+"""When to come back, where who refuses does not know better. MESSAGE_TOO_LARGE is not here: it stays so."""
 
 MAX_TEXT = 400
 MAX_VALUE = 200
@@ -103,6 +111,8 @@ class DomainError(Exception):
         super().__init__(self.message)
         self.reason = reason
         self.metadata = {key: _short(value) for key, value in (metadata or {}).items()}
+        if retry_after_seconds is None:
+            retry_after_seconds = RETRY_SECONDS.get(reason)
         self.retry_after_seconds = retry_after_seconds
 
     @property

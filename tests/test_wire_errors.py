@@ -21,10 +21,12 @@ from google.protobuf.descriptor import (
 )
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from google.rpc import error_details_pb2, status_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.server.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
+from penstock.server.http_errors import headers_of, status_of
 from penstock.server.service import SERVICES
 from penstock.v1 import conversation_pb2
 from penstock.wire import codec
@@ -466,3 +468,24 @@ async def test_a_grpc_server_that_ends_by_itself_ends_everything(harness: Harnes
     assert not failed.done()
     await harness.serving._server.stop(0)
     assert "gRPC server ended" in await asyncio.wait_for(failed, 20)
+
+
+EXHAUSTED = [r for r, code in STATUS_CODES.items() if code is grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+@pytest.mark.parametrize("reason", EXHAUSTED)
+def test_who_is_refused_for_want_of_room_is_told_when_to_come_back(reason: Reason) -> None:
+    for error in (DomainError(reason, "full"), DomainError(reason, "full", retry_after_seconds=7)):
+        status, retry = status_pb2.Status(), error_details_pb2.RetryInfo()
+        status.ParseFromString(to_status(error).trailing_metadata[0][1])
+        told = [retry for detail in status.details if detail.Unpack(retry)]
+        headers = headers_of(error)
+        if error.retry_after_seconds is None:
+            # What is too large stays so.
+            assert reason is Reason.MESSAGE_TOO_LARGE
+            assert (told, headers, status_of(error)) == ([], {}, 413)
+            continue
+        assert status_of(error) == 429 or reason is Reason.MESSAGE_TOO_LARGE
+        assert told[0].retry_delay.ToTimedelta().total_seconds() == error.retry_after_seconds > 0
+        assert int(headers["retry-after"]) >= error.retry_after_seconds
+        assert int(headers["retry-after-ms"]) == error.retry_after_seconds * 1000
