@@ -54,7 +54,12 @@ def kept(folder: Path) -> list[str]:
 async def test_a_failed_write_or_fsync_ends_the_server_and_loses_nothing(
     tmp_path: Path, report: Report, request: pytest.FixtureRequest
 ) -> None:
-    faults = ("journal.before_write=raise:EIO", "journal.before_fsync=raise:EIO")
+    # EROFS is what a file system answers that the kernel has made read-only because its disk fails.
+    faults = (
+        "journal.before_write=raise:EIO",
+        "journal.before_write=raise:EROFS",
+        "journal.before_fsync=raise:EIO",
+    )
 
     async def happen(rng: random.Random) -> None:
         fault = rng.choice(faults)
@@ -107,6 +112,41 @@ async def test_a_disk_that_is_full_refuses_and_the_server_goes_on(
         report.survived("journal", "disk full", 1)
     finally:
         run("umount", str(mounted))
+
+
+async def test_a_read_only_file_system_refuses_to_start_and_keeps_what_it_has(
+    tmp_path: Path, report: Report
+) -> None:
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if os.geteuid() != 0 or run("mount", "-t", "tmpfs", "tmpfs", str(mounted)):
+        report.skipped("journal", "read-only", "mounting a file system needs root")
+        pytest.skip("mounting a file system needs root")
+    # Its log is elsewhere.
+    options = ("--set", f"journal.folder={mounted / 'journal'}")
+    try:
+        async with server_process(tmp_path, *options) as server:
+            accepted, reason = await submit_until_refused(server, most=20)
+            assert (len(accepted), reason) == (20, "")
+            await server.kill()
+            before = contents(mounted)
+            assert run("mount", "-o", "remount,ro", str(mounted)) == 0
+            with pytest.raises(Exception, match="journal"):
+                await server.start()
+            assert await server.wait() == 1
+            assert "cannot be opened" in server.log
+            assert contents(mounted) == before
+            assert run("mount", "-o", "remount,rw", str(mounted)) == 0
+            await server.start()
+            assert await submit_known(server, accepted) == (0, 20)
+        report.survived("journal", "read-only", 1)
+    finally:
+        run("umount", str(mounted))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of the journal."""
+    return {path.name: path.read_bytes() for path in sorted((folder / "journal").iterdir())}
 
 
 async def test_a_folder_that_cannot_be_written_refuses_to_start(
