@@ -36,6 +36,7 @@ PROMISES = {
     "R7": "A dead peer is noticed within 15 s; a stop drains",
     "R8": "Nobody enters without a credential; an agent cannot do what the trainer may",
     "R9": "Versions only grow; one trainer writes",
+    "R10": "An old client works with a new server",
 }
 FAULTS = {
     "F1": ("kill -9 of the trainer at any moment", ("R1", "R9")),
@@ -61,6 +62,7 @@ FAULTS = {
     "F22": ("the journal on NATS JetStream: kill -9 of NATS and of the server", ("R1",)),
     "F23": ("kill -9 of the actors of a run on Ray", ("R1", "R4")),
     "F24": ("a soak of weight updates under load, some of them faulty", ("R2", "R3", "R5")),
+    "F25": ("clients of an earlier release", ("R10",)),
 }
 
 LIMITS = """\
