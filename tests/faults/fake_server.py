@@ -50,12 +50,13 @@ def fake_server(
     step_seconds: float = 0.0,
     host: str = "127.0.0.1",
     prefix: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Generator[ServerProcess]:
-    """Starts one with a journal in `folder`; `prefix` goes before its command."""
+    """Starts one with a journal in `folder`; `prefix` goes before its command, `options` behind it."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
     command = [*prefix, sys.executable, "-m", "tests.fake_serve", "--listen", f"{host}:0"]
-    command += ["--step-seconds", str(step_seconds)]
+    command += ["--step-seconds", str(step_seconds), *options]
     for setting in (f"journal.folder={folder / 'journal'}", *settings):
         command += ["--set", setting]
     with log.open("ab") as errors:

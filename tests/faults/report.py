@@ -46,6 +46,7 @@ TABLE = {
     "F22": 100,
     # Rounds of one kill of each role.
     "F23": 10,
+    "F25": 20,
 }
 """How often each fault happens in a whole run."""
 TABLE_COUNT = 20
@@ -229,9 +230,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     )
     for name, default, what in (
         ("machine-examples", 2_000, "runs of the stateful model of a whole run"),
-        ("fault-seconds", 60, "seconds that slow faults last in a whole run"),
+        ("fault-seconds", 600, "seconds that slow faults last in a whole run"),
         ("fuzz-seconds", 3_600, "seconds of bytes led by coverage of a whole run"),
-        ("gate-steps", 500, "steps of the gate for each seed of a whole run"),
+        ("gate-steps", 10_000, "steps of the gate for each seed of a whole run"),
         ("soak-groups", 60, "groups of the soak with restarts"),
         ("soak-restart-seconds", 600, "seconds after which its server is killed"),
     ):

@@ -1,9 +1,10 @@
 """F19: the staleness gate under random lengths, failures and restarts, for very long.
 
-    make faults ARGS="-k f19 --gate-steps 10000"
+    make faults ARGS="-k f19"
 
-The simulation and the referee are those of tests/test_staleness_gate.py: every decision is judged, no
-token is trained too old, and every step is made.
+200 seeds of 10,000 steps each take some twenty minutes of one core. The simulation and the referee are
+those of tests/test_staleness_gate.py: every decision is judged, no token is trained too old, and every step
+is made.
 """
 
 from __future__ import annotations

@@ -2,17 +2,21 @@
 
     make faults ARGS="-k f8 --fault-seconds 600"
 
-They ask for turns, for leases of large tasks and for groups, and read nothing of the answers. Others
-take turns meanwhile. Their speed is compared with what it is while as many callers ask for the same and
-do read, in slices one after the other, because what else the machine does would otherwise decide.
+They ask for turns and for leases of large tasks, each by a connection of its own, and read nothing of the
+answers; who is cut off, or has nothing more to come, asks again at once. Others take turns meanwhile. Their
+speed is compared with what it is at another such server, where as many callers ask for the same and do
+read: in slices, now at the one and now at the other, while both have all their callers for the whole time.
+So what else the machine does is the same for both, and the two slices of a pair are a moment apart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -43,7 +47,13 @@ OTHERS = 4
 SLICE_SECONDS = 1.5
 QUICK_SLICE_SECONDS = 0.2
 QUICK_SLICES = 6
-TURN_TOKENS = 500
+TURN_TOKENS = 15_000
+"""More than the buffers on the way to who does not read hold."""
+TURN_SECONDS = 30.0
+"""After which who reads nothing asks again, if it was not cut off before."""
+STALLED_SECONDS = 5
+BUDGET_MIB = 128
+"""The servers' `limits.memory_bytes`."""
 TASK_TOKENS = 10_000
 """Of the prompt of each task that is leased: 40 KB."""
 TASKS_EACH = 700
@@ -59,21 +69,35 @@ QUICK_SPEED = 0.5
 NUMBERS = itertools.count()
 
 
+SETTINGS = (
+    "limits.groups_without_trainer=100000",
+    "journal.durability=process",
+    f"limits.stalled_seconds={STALLED_SECONDS}",
+    f"limits.memory_bytes={BUDGET_MIB << 20}",
+)
+OPTIONS = ("--max-model-len", str(2 * TURN_TOKENS))
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[ServerProcess]:
     folder = tmp_path_factory.mktemp("readers")
-    settings = ("limits.groups_without_trainer=100000", "journal.durability=process")
-    with fake_server(folder, *settings, step_seconds=0.004) as process:
+    with fake_server(folder, *SETTINGS, step_seconds=0.004, options=OPTIONS) as process:
         yield process
+
+
+@contextlib.asynccontextmanager
+async def connected(server: ServerProcess) -> AsyncGenerator[Harness]:
+    """A connection to a server that is no other's."""
+    options = client_options(own_connection=True)
+    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+        unused = cast("Any", None)
+        yield Harness(unused, unused, server.port, Wire(channel), channel)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def others(server: ServerProcess) -> AsyncGenerator[Harness]:
-    async with grpc.aio.insecure_channel(
-        server.address, options=client_options(own_connection=True)
-    ) as channel:
-        unused = cast("Any", None)
-        yield Harness(unused, unused, server.port, Wire(channel), channel)
+    async with connected(server) as harness:
+        yield harness
 
 
 async def take_turns(harness: Harness, seconds: float) -> float:
@@ -99,31 +123,41 @@ async def take_turns(harness: Harness, seconds: float) -> float:
         return turns / max(took - await lateness.seconds(), 0.01)
 
 
-async def slice_of(
-    harness: Harness, channel: grpc.aio.Channel, count: int, seconds: float, *, read: bool
-) -> float:
-    """Speed of the others while so many callers ask for long turns, and read them or do not."""
-    wire: Any = Wire(channel)
-    names = [f"long-{next(NUMBERS)}" for _ in range(count)]
-    calls = [
-        wire.Generate(
-            GenerateRequest(
-                trajectory_id=name,
-                tokens=sequence([1]),
-                sampling_params=sampling(TURN_TOKENS),
-                stream_options={"flush_interval": {"nanos": 1_000_000}},
-            )
+async def long_turns(harness: Harness, closer: Harness, *, read: bool) -> None:
+    """One long turn after the other by a connection, for as long as this is let: read, or not at all."""
+    while True:
+        name = f"long-{next(NUMBERS)}"
+        request = GenerateRequest(
+            trajectory_id=name,
+            tokens=sequence([1]),
+            sampling_params=sampling(TURN_TOKENS),
+            stream_options={"flush_interval": {"nanos": 20_000_000}},
         )
-        for name in names
-    ]
-    reading = [asyncio.ensure_future(collect(call)) for call in calls] if read else []
-    speed = await take_turns(harness, seconds)
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*reading, return_exceptions=True)
-    for name in names:
-        await close(harness, name)
-    return speed
+        call: Any = harness.wire.Generate(request)
+        try:
+            with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+                async with asyncio.timeout(TURN_SECONDS):
+                    await (collect(call) if read else call.code())
+        finally:
+            call.cancel()
+        await close(closer, name)
+
+
+@contextlib.asynccontextmanager
+async def callers(server: ServerProcess, count: int, *, read: bool) -> AsyncGenerator[Harness]:
+    """So many callers with long turns, and another one's connection beside them."""
+    async with contextlib.AsyncExitStack() as stack:
+        other = await stack.enter_async_context(connected(server))
+        places = [await stack.enter_async_context(connected(server)) for _ in range(count)]
+        tasks = [asyncio.create_task(long_turns(place, other, read=read)) for place in places]
+        try:
+            yield other
+            for task in tasks:
+                assert not task.done(), task.exception()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def close(harness: Harness, name: str) -> None:
@@ -140,33 +174,48 @@ async def close(harness: Harness, name: str) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_speed(
-    server: ServerProcess, others: Harness, report: Report, request: pytest.FixtureRequest
+async def test_speed_and_memory(
+    server: ServerProcess,
+    report: Report,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     count = report.count or QUICK
-    name, node = f"{count} unread turns", request.node.nodeid
+    name, node = f"{count} callers that read nothing", request.node.nodeid
     each = SLICE_SECONDS if report.count else QUICK_SLICE_SECONDS
     seconds = request.config.getoption("fault_seconds") if report.count else QUICK_SLICES * each
     speeds: dict[bool, list[float]] = {True: [], False: []}
-    options = client_options(own_connection=True)
-    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
-        await slice_of(others, channel, count, each, read=True)
-        before = server.footprint()
-        for _ in range(max(1, round(seconds / 2 / each))):
-            for read in random.Random(report.seed).sample((True, False), 2):
-                speeds[read].append(await slice_of(others, channel, count, each, read=read))
-        after = server.footprint()
+    rng, clock = random.Random(report.seed), asyncio.get_running_loop().time
+    settings, options = SETTINGS, OPTIONS
+    with fake_server(tmp_path, *settings, step_seconds=0.004, options=options) as baseline:
+        async with contextlib.AsyncExitStack() as stack:
+            before = peak = server.footprint().resident_bytes
+            others = {
+                False: await stack.enter_async_context(callers(server, count, read=False)),
+                True: await stack.enter_async_context(callers(baseline, count, read=True)),
+            }
+            await asyncio.sleep(each)
+            begun = clock()
+            while clock() - begun < seconds:
+                for read in rng.sample((True, False), 2):
+                    speeds[read].append(await take_turns(others[read], each))
+                peak = max(peak, server.footprint().resident_bytes)
+            lasted = clock() - begun
+        baseline.check_alive()
     server.check_alive()
-    # What else the machine has to do slows some of the slices.
-    typical = median if report.count else max
-    share = typical(speeds[False]) / typical(speeds[True])
-    grown = (after.resident_bytes - before.resident_bytes) / 1e6
+    # A pair shares what else the machine does; what comes in between the two slows either as often.
+    pairs = [bare / read for bare, read in zip(speeds[False], speeds[True], strict=True)]
+    share = median(pairs) if report.count else max(pairs)
+    grown, budget = peak - before, BUDGET_MIB << 20
     wanted = SPEED if report.count else QUICK_SPEED
-    if share < wanted or after.resident_bytes - before.resident_bytes > count * BUDGET_BYTES:
+    if share < wanted or grown > budget:
         report.failed("F8 fake", name, report.seed, node, 0, 1)
     assert share >= wanted, speeds
-    assert after.resident_bytes - before.resident_bytes <= count * BUDGET_BYTES
-    figures = f"{share:.2f} of the speed beside callers that read, {grown:+.0f} MB"
+    assert grown <= budget
+    figures = (
+        f"for {lasted:.0f} s; others {share:.2f} of the speed beside callers that read, of {len(pairs)}"
+        f" pairs; {grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}"
+    )
     report.survived("F8 fake", name, count, "callers", figures)
 
 
