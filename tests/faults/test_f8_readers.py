@@ -6,7 +6,8 @@ They ask for turns and for leases of large tasks, each by a connection of its ow
 answers; who is cut off, or has nothing more to come, asks again at once. Others take turns meanwhile. Their
 speed is compared with what it is at another such server, where as many callers ask for the same and do
 read: in slices, now at the one and now at the other, while both have all their callers for the whole time.
-So what else the machine does is the same for both, and the two slices of a pair are a moment apart.
+So what else the machine does is the same for both, and the slices are a moment apart. Beside it, what their
+speed is at a third server, which has no other callers at all: there nobody samples but they.
 """
 
 from __future__ import annotations
@@ -184,27 +185,32 @@ async def test_speed_and_memory(
     name, node = f"{count} callers that read nothing", request.node.nodeid
     each = SLICE_SECONDS if report.count else QUICK_SLICE_SECONDS
     seconds = request.config.getoption("fault_seconds") if report.count else QUICK_SLICES * each
-    speeds: dict[bool, list[float]] = {True: [], False: []}
+    speeds: dict[str, list[float]] = {"unread": [], "read": [], "alone": []}
     rng, clock = random.Random(report.seed), asyncio.get_running_loop().time
     settings, options = SETTINGS, OPTIONS
-    with fake_server(tmp_path, *settings, step_seconds=0.004, options=options) as baseline:
+    with (
+        fake_server(tmp_path / "read", *settings, step_seconds=0.004, options=options) as baseline,
+        fake_server(tmp_path / "alone", *settings, step_seconds=0.004, options=options) as quiet,
+    ):
         async with contextlib.AsyncExitStack() as stack:
             before = peak = server.footprint().resident_bytes
             others = {
-                False: await stack.enter_async_context(callers(server, count, read=False)),
-                True: await stack.enter_async_context(callers(baseline, count, read=True)),
+                "unread": await stack.enter_async_context(callers(server, count, read=False)),
+                "read": await stack.enter_async_context(callers(baseline, count, read=True)),
+                "alone": await stack.enter_async_context(connected(quiet)),
             }
             await asyncio.sleep(each)
             begun = clock()
             while clock() - begun < seconds:
-                for read in rng.sample((True, False), 2):
-                    speeds[read].append(await take_turns(others[read], each))
+                for beside in rng.sample(list(others), len(others)):
+                    speeds[beside].append(await take_turns(others[beside], each))
                 peak = max(peak, server.footprint().resident_bytes)
             lasted = clock() - begun
         baseline.check_alive()
     server.check_alive()
-    # A pair shares what else the machine does; what comes in between the two slows either as often.
-    pairs = [bare / read for bare, read in zip(speeds[False], speeds[True], strict=True)]
+    # Slices of a round share what else the machine does; what comes in between slows each as often.
+    pairs = [bare / read for bare, read in zip(speeds["unread"], speeds["read"], strict=True)]
+    alone = [bare / alone for bare, alone in zip(speeds["unread"], speeds["alone"], strict=True)]
     share = median(pairs) if report.count else max(pairs)
     grown, budget = peak - before, BUDGET_MIB << 20
     wanted = SPEED if report.count else QUICK_SPEED
@@ -213,8 +219,9 @@ async def test_speed_and_memory(
     assert share >= wanted, speeds
     assert grown <= budget
     figures = (
-        f"for {lasted:.0f} s; others {share:.2f} of the speed beside callers that read, of {len(pairs)}"
-        f" pairs; {grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}"
+        f"for {lasted:.0f} s; others {share:.2f} of the speed beside callers that read, "
+        f"{median(alone):.2f} of that beside none, of {len(pairs)} rounds; "
+        f"{grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}"
     )
     report.survived("F8 fake", name, count, "callers", figures)
 
