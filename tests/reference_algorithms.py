@@ -92,7 +92,7 @@ def compute(answers: Sequence[Answer], given: Given, table: Table) -> Found:
         answer.group
         for answer in answers
         for token in answer.tokens
-        if moved_by_all or advantages[token.place] != 0.0
+        if moved_by_all or abs(advantages[token.place]) > 1e-9
     }
     counted = [a for a in answers if a.group in moving and a.tokens]
     tokens = sum(len(answer.tokens) for answer in counted)
@@ -181,17 +181,20 @@ def _against_group(kind: str, index: int, answers: Sequence[Answer], net: Sequen
     own = answers[index]
     siblings = [i for i, answer in enumerate(answers) if answer.group == own.group]
     attempts = [i for i in siblings if not answers[i].branch]
-    if len(attempts) < 2 or len({net[i] for i in siblings}) == 1:
+    if len(attempts) < 2:
         return 0.0
-    scores = [net[i] for i in attempts]
     if kind == "rloo":
         return net[index] - statistics.fmean(net[i] for i in attempts if i != index)
-    centred = net[index] - statistics.fmean(scores)
-    return centred / (statistics.stdev(scores) + 1e-6) if kind == "grpo" else centred
+    mean = statistics.fmean(net[i] for i in attempts)
+    if kind != "grpo":
+        return net[index] - mean
+    everyone = math.sqrt(sum((net[i] - mean) ** 2 for i in siblings) / (len(siblings) - 1))
+    deviation = max(statistics.stdev(net[i] for i in attempts), everyone)
+    return (net[index] - mean) / (deviation + 1e-6)
 
 
 def _whiten(advantages: list[float]) -> None:
-    if len(set(advantages)) < 2:
+    if len(advantages) < 2:
         advantages[:] = [0.0] * len(advantages)
         return
     mean, deviation = (

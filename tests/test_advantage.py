@@ -116,6 +116,42 @@ def test_branches_are_measured_by_the_attempts_baseline() -> None:
     assert by("grpo", rewards_of([1.0, 0.0], counted=[True, False])) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", ("grpo", "dr_grpo", "rloo"))
+def test_a_branch_among_attempts_that_are_all_equal_is_as_far_from_them_as_it_is(kind: str) -> None:
+    # 0.1 is no binary fraction: attempts must be equal to their baseline all the same.
+    rewards, counted = [0.1, 0.1, 0.1, -0.4], [True, True, True, False]
+    found = by(kind, rewards_of(rewards, counted=counted))
+    assert found[:3] == [0.0] * 3
+    assert found[3] == pytest.approx(-math.sqrt(3) if kind == "grpo" else -0.5, rel=1e-5)
+
+
+def test_no_branch_is_measured_by_a_spread_that_it_is_far_beyond() -> None:
+    alike = by("grpo", rewards_of([1.0] * 4 + [0.5], counted=[True] * 4 + [False]))
+    for spread in (1e-12, 1e-9, 1e-7, 1e-5):
+        rewards = [1.0 + spread, 1.0, 1.0, 1.0, 0.5]
+        found = by("grpo", rewards_of(rewards, counted=[True] * 4 + [False]))
+        # As little differs from attempts that are equal as they themselves do.
+        assert found == pytest.approx(alike, abs=10 * spread + 1e-9)
+    rng = random.Random(1)
+    for _ in range(200):
+        rewards = [rng.choice([0.0, 1.0, rng.gauss(0, 10)]) for _ in range(rng.randint(3, 9))]
+        counted = [True, True, *(rng.random() < 0.5 for _ in rewards[2:])]
+        found = by("grpo", rewards_of(rewards, counted=counted))
+        assert sum(value * value for value in found) <= len(rewards) - 1 + 1e-9
+
+
+def test_branches_near_the_baseline_do_not_make_attempts_louder() -> None:
+    found = by("grpo", rewards_of([0.0, 1.0, *[0.5] * 30], counted=[True, True, *[False] * 30]))
+    assert found == by("grpo", rewards_of([0.0, 1.0])) + [0.0] * 30
+
+
+@pytest.mark.parametrize("kind", ("reinforce_plus_plus", "reinforce_plus_plus_baseline"))
+def test_what_is_whitened_has_branches_in_its_deviation(kind: str) -> None:
+    found = by(kind, rewards_of([1.0] * 4 + [0.5], counted=[True] * 4 + [False]))
+    assert statistics.fmean(found) == pytest.approx(0.0, abs=1e-9)
+    assert statistics.stdev(found) == pytest.approx(1.0, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_tiny_or_huge_stays_finite(kind: str) -> None:
     for rewards in ([1e-300, 0.0], [1e300, -1e300], [1e-9, 0.0, 0.0]):

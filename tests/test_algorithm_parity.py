@@ -91,12 +91,21 @@ def name_of(table: dict[str, Any]) -> str:
 def random_groups(rng: np.random.Generator) -> list[Any]:
     return [
         *(random_group(rng, int(rng.integers(2, 6))) for _ in range(4)),
-        # No spread; a single attempt; nothing young enough; nothing written at all.
+        # No spread; one among the attempts alone; a single attempt; nothing young enough; nothing written.
         random_group(rng, 3, reward=0.1),
+        branched(random_group(rng, 4, reward=0.1), 0.7),
         random_group(rng, 1),
         random_group(rng, 3, versions=(0, 2)),
         group(trajectory([context([1, 2])], 1.0), trajectory([context([1, 2])], 0.0)),
     ]
+
+
+def branched(message: Any, reward: float) -> Any:
+    """With two attempts that agree, and branches with a reward of their own."""
+    for one in message.trajectories[2:4]:
+        one.parent_trajectory_id = "t0"
+        one.outcome.reward = reward
+    return message
 
 
 def random_group(

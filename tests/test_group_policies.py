@@ -125,6 +125,28 @@ def test_a_group_is_dropped_for_a_reason(
     assert reason_to_drop(group_of(*rewards), config, load_filter(config.filter)) == reason
 
 
+@pytest.mark.parametrize(
+    ("rewards", "branch", "reason"),
+    [((1.0, 1.0), 0.0, NO_SPREAD), ((1.0, 0.0), 0.5, None), ((1.0, None), 0.0, NO_SPREAD)],
+)
+def test_a_branch_is_no_spread_of_the_attempts(
+    rewards: tuple[float | None, ...], branch: float, reason: str | None
+) -> None:
+    message = outcomes(0, *rewards).group
+    more = message.trajectories.add()
+    more.CopyFrom(message.trajectories[0])
+    more.trajectory_id, more.parent_trajectory_id = "b", message.trajectories[0].trajectory_id
+    more.outcome.CopyFrom(Outcome(reward=branch))
+    group = read_group(message, trainer_version=0, max_lag=0)
+    assert branch in group.rewards
+    assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == reason
+    # Where its parent failed there is nobody to compare it with.
+    message.trajectories[0].outcome.CopyFrom(FAILED)
+    message.trajectories[1].outcome.CopyFrom(FAILED)
+    group = read_group(message, trainer_version=0, max_lag=0)
+    assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == NO_SPREAD
+
+
 def too_easy(group: TrainingGroup, above: float = 0.6) -> str | None:
     return "EASY" if sum(group.rewards) / len(group.rewards) > above else None
 

@@ -59,7 +59,8 @@ class GroupsConfig(Section):
     max_replacements: int = Field(default=3, ge=1)
     """How often "replace" asks a prompt again before it is dropped."""
     drop_without_spread: bool = False
-    """Whether a group is dropped in which all rewards are equal: dynamic sampling."""
+    """Whether a group is dropped in which the rewards of all attempts are equal, whatever those of branches
+    are: dynamic sampling."""
     min_mean_reward: float | None = None
     """A group whose mean reward is below it is dropped."""
     max_mean_reward: float | None = None

@@ -49,13 +49,20 @@ def reason_to_drop(
     if group.unwanted:
         return AGENT + group.unwanted
     mean = sum(group.rewards) / len(group.rewards)
-    if config.drop_without_spread and max(group.rewards) - min(group.rewards) < LEAST_SPREAD:
+    if config.drop_without_spread and _spread(group) < LEAST_SPREAD:
         return NO_SPREAD
     if config.min_mean_reward is not None and mean < config.min_mean_reward:
         return MEAN_TOO_LOW
     if config.max_mean_reward is not None and mean > config.max_mean_reward:
         return MEAN_TOO_HIGH
     return own(group) if own is not None else None
+
+
+def _spread(group: TrainingGroup) -> float:
+    """How far the rewards lie apart that make a baseline: those of attempts, not of branches."""
+    pairs = zip(group.rewards, group.samples, strict=True)
+    attempts = [reward for reward, sample in pairs if sample.counts_in_baseline]
+    return max(attempts) - min(attempts) if attempts else 0.0
 
 
 def load_filter(config: FilterConfig | None) -> Filter | None:

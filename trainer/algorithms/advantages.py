@@ -65,7 +65,8 @@ def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
 
 def grpo(batch: RewardBatch) -> NDArray[np.float64]:
     """The return minus its group's mean, over the group's sample standard deviation (DeepSeekMath, arXiv
-    2402.03300, section 4.1.2)."""
+    2402.03300, section 4.1.2). Of n trajectories none has more than the root of n - 1, branches
+    included."""
     return batch.spread(_by_group(batch, _normalized))
 
 
@@ -107,12 +108,12 @@ _OfGroup = Callable[["NDArray[np.float64]", "NDArray[np.bool_]"], "NDArray[np.fl
 
 
 def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
-    """Applies to each group by itself; zero where fewer than two attempts count, or all are equal."""
+    """Applies to each group by itself; zero where fewer than two attempts count."""
     found_S = np.zeros(len(batch.rewards_S))
     for group in np.unique(batch.groups_S):
         own = np.flatnonzero(batch.groups_S == group)
         returns, counted = batch.returns_S[own], batch.counts_in_baseline_S[own]
-        if counted.sum() < 2 or np.all(returns == returns[0]):
+        if counted.sum() < 2:
             continue
         # Returns whose squares overflow end as zero, not as what would poison the step.
         with np.errstate(over="ignore"):
@@ -120,24 +121,38 @@ def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
     return found_S
 
 
+def _are_equal(values: NDArray[np.float64]) -> bool:
+    return bool(np.all(values == values[0]))
+
+
 def _centred(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    return returns - returns[counted].mean()
+    attempts = returns[counted]
+    # A mean of equal numbers may differ from them in the last digit.
+    return returns - (attempts[0] if _are_equal(attempts) else attempts.mean())
 
 
 def _normalized(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    deviation = returns[counted].std(ddof=1) + DEVIATION_EPSILON
-    return _centred(returns, counted) / deviation
+    centred = _centred(returns, counted)
+    squares = centred**2
+    # The attempts' deviation; where branches lie farther off, that of all of them: attempts that agree say
+    # nothing of how far a branch may be from them.
+    attempts = squares[counted].sum() / (counted.sum() - 1)
+    everyone = squares.sum() / (len(squares) - 1)
+    return centred / (np.sqrt(max(attempts, everyone)) + DEVIATION_EPSILON)
 
 
 def _left_out(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    attempts = returns[counted]
+    if _are_equal(attempts):
+        return returns - attempts[0]
     # One that is not in the baseline leaves nothing out of it.
     others = counted.sum() - counted
-    sums = returns[counted].sum() - np.where(counted, returns, 0.0)
+    sums = attempts.sum() - np.where(counted, returns, 0.0)
     return returns - sums / others
 
 
 def _whitened(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    if len(values_N) < 2 or np.all(values_N == values_N[0]):
+    if len(values_N) < 2 or _are_equal(values_N):
         return np.zeros_like(values_N)
     with np.errstate(over="ignore"):
         return (values_N - values_N.mean()) / np.sqrt(values_N.var(ddof=1) + VARIANCE_EPSILON)
