@@ -52,7 +52,6 @@ class Found:
     slopes: list[float]
     """Derivative by each log-probability."""
     entropy_slopes: list[float]
-    tokens: int
     targets: list[float]
     """What a critic should have said; empty without one."""
 
@@ -87,20 +86,12 @@ def compute(answers: Sequence[Answer], given: Given, table: Table) -> Found:
     advantages = [0.0] * count
     targets = _fill_advantages(answers, given, table, advantages)
     kl, entropy = table.get("kl", {"kind": "none"}), table.get("entropy_coefficient", 0.0)
-    moved_by_all = kl["kind"] != "none" or entropy > 0 or len(targets) > 0
-    moving = {
-        answer.group
-        for answer in answers
-        for token in answer.tokens
-        if moved_by_all or abs(advantages[token.place]) > 1e-9
-    }
-    counted = [a for a in answers if a.group in moving and a.tokens]
-    tokens = sum(len(answer.tokens) for answer in counted)
-    found = Found(advantages, 0.0, [0.0] * count, [0.0] * count, tokens, targets)
+    counted = [answer for answer in answers if answer.tokens]
+    found = Found(advantages, 0.0, [0.0] * count, [0.0] * count, targets)
     for answer in counted:
         values, slopes = _losses(answer, given, advantages, table)
         weights = _weights(answer, given, table.get("correction", {"level": "off"}))
-        share = _share(answer, tokens, len(counted), table.get("aggregation", {}))
+        share = _share(answer, count, len(counted), table.get("aggregation", {}))
         for token, value, slope, weight in zip(answer.tokens, values, slopes, weights, strict=True):
             at = token.place
             value, slope = value * weight, slope * weight

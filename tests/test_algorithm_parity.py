@@ -201,10 +201,50 @@ def test_the_step_is_that_of_the_papers(table: dict[str, Any]) -> None:
             )
             targets = objective.value_targets(plan.rewards)
             np.testing.assert_allclose(targets, expected.targets, atol=TOLERANCE, rtol=TOLERANCE)
-        assert plan.trained_tokens == expected.tokens
+        assert plan.trained_tokens == sum(len(answer.tokens) for answer in answers)
         advantages = objective.advantages(plan.rewards)
         np.testing.assert_allclose(advantages, expected.advantages, atol=TOLERANCE, rtol=TOLERANCE)
         loss, slopes, entropy_slopes = evaluate(plan, objective, known)
         assert loss == pytest.approx(expected.loss, abs=TOLERANCE, rel=TOLERANCE)
         np.testing.assert_allclose(slopes, expected.slopes, atol=TOLERANCE, rtol=TOLERANCE)
         np.testing.assert_allclose(entropy_slopes, expected.entropy_slopes, atol=TOLERANCE)
+
+
+WITHOUT_WEIGHT: list[dict[str, Any]] = [
+    {"kl": {"kind": "loss", "coefficient": 1e-12}},
+    {"kl": {"kind": "reward", "coefficient": 1e-15}},
+    {"entropy_coefficient": 1e-12},
+    {
+        "loss": {
+            "kind": "custom",
+            "function": "penstock.trainer.algorithms.losses:ppo_clip",
+            "options": {"clip_low": 0.2, "clip_high": 0.28},
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=name_of)
+@pytest.mark.parametrize("term", WITHOUT_WEIGHT, ids=name_of)
+def test_a_term_without_weight_changes_nothing(
+    term: dict[str, Any], aggregation: dict[str, Any]
+) -> None:
+    """It has every sequence computed, and another may not weigh more where they are not."""
+    rng = np.random.default_rng(0)
+    groups = [read_group(m, trainer_version=VERSION, max_lag=MAX_LAG) for m in random_groups(rng)]
+    behaviour = [x for g in groups for s in g.samples for x in s.behaviour_logprobs[s.trained]]
+    known = models(rng, behaviour)
+    found: list[tuple[float, torch.Tensor, torch.Tensor]] = []
+    computed: list[int] = []
+    for table in ({}, term):
+        objective = Objective(AlgorithmConfig.model_validate({"aggregation": aggregation, **table}))
+        plan = plan_step(groups, objective, token_budget=24)
+        computed.append(sum(len(b.tokens_N) for u in plan.updates for b in u.batches))
+        if objective.advantages_wait:
+            batches = plan.updates[0].batches
+            references = [known["reference"][b.tokens_N] for b in batches]
+            plan = complete(plan, objective, references=references)
+        found.append(evaluate(plan, objective, known))
+    assert computed[0] < computed[1] == len(behaviour)
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-9)
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-9, rtol=0)

@@ -161,13 +161,23 @@ def test_updates_of_a_step_go_along_the_schedule() -> None:
     assert [learning_rate(n, train, 3) for n in (0, 1, 2, 6)] == [0.5, 1.0, 1.0, 0.0]
 
 
-def test_groups_that_can_move_nothing_fill_no_update(model: Path) -> None:
-    step = step_of(1.0, 0.0, -1.0, 0.0, updates=2)
-    assert [update.counts.tokens for update in step.updates] == [5, 5]
-    assert step.groups_without_gradient == 2
-    assert step_of(0.0, 0.0, updates=2).updates == ()
+def test_groups_that_can_move_nothing_have_their_part_of_an_update(model: Path) -> None:
+    step = step_of(1.0, 0.0, 0.0, -1.0, updates=2)
+    assert [update.counts.tokens for update in step.updates] == [10, 10]
+    assert [update.counts.sequences for update in step.updates] == [4, 4]
+    assert (step.groups_without_gradient, step.trained_tokens) == (2, 20)
+    # And cost nothing: of each update one group is computed.
+    computed = [sum(len(b.tokens_N) for b in update.batches) for update in step.updates]
+    assert computed == [5, 5]
+    # An update of nothing else is skipped, and changes nothing of the other.
+    step = step_of(0.0, 0.0, 1.0, 0.0, updates=2)
+    assert [update.counts.tokens for update in step.updates] == [10]
+    assert (step.updates_skipped, step.groups_without_gradient) == (1, 3)
+    nothing = step_of(0.0, 0.0, updates=2)
+    assert (nothing.updates, nothing.updates_skipped, nothing.trained_tokens) == ((), 2, 0)
     # With fewer groups than updates there are fewer updates.
-    assert len(step_of(1.0, updates=3).updates) == 1
+    few = step_of(1.0, updates=3)
+    assert (len(few.updates), few.updates_skipped) == (1, 2)
 
 
 def test_an_entropy_bonus_makes_answers_less_certain(model: Path) -> None:

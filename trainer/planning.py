@@ -10,8 +10,9 @@ On several ranks the micro-batches of an update are those of all of them in turn
 of rank r of n are `batches[r::n]`, which is what `StepPlan.share` takes. Counts and rewards are of the
 whole step on every rank.
 
-A sequence that no term of the objective gives a gradient costs no forward pass. It counts all the same
-where its group has a gradient; a group that has none counts nowhere.
+A sequence that no term of the objective gives a gradient costs no forward pass. It counts all the same, in
+what the update is cut from and divided by: lest what others weigh depend on it, or on a term that gives it
+one. An update in which nothing has a gradient is skipped, and counted.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -44,7 +45,7 @@ class Update:
 
     batches: tuple[MicroBatch, ...]
     counts: StepCounts
-    """What its sums are divided by."""
+    """What its sums are divided by: all its tokens and sequences, those that are not computed included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class StepPlan:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens in the loss."""
+        """Tokens in the loss, those included that no term of it moves."""
         return sum(update.counts.tokens for update in self.updates)
 
 
@@ -85,18 +86,17 @@ def plan_step(
         advantages_N = objective.advantages(rewards)
     placed = _place(groups, rewards, advantages_N)
     everything = objective.trains_everything
-    moving = [group for group in placed if _has_gradient(group, everything)]
     updates: list[Update] = []
     for number in range(update_count):
-        start, end = (len(moving) * n // update_count for n in (number, number + 1))
-        own = moving[start:end]
+        start, end = (len(placed) * n // update_count for n in (number, number + 1))
+        own = placed[start:end]
         needed = [[s for s in group if everything or s.advantages_K.any()] for group in own]
         batches = build_micro_batches(
             needed, token_budget=token_budget, share_prefixes=share_prefixes, ranks=ranks
         )
         if batches:
             updates.append(Update(tuple(batches), _count(own)))
-    without = len(groups) - len(moving)
+    without = sum(not _has_gradient(group, everything) for group in placed)
     return StepPlan(tuple(updates), rewards, without, update_count - len(updates))
 
 

@@ -44,7 +44,7 @@ class StepRecord:
         0,
         SUM,
         "tokens",
-        "Tokens in the loss: young enough, and of a group that some term of it moves.",
+        "Tokens in the loss of updates that were computed, those that no term of it moves included.",
     )
     tokens_truncated: int = figure(
         0, SUM, "tokens", "Tokens left out because the token budget ended their turn."
