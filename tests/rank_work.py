@@ -122,7 +122,8 @@ def plan_for(step: int, ranks: int, algorithm: dict[str, Any], updates: int) -> 
 
 
 def groups_of(step: int) -> list[TrainingGroup]:
-    """Three groups of answers of different length, in which a lot of tokens occur."""
+    """Three groups of answers of different length, in which a lot of tokens occur, and among them one whose
+    only answer has nothing to be compared with."""
     generator = torch.Generator().manual_seed(step)
     groups: list[TrainingGroup] = []
     for number in range(3):
@@ -147,7 +148,8 @@ def groups_of(step: int) -> list[TrainingGroup]:
                 )
             )
         )
-    return groups
+    single = trajectory([context([40, 41]), written([42, 43, 44])], 1.0)
+    return [groups[0], read(group(single)), *groups[1:]]
 
 
 def stand_still(folder: str, fails: str = "") -> int:

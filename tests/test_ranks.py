@@ -141,6 +141,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm": {"correction": {"level": "token", "mode": "clip", "threshold": 2.0}},
     },
     "reference": {"algorithm": {"advantage": {"kind": "reinforce_plus_plus"}, "kl": KL}},
+    "left out": {"algorithm": {"kl": KL}},
     "critic": {"algorithm": {"advantage": {"kind": "gae"}}},
     "adapter": {"lora": {"rank": 4, "alpha": 8.0}},
 }

@@ -197,6 +197,13 @@ def test_a_correction_that_masks_everything_moves_nothing(model: Path) -> None:
     assert (result.applied, result.correction_masked, result.correction_weight_mean) == (
         False, 1.0, 0.0,
     )  # fmt: skip
+    # It is known only once it is computed.
+    assert (result.updates, result.updates_skipped, result.groups_without_gradient) == (1, 1, 0)
+    assert result.loss == 0.0 and result.grad_norm == 0.0
+    # Another term that moves them is not skipped for that.
+    both = policy_of(model, correction=mask, entropy_coefficient=0.1)
+    result = both.step(step_of(1.0, correction=mask, entropy_coefficient=0.1))
+    assert (result.applied, result.updates_skipped) == (True, 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())
 
 

@@ -345,7 +345,7 @@ def _build_rows(
 
 def _assemble(rows: Sequence[_Row]) -> MicroBatch:
     if not rows:
-        return _EMPTY
+        return EMPTY
     width = max(len(row.tokens) for row in rows)
     token_ids_BT = np.zeros((len(rows), width), np.int64)
     positions_BT = np.zeros((len(rows), width), np.int64)
@@ -388,7 +388,7 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
     )
 
 
-_EMPTY = MicroBatch(
+EMPTY = MicroBatch(
     # One position, so that a rank with nothing to compute goes through the model as the others do.
     token_ids_BT=torch.zeros(1, 1, dtype=torch.int64),
     positions_BT=torch.zeros(1, 1, dtype=torch.int64),

@@ -48,7 +48,7 @@ from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.loading import block_names, compute_dtype, frozen, load_model, outline
 from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
-from penstock.trainer.planning import StepPlan, complete
+from penstock.trainer.planning import StepPlan, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
 from penstock.trainer.random_states import (
     compute_reproducibly,
@@ -160,11 +160,9 @@ class FsdpPolicy:
 
     def step(self, plan: StepPlan) -> StepResult:
         """The updates of one step; see `policy.Policy`."""
-        if not plan.updates:
-            return StepResult(applied=False)
         figures = Figures()
         norms: list[float] = []
-        rate, applied, critic_loss = 0.0, 0, 0.0
+        rate, applied, critic_loss = 0.0, False, 0.0
         plan, prepared = self._prepare(plan)
         for parts, counts in prepared:
             for number, part in enumerate(parts, start=1):
@@ -176,20 +174,15 @@ class FsdpPolicy:
             rate = learning_rate(self._steps, self._train, self._total_steps)
             if math.isfinite(norm) and norm > 0.0:
                 self._update(rate)
-                applied += 1
+                applied = True
             self._optimizer.zero_grad(set_to_none=True)
             norms.append(norm)
             if self._critic is not None:
                 lessons = [part.lesson for part in parts if part.lesson is not None]
                 critic_loss += self._critic.learn(lessons, counts)
-        result = describe_step(
-            self._sharding.sum_figures(figures),
-            applied=applied > 0,
-            updates=len(norms),
-            grad_norm=sum(norms) / len(norms),
-            learning_rate=rate,
-        )
-        if self._critic is None:
+        figures = self._sharding.sum_figures(figures)
+        result = describe_step(plan, figures, norms, applied=applied, learning_rate=rate)
+        if self._critic is None or not norms:
             return result
         return replace(
             result,
@@ -206,13 +199,19 @@ class FsdpPolicy:
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, list[tuple[list[_Prepared], StepCounts]]]:
         """The plan with its advantages, and what each update needs of weights that are not those it
         computes with."""
+        if not plan.updates:
+            return plan, []
         batches = [batch for update in plan.updates for batch in update.batches]
+        reference_N: Tensor | None = None
+        value_N: Tensor | None = None
         references: list[Tensor] = []
         values: list[Tensor] = []
         if self._objective.needs_reference:
             references = [self._reference_logprobs(batch) for batch in batches]
+            reference_N = by_place(plan, references)
         if self._critic is not None:
             values = [self._critic.values(batch) for batch in batches]
+            value_N = by_place(plan, values)
         if self._objective.advantages_wait:
             plan = complete(
                 plan,
@@ -225,18 +224,19 @@ class FsdpPolicy:
             self._objective.value_targets(plan.rewards)
         )
         prepared: list[tuple[list[_Prepared], StepCounts]] = []
-        rest_references, rest_values = iter(references), iter(values)
         for number, update in enumerate(plan.updates):
             # The weights that the first update computes with are the proximal policy's.
             ahead = number > 0 and self._objective.needs_proximal
             parts: list[_Prepared] = []
             for batch in update.batches:
-                value_N = next(rest_values, None)
+                own = batch.tokens_N.to(self._device)
                 lesson = None
                 if value_N is not None:
-                    lesson = Lesson(batch, value_N, targets_N[batch.tokens_N].to(self._device))
+                    targets = targets_N[batch.tokens_N].to(self._device)
+                    lesson = Lesson(batch, value_N[own], targets)
                 proximal_N = self.logprobs(batch) if ahead else None
-                parts.append(_Prepared(batch, proximal_N, next(rest_references, None), lesson))
+                own_reference_N = None if reference_N is None else reference_N[own]
+                parts.append(_Prepared(batch, proximal_N, own_reference_N, lesson))
             prepared.append((parts, update.counts))
         return plan, prepared
 

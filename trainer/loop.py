@@ -72,7 +72,7 @@ from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, StepEntry, TrainedGroup
 from penstock.trainer.metrics import MetricsWriter
-from penstock.trainer.planning import StepPlan, plan_step
+from penstock.trainer.planning import plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
@@ -269,16 +269,12 @@ class TrainingLoop:
     async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
         record.time_train_start = time.time()
         self._probe.choose(batch.groups)
-        plan, result = await self._compute.run(self._compute_step, batch.groups)
+        record.result = await self._compute.run(self._compute_step, batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
-        record.tokens_trained = plan.trained_tokens
-        record.groups_without_gradient = plan.groups_without_gradient
-        record.updates_skipped = plan.updates_skipped
-        record.result = result
-        return result
+        return record.result
 
-    def _compute_step(self, groups: list[TrainingGroup]) -> tuple[StepPlan, StepResult]:
+    def _compute_step(self, groups: list[TrainingGroup]) -> StepResult:
         plan = plan_step(
             groups,
             self._objective,
@@ -287,7 +283,7 @@ class TrainingLoop:
             update_count=self._config.train.updates_per_step,
             ranks=self._data_ranks,
         )
-        return plan, self._policy.step(plan)
+        return self._policy.step(plan)
 
     async def _publish(self, batch: Batch, result: StepResult, record: StepRecord) -> None:
         """Notes the step and uploads its weights, staged: generation goes on meanwhile. An upload that

@@ -51,7 +51,7 @@ from penstock.trainer.megatron_layout import join_layout
 from penstock.trainer.megatron_model import StageModel, transformer_config
 from penstock.trainer.megatron_schedule import Loss, compute_gradients, compute_logprobs
 from penstock.trainer.megatron_weights import gather_weights, load_weights
-from penstock.trainer.planning import StepPlan, Update, complete
+from penstock.trainer.planning import StepPlan, Update, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
 from penstock.trainer.random_states import (
     compute_reproducibly,
@@ -149,11 +149,10 @@ class MegatronPolicy:
 
     def step(self, plan: StepPlan) -> StepResult:
         """The updates of one step, of which this rank has its share; see `policy.Policy`."""
-        if not plan.updates:
-            return StepResult(applied=False)
         figures, norms = Figures(), list[float]()
-        rate, applied = 0.0, 0
-        for losses, update in self._prepare(plan):
+        rate, applied = 0.0, False
+        plan, prepared = self._prepare(plan)
+        for losses, update in prepared:
             figures += self._accumulate(losses, update)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.clip_grad_norm(self._train.max_grad_norm))
@@ -162,27 +161,25 @@ class MegatronPolicy:
                 self._set_rates(rate)
                 self._optimizer.step_with_ready_grads()
                 self._steps += 1
-                applied += 1
+                applied = True
             norms.append(norm)
-        return describe_step(
-            # Those of ranks that compute the same are counted once.
-            self._ranks.sum_figures(figures if self._layout.speaks else Figures()),
-            applied=applied > 0,
-            updates=len(norms),
-            grad_norm=sum(norms) / len(norms),
-            learning_rate=rate,
-        )
+        # Those of ranks that compute the same are counted once.
+        figures = self._ranks.sum_figures(figures if self._layout.speaks else Figures())
+        return describe_step(plan, figures, norms, applied=applied, learning_rate=rate)
 
-    def _prepare(self, plan: StepPlan) -> list[tuple[list[Loss], Update]]:
-        """What each micro-batch of each update adds to the loss, given what other weights than the current
-        say of its tokens: on the last stage, which alone asks for it."""
+    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, list[tuple[list[Loss], Update]]]:
+        """The plan with its advantages, and what each micro-batch of each update adds to the loss, given
+        what other weights than the current say of its tokens: on the last stage, which alone asks."""
+        if not plan.updates:
+            return plan, []
         references: list[Tensor] = []
+        known: Tensor | None = None
         if self._reference is not None:
             batches = [batch for update in plan.updates for batch in update.batches]
             references = self._logprobs(self._reference, self._reference.module, batches)
+            known = by_place(plan, references)
         if self._objective.advantages_wait:
             plan = complete(plan, self._objective, references=references, sum_over_ranks=self._sum)
-        rest = iter(references)
         prepared: list[tuple[list[Loss], Update]] = []
         for number, update in enumerate(plan.updates):
             proximal: list[Tensor] = []
@@ -191,12 +188,15 @@ class MegatronPolicy:
                 proximal = self._logprobs(self._stage, self._parallel, update.batches)
             losses = [
                 self._loss(
-                    batch, update.counts, proximal[index] if proximal else None, next(rest, None)
+                    batch,
+                    update.counts,
+                    proximal[index] if proximal else None,
+                    None if known is None else known[batch.tokens_N.to(known.device)],
                 )
                 for index, batch in enumerate(update.batches)
             ]
             prepared.append((losses, update))
-        return prepared
+        return plan, prepared
 
     def _loss(
         self,

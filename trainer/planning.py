@@ -4,7 +4,8 @@
 
 Advantages are made of the whole step, before it is cut into updates. Where rewards are penalized with
 the KL to a reference, or measured by a critic, they can be made only when that has spoken: the plan then
-has every sequence, with advantage zero, and `complete` fills advantages in.
+has every sequence, with advantage zero, and `complete` fills advantages in, and leaves those out that
+only the reference needed.
 
 On several ranks the micro-batches of an update are those of all of them in turn, as many for each: those
 of rank r of n are `batches[r::n]`, which is what `StepPlan.share` takes. Counts and rewards are of the
@@ -29,14 +30,18 @@ from torch import Tensor
 from penstock.trainer.algorithms.batches import RewardBatch, StepCounts
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching import (
+    EMPTY,
     MicroBatch,
     PlacedSample,
     TrainingGroup,
     build_micro_batches,
 )
+from penstock.trainer.leaving_out import keep_sequences
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+SumOverRanks = Callable[["NDArray[np.float64]"], "NDArray[np.float64]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def plan_step(
     if not objective.advantages_wait:
         advantages_N = objective.advantages(rewards)
     placed = _place(groups, rewards, advantages_N)
-    everything = objective.trains_everything
+    everything = objective.trains_everything or objective.advantages_wait
     updates: list[Update] = []
     for number in range(update_count):
         start, end = (len(placed) * n // update_count for n in (number, number + 1))
@@ -119,11 +124,12 @@ def complete(
     *,
     references: Sequence[Tensor] = (),
     values: Sequence[Tensor] = (),
-    sum_over_ranks: Callable[[NDArray[np.float64]], NDArray[np.float64]] = lambda own: own,
+    sum_over_ranks: SumOverRanks = lambda own: own,
 ) -> StepPlan:
     """The plan with the advantages that waited: for the reference's log-probabilities of each micro-batch,
-    for the critic's values, or both; each of shape [N], in the order of the micro-batches. Where these are
-    a rank's share, `sum_over_ranks` makes what each rank knows of the step's tokens what all know."""
+    for the critic's values, or both; each of shape [N], in the order of the micro-batches. What turns out
+    to have no gradient is left out. Where these are a rank's share, `sum_over_ranks` makes what each rank
+    knows what all know."""
     batches = [batch for update in plan.updates for batch in update.batches]
     rewards = plan.rewards
     if references:
@@ -131,9 +137,11 @@ def complete(
             objective.penalties(batch.behaviour_logprobs_N, reference_N.cpu())
             for batch, reference_N in zip(batches, references, strict=True)
         ]
-        rewards = replace(rewards, penalties_N=sum_over_ranks(_by_token(batches, taken, rewards)))
+        penalties_N = by_place(plan, taken).double().numpy()
+        rewards = replace(rewards, penalties_N=sum_over_ranks(penalties_N))
     if values:
-        rewards = replace(rewards, values_N=sum_over_ranks(_by_token(batches, values, rewards)))
+        values_N = by_place(plan, values).double().cpu().numpy()
+        rewards = replace(rewards, values_N=sum_over_ranks(values_N))
     advantages_N = torch.from_numpy(objective.advantages(rewards))  # pyright: ignore[reportUnknownMemberType]
     updates = [
         replace(
@@ -145,17 +153,52 @@ def complete(
         )
         for update in plan.updates
     ]
-    return replace(plan, updates=tuple(updates), rewards=rewards)
+    plan = replace(plan, updates=tuple(updates), rewards=rewards)
+    if objective.trains_everything:
+        return plan
+    return _leave_out(plan, advantages_N.numpy() != 0.0, sum_over_ranks)
 
 
-def _by_token(
-    batches: Sequence[MicroBatch], values: Sequence[Tensor], rewards: RewardBatch
-) -> NDArray[np.float64]:
-    """Values of micro-batches in the order of the step's tokens."""
-    found_N = np.zeros(len(rewards.sequences_N))
+def by_place(plan: StepPlan, values: Sequence[Tensor]) -> Tensor:
+    """What is known of the tokens of each micro-batch, of which there is at least one, in the order of the
+    step's tokens, so that it is found again in what `complete` leaves; zero for those of other ranks."""
+    found_N = values[0].new_zeros(len(plan.rewards.sequences_N))
+    batches = (batch for update in plan.updates for batch in update.batches)
     for batch, own_N in zip(batches, values, strict=True):
-        found_N[batch.tokens_N.numpy()] = own_N.cpu().numpy()
+        found_N[batch.tokens_N.to(found_N.device)] = own_N
     return found_N
+
+
+def _leave_out(
+    plan: StepPlan, moved_N: NDArray[np.bool_], sum_over_ranks: SumOverRanks
+) -> StepPlan:
+    """The plan without sequences none of whose tokens is moved. Each rank still has as many micro-batches
+    as any other."""
+    left: list[list[MicroBatch]] = []
+    for update in plan.updates:
+        kept = [
+            keep_sequences(b, b.sequences.sum((b.advantages_N != 0.0).float()) > 0.0)
+            for b in update.batches
+        ]
+        left.append([batch for batch in kept if not batch.is_empty])
+    # At [u, k], on how many ranks more than k are left of update u; there are no more than sequences.
+    longer = np.zeros((len(left), len(plan.rewards.rewards_S)))
+    for row, own in zip(longer, left, strict=True):
+        row[: len(own)] = 1.0
+    counts = np.count_nonzero(sum_over_ranks(longer), axis=1).tolist()
+    updates = [
+        replace(update, batches=(*own, *[EMPTY] * (count - len(own))))
+        for update, own, count in zip(plan.updates, left, counts, strict=True)
+        if count
+    ]
+    groups_N = plan.rewards.groups_S[plan.rewards.sequences_N]
+    still = len(np.unique(groups_N)) - len(np.unique(groups_N[moved_N]))
+    return replace(
+        plan,
+        updates=tuple(updates),
+        groups_without_gradient=plan.groups_without_gradient + still,
+        updates_skipped=plan.updates_skipped + len(plan.updates) - len(updates),
+    )
 
 
 def _place(

@@ -8,7 +8,7 @@ event loop's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +40,25 @@ class StepResult:
         "Whether the weights changed; they do not without a gradient, or with one that is not finite.",
     )
     updates: int = figure(0, SUM, "updates", "Optimizer updates that had something to compute.")
+    updates_skipped: int = figure(
+        0,
+        SUM,
+        "updates",
+        "Optimizer updates that moved nothing because no token of theirs has a gradient: they were not "
+        "computed, or that is what came of it, as where a correction masks every token.",
+    )
+    groups_without_gradient: int = figure(
+        0,
+        SUM,
+        "groups",
+        "Groups in the batch that nothing moves, by what was known before computing them.",
+    )
+    tokens_trained: int = figure(
+        0,
+        SUM,
+        "tokens",
+        "Tokens in the loss of updates that were computed, those that no term of it moves included.",
+    )
     tokens_computed: int = figure(
         0,
         SUM,
@@ -91,9 +110,24 @@ class StepResult:
 
 
 def describe_step(
-    figures: Figures, *, applied: bool, updates: int, grad_norm: float, learning_rate: float
+    plan: StepPlan,
+    figures: Figures,
+    norms: Sequence[float],
+    *,
+    applied: bool,
+    learning_rate: float,
 ) -> StepResult:
-    """What the figures of all micro-batches of `updates` updates come to."""
+    """What the figures of all micro-batches of a plan come to, whose advantages are there. `norms` are of
+    the gradients of its updates."""
+    planned = StepResult(
+        applied=applied,
+        updates=len(norms),
+        updates_skipped=plan.updates_skipped + list(norms).count(0.0),
+        groups_without_gradient=plan.groups_without_gradient,
+        tokens_trained=plan.trained_tokens,
+    )
+    if not norms:
+        return planned
 
     def share(total: float) -> float:
         return total / figures.tokens
@@ -101,12 +135,11 @@ def describe_step(
     def share_if_any(total: float | None) -> float | None:
         return None if total is None else share(total)
 
-    return StepResult(
-        applied=applied,
-        updates=updates,
+    return replace(
+        planned,
         tokens_computed=figures.tokens,
-        loss=figures.loss / updates,
-        grad_norm=grad_norm,
+        loss=figures.loss / len(norms),
+        grad_norm=sum(norms) / len(norms),
         learning_rate=learning_rate,
         clip_fraction=share(figures.below + figures.above),
         clip_fraction_low=share(figures.below),

@@ -40,23 +40,8 @@ class StepRecord:
         "tokens",
         "Policy tokens of the groups that were read for the step, those that were refused included.",
     )
-    tokens_trained: int = figure(
-        0,
-        SUM,
-        "tokens",
-        "Tokens in the loss of updates that were computed, those that no term of it moves included.",
-    )
     tokens_truncated: int = figure(
         0, SUM, "tokens", "Tokens left out because the token budget ended their turn."
-    )
-    groups_without_gradient: int = figure(
-        0, SUM, "groups", "Groups in the batch that nothing moves."
-    )
-    updates_skipped: int = figure(
-        0,
-        SUM,
-        "updates",
-        "Optimizer updates that were not computed: no token of theirs has a gradient.",
     )
     groups_failed: int = figure(
         0,
@@ -166,7 +151,7 @@ class StepRecord:
         self.seconds = self.seconds_total = seconds
         if seconds > 0.0:
             self.idle_ratio = self.seconds_wait / seconds
-            self.tokens_trained_per_second = self.tokens_trained / seconds
+            self.tokens_trained_per_second = self.result.tokens_trained / seconds
             self.tokens_received_per_second = self.tokens_received / seconds
 
     def line(self) -> dict[str, Value]:

@@ -117,7 +117,7 @@ class Objective:
         self.has_entropy_bonus = config.entropy_coefficient > 0.0
         """Whether entropies need a gradient."""
         self.trains_everything = (
-            self.needs_reference
+            isinstance(config.kl, KlInLoss)
             or self.critic is not None
             or self.has_entropy_bonus
             or isinstance(config.loss, CustomFunction)

@@ -1,0 +1,76 @@
+"""A micro-batch without some of its sequences. Suffixes as in `batching`."""
+# ruff: noqa: N803, N806 - a name ends with its dimensions.
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithms.batches import Sequences
+from penstock.trainer.batching import EMPTY, MicroBatch
+
+
+def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
+    """What is left of a micro-batch with these of its sequences alone, bool: the positions that their
+    predictions look at, and no others. What it predicts of them is the same."""
+    if bool(kept_S.all()):
+        return batch
+    kept_N = kept_S[batch.sequences.index_N]
+    if not bool(kept_N.any()):
+        return EMPTY
+    kept_M = torch.zeros(len(batch.sources_M), dtype=torch.bool)
+    kept_M[batch.predictions_N[kept_N]] = True
+    width = batch.token_ids_BT.shape[1]
+    rows_M, columns_M = batch.sources_M[kept_M] // width, batch.sources_M[kept_M] % width
+    needed_BT = _seen_from(batch, rows_M, columns_M)
+    rows = cast(
+        "list[int]",
+        needed_BT.any(1).nonzero().flatten().tolist(),  # pyright: ignore[reportUnknownMemberType]
+    )
+    own = [needed_BT[row].nonzero().flatten() for row in rows]
+    shape = len(rows), max(map(len, own))
+    token_ids_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    mask = None
+    if batch.attention_mask_B1TT is not None:
+        mask = torch.eye(shape[1], dtype=torch.bool).repeat(len(rows), 1, 1, 1)
+    # Where each position that is kept comes to lie.
+    places_BT = torch.zeros_like(batch.token_ids_BT)
+    for new, (row, columns) in enumerate(zip(rows, own, strict=True)):
+        count = len(columns)
+        places_BT[row, columns] = new * shape[1] + torch.arange(count)
+        token_ids_BT[new, :count] = batch.token_ids_BT[row, columns]
+        positions_BT[new, :count] = batch.positions_BT[row, columns]
+        if mask is not None and batch.attention_mask_B1TT is not None:
+            seen = batch.attention_mask_B1TT[row, 0]
+            mask[new, 0, :count, :count] = seen[columns][:, columns]
+    return MicroBatch(
+        token_ids_BT=token_ids_BT,
+        positions_BT=positions_BT,
+        attention_mask_B1TT=mask,
+        sources_M=places_BT[rows_M, columns_M],
+        targets_M=batch.targets_M[kept_M],
+        temperatures_M=batch.temperatures_M[kept_M],
+        predictions_N=_numbers(kept_M)[batch.predictions_N[kept_N]],
+        behaviour_logprobs_N=batch.behaviour_logprobs_N[kept_N],
+        advantages_N=batch.advantages_N[kept_N],
+        tokens_N=batch.tokens_N[kept_N],
+        sequences=Sequences(_numbers(kept_S)[batch.sequences.index_N[kept_N]], int(kept_S.sum())),
+    )
+
+
+def _seen_from(batch: MicroBatch, rows_M: Tensor, columns_M: Tensor) -> Tensor:
+    """Positions that at least one of these looks at, shape [B, T]."""
+    count, width = batch.token_ids_BT.shape
+    mask = batch.attention_mask_B1TT
+    if mask is not None:
+        looks = torch.zeros(count, width, dtype=torch.int64)
+        return looks.index_add(0, rows_M, mask[rows_M, 0, columns_M].long()) > 0
+    last_B = torch.full((count,), -1).scatter_reduce(0, rows_M, columns_M, "amax")
+    return torch.arange(width) <= last_B.unsqueeze(1)
+
+
+def _numbers(kept: Tensor) -> Tensor:
+    """Of each that is kept, counted from zero."""
+    return kept.long().cumsum(0) - 1
