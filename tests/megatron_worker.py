@@ -65,6 +65,7 @@ PENALIZED = {
     "advantage": {"kind": "reinforce_plus_plus"},
     "kl": {"kind": "reward", "coefficient": 0.1},
 }
+LEAVES_OUT = {"kl": {"kind": "reward", "coefficient": 0.1}}
 
 
 @dataclass
@@ -112,6 +113,9 @@ CASES = {
     "data": Case(
         "llama", tied=False, tensor=1, pipeline=1, algorithm=PENALIZED, gradient_checkpointing=True
     ),
+    # Of each step an answer that the reference is asked about, and that is not computed then.
+    "left out": Case("qwen2", tied=False, tensor=1, pipeline=1, algorithm=LEAVES_OUT),
+    "left out of stages": Case("qwen2", tied=False, tensor=1, pipeline=2, algorithm=LEAVES_OUT),
 }
 
 
@@ -148,11 +152,12 @@ def make_model(folder: Path, family: str, *, tied: bool) -> Path:
 
 
 def roll_out(policy: FsdpPolicy, rng: np.random.Generator) -> list[TrainingGroup]:
-    """Groups of answers that the policy samples now, rewarded for tokens of a kind it can learn."""
+    """Groups of answers that the policy samples now, rewarded for tokens of a kind it can learn; the last
+    answer has nothing to be compared with."""
     groups = []
-    for _ in range(4):
+    for count in (4, 4, 4, 4, 1):
         prompt = rng.integers(0, 256, int(rng.integers(3, 7)))
-        count, length = 4, int(rng.integers(6, 14))
+        length = int(rng.integers(6, 14))
         ids = torch.tensor(np.tile(prompt, (count, 1)))
         logprobs = []
         with torch.no_grad():
