@@ -23,6 +23,8 @@ Table = Mapping[str, Any]
 class Token:
     place: int
     """Among all that are trained, in the order of delivery."""
+    position: int
+    """In its sequence."""
     behaviour: float
 
 
@@ -31,6 +33,8 @@ class Answer:
     group: int
     reward: float
     branch: bool
+    ids: list[int] = field(default_factory=list[int])
+    """The whole sequence, what the policy did not write included."""
     tokens: list[Token] = field(default_factory=list[Token])
 
 
@@ -65,33 +69,35 @@ def read(messages: Sequence[Any], version: int, max_lag: int) -> list[Answer]:
                 continue
             branch = trajectory.parent_trajectory_id != ""
             answer = Answer(number, trajectory.outcome.reward, branch)
-            position = 0
             for segment in trajectory.segments:
                 ids = np.frombuffer(segment.token_ids, np.int32)
                 policy = segment.author == trajectory_pb2.AUTHOR_POLICY
                 young = version - segment.weight_version <= max_lag
                 logprobs = np.frombuffer(segment.logprobs, np.float32)
                 for index in range(len(ids)):
-                    if policy and young and position > 0:
-                        answer.tokens.append(Token(place, float(logprobs[index])))
+                    if policy and young and answer.ids:
+                        answer.tokens.append(Token(place, len(answer.ids), float(logprobs[index])))
                         place += 1
-                    position += 1
+                    answer.ids.append(int(ids[index]))
             answers.append(answer)
     return answers
 
 
-def compute(answers: Sequence[Answer], given: Given, table: Table) -> Found:
-    """The whole step as one update."""
+def compute(
+    answers: Sequence[Answer], given: Given, table: Table, update: Sequence[Answer] | None = None
+) -> Found:
+    """One update of a step: of these answers where it is not all of them."""
     count = sum(len(answer.tokens) for answer in answers)
     advantages = [0.0] * count
     targets = _fill_advantages(answers, given, table, advantages)
     kl, entropy = table.get("kl", {"kind": "none"}), table.get("entropy_coefficient", 0.0)
-    counted = [answer for answer in answers if answer.tokens]
+    counted = [answer for answer in (answers if update is None else update) if answer.tokens]
+    tokens = sum(len(answer.tokens) for answer in counted)
     found = Found(advantages, 0.0, [0.0] * count, [0.0] * count, targets)
     for answer in counted:
         values, slopes = _losses(answer, given, advantages, table)
         weights = _weights(answer, given, table.get("correction", {"level": "off"}))
-        share = _share(answer, count, len(counted), table.get("aggregation", {}))
+        share = _share(answer, tokens, len(counted), table.get("aggregation", {}))
         for token, value, slope, weight in zip(answer.tokens, values, slopes, weights, strict=True):
             at = token.place
             value, slope = value * weight, slope * weight
