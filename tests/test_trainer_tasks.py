@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,10 +22,11 @@ from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem
 from penstock.trainer.sources.procedural import ReasoningGymSource
 from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_tasks
-from penstock.v1 import task_service_pb2
+from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
 from penstock.wire.codec import twin
-from tests.scripted_trainer_server import ScriptedServer, refuse, unanswering
+from tests.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
+from tests.trainer_walk import greet, running
 
 SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 DATA = DataConfig(
@@ -33,6 +35,9 @@ DATA = DataConfig(
     sampling=SamplingConfig(max_tokens=9, temperature=0.5),
     reasoning_gym=ReasoningGymConfig(name="chain_sum", size=5, seed=3),
 )
+
+
+Notice = twin(trainer_service_pb2.Notice)
 
 
 class Numbers:
@@ -327,3 +332,30 @@ async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:
         assert (tasks.outstanding, tasks.unasked, tasks.next_index) == ((0, 2), (1,), 3)
         waiting.cancel()
         await asyncio.wait([waiting])
+
+
+@pytest.mark.parametrize("reason", ["GROUP_DROPPED", "GROUP_TOO_LARGE"])
+async def test_what_a_server_drops_makes_room_for_another_task(tmp_path: Path, reason: str) -> None:
+    begun, dropped = asyncio.Event(), 0
+
+    async def drops(session: Session) -> None:
+        nonlocal dropped
+        await greet(session)
+        await session.receive("demand")
+        await begun.wait()
+        while dropped < 3:
+            dropped += 1
+            await session.send(notice=Notice(reason=reason, group_id=f"g{dropped}"))
+        with contextlib.suppress(StopAsyncIteration):
+            await anext(session.requests)
+
+    def pending(submitted: int) -> int:
+        begun.set()
+        return submitted - dropped
+
+    async with ScriptedServer(drops) as server:
+        server.pending = pending
+        async with running(tmp_path, server.address), asyncio.timeout(10):
+            while len(server.tasks) < 7:
+                await asyncio.sleep(0.01)
+    assert [task.index for task in server.tasks] == list(range(7))

@@ -97,6 +97,9 @@ IN_FLIGHT = {
     "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
 }
 
+# Notices of groups that will not come: too old for the late policy "drop", or for a message too large.
+TAKE_THEIR_TASK = ("GROUP_DROPPED", "GROUP_TOO_LARGE")
+
 
 class TrainingLoop:
     """One run, from the step its policy is at to its last."""
@@ -261,8 +264,9 @@ class TrainingLoop:
     def _heed(
         self, server: int, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup
     ) -> None:
-        """A dropped group took its task with it; a requeued one did not."""
-        if notice.reason == "GROUP_DROPPED":
+        """A dropped group took its task with it; a requeued one did not. Which task that was a notice does
+        not say: in the data it stays outstanding."""
+        if notice.reason in TAKE_THEIR_TASK:
             self._tasks.arrived(server)
             group.create_task(self._handover.ask(server, lambda: self._tasks.fill(server)))
 
