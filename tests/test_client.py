@@ -199,6 +199,30 @@ async def test_a_full_server_is_asked_again_when_it_says_so(penstock, server):
     assert_turn(await penstock.trajectory().turn("hello"), 0)
 
 
+async def test_a_call_that_grpc_itself_has_no_room_for_is_made_again(penstock, server):
+    full = grpc.Status()
+    full.code, full.details = grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"
+    full.trailing_metadata = ()
+    for method in ("SubmitTasks", "Generate", "CompleteTrajectory"):
+        server.script.refuse[method] = deque([full, full])
+    assert (await penstock.submit_tasks([Task("a")])).accepted_count == 1
+    trajectory = penstock.trajectory()
+    assert_turn(await trajectory.turn("hello"), 0)
+    await trajectory.complete(1.0)
+    assert server.calls.count("CompleteTrajectory") == 3
+
+
+async def test_a_message_that_grpc_itself_finds_too_large_is_an_error(penstock, server):
+    large = grpc.Status()
+    large.code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    large.details = "CLIENT: Sent message larger than max (5 vs. 4)"
+    large.trailing_metadata = ()
+    server.script.refuse["SubmitTasks"] = deque([large])
+    with pytest.raises(Overloaded, match="larger than max"):
+        await penstock.submit_tasks([Task("a")])
+    assert server.calls.count("SubmitTasks") == 1
+
+
 async def test_a_full_server_that_names_no_delay_is_an_error(penstock, server):
     full = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
     server.script.refuse["SubmitTasks"] = deque([full])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_t
 from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
 from penstock.wire.codec import twin
+from tests.scripted_server import status
 from tests.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 from tests.trainer_walk import greet, running
 
@@ -197,6 +198,65 @@ async def test_a_full_queue_is_enough() -> None:
         tasks = feeder(channel, 5)
         await tasks.fill(0)
         assert (tasks.next_index, tasks.outstanding) == (0, ())
+
+
+@pytest.mark.parametrize("reason", ["MEMORY_BUDGET", "DISK_FULL", "CALLER_LIMIT", "QUEUE_FULL", ""])
+async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reason: str) -> None:
+    """Also of what it may have lost; without a reason it is gRPC that refuses."""
+    refusals = 3
+
+    async def full(request: Any, context: Any) -> Any:
+        nonlocal refusals
+        if not refusals:
+            return await take(request, context)
+        refusals -= 1
+        if not reason:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"
+            )
+        delay = 0.01 if reason != "QUEUE_FULL" or refusals else None
+        await context.abort_with_status(
+            status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after=delay)
+        )
+
+    async def ask(attempt: Callable[[], Awaitable[None]]) -> None:
+        await attempt()
+
+    server = ScriptedServer()
+    take, server._submit = server._submit, full  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        tasks = feeder(channel, 5, next_index=3, outstanding=(1, 2))
+        # The caller goes on: what makes room may be the groups that it takes.
+        await tasks.submit_again(0)
+        assert not server.tasks and tasks.outstanding == (1, 2)
+        keeper = asyncio.create_task(tasks.keep_filled(0, ask))
+        async with asyncio.timeout(20):
+            while len(server.tasks) < 5:
+                assert not keeper.done()
+                await asyncio.sleep(0.01)
+        assert [task.index for task in server.tasks] == [1, 2, 3, 4, 5]
+        keeper.cancel()
+
+
+async def test_what_is_too_large_is_not_asked_again() -> None:
+    async def large(request: Any, context: Any) -> Any:
+        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
+
+    server = ScriptedServer()
+    server._submit = large  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        with pytest.raises(SessionRefused, match="SubmitTasks: MESSAGE_TOO_LARGE"):
+            await feeder(channel, 5).fill(0)
+
+
+async def test_what_grpc_itself_finds_too_large_is_not_asked_again() -> None:
+    options = (("grpc.max_send_message_length", 10),)
+    async with (
+        ScriptedServer() as server,
+        grpc.aio.insecure_channel(server.address, options=options) as channel,
+    ):
+        with pytest.raises(SessionRefused, match="larger than max"):
+            await feeder(channel, 5).fill(0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from penstock.client import (
     BlockingTrajectory,
     Failed,
     Outcome,
+    Patience,
     Task,
     Trajectory,
     WorkerSettings,
@@ -463,6 +464,25 @@ async def test_a_close_that_is_refused_fails_or_loses_the_attempt_and_no_more(pe
     # The first reward and its failure are both refused, then the second reward alone.
     assert reasons(server) == {"MESSAGE_TOO_LARGE": 1} and rewards(server) == [1.0]
     assert (statistics.lost_count, statistics.failed_count, statistics.scored_count) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("reason", ["MEMORY_BUDGET", ""])
+async def test_a_close_that_a_server_stays_too_full_for_never_becomes_a_failure(reason):
+    """The outcome is as good as it was: the attempt is lost, and made again."""
+    full = status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after=0.05 if reason else None)
+    if not reason:
+        full.trailing_metadata = ()
+
+    async def agent(task, trajectory):
+        return 1.0
+
+    async with ScriptedServer(Script()) as server:
+        add_tasks(server, 1)
+        server.script.refuse["CompleteTrajectory"] = deque([full] * 1000)
+        async with connect(server.address, patience=Patience(overload_seconds=0.3)) as penstock:
+            statistics = await penstock.work(agent, attempts=1)
+    assert not server.outcomes
+    assert (statistics.lost_count, statistics.failed_count, statistics.scored_count) == (1, 0, 0)
 
 
 async def test_the_low_level_iterator_leaves_closing_to_the_caller(penstock, server):

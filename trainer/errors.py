@@ -34,6 +34,17 @@ class ServerGone(TrainerError):
 class ServerLost(TrainerError):
     """A call failed because the server is away for now; the exchange is already reconnecting."""
 
+    retry_after_seconds = 0.0
+    """What the server asked to be waited for at least."""
+
+
+class ServerFull(ServerLost):
+    """A call failed because a bound of the server's is reached for now; there is nothing to reconnect."""
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
 
 class SessionRefused(TrainerError):
     """The server refuses this trainer: another one took its place, or the request is not

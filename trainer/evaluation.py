@@ -43,7 +43,7 @@ from functools import partial
 from typing import Protocol
 
 from penstock.trainer.data_config import DataConfig
-from penstock.trainer.errors import ServerLost
+from penstock.trainer.errors import ServerFull
 from penstock.trainer.evaluation_config import EvaluationConfig, PinnedConfig
 from penstock.trainer.evaluation_prompts import Asked, Prompts, Schedule, Verdict
 from penstock.trainer.evaluation_record import EvaluationRecord, make_record, read_measured
@@ -63,8 +63,8 @@ OTHER_VERSION = "OTHER_VERSION"
 # The first prompts of a set are the same in every run, whatever its own seed.
 SEED = 0
 
-Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int | None]]
-"""Gives tasks to a server; None where its queue is full. Raises ServerLost."""
+Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int]]
+"""Gives tasks to a server. Raises ServerFull and ServerLost."""
 
 
 class Exchanges(Protocol):
@@ -191,11 +191,26 @@ class Evaluator:
         await self._ended(self._sets)
 
     async def submit_again(self, server: int) -> None:
-        """Submits what is asked of a server that may have lost it. Raises ServerLost."""
+        """Submits what is asked of a server that may have lost it; where it is full, as soon as there is
+        room. Raises ServerLost."""
         for one in self._sets:
-            if one.current is not None:
-                asked = one.current.prompts.asked.values()
-                await self._submit(one, one.current, server, asked)
+            if one.current is None:
+                continue
+            assert self._group is not None, "open comes first"
+            try:
+                await self._submit_asked(one, one.current, server)
+            except ServerFull:
+                # The stream goes on meanwhile: what makes room may be the trainer, which takes groups.
+                later = keep_trying(
+                    self._streams[server].ready,
+                    lambda one=one, current=one.current: self._submit_asked(one, current, server),
+                )
+                self._group.create_task(unless(self._stopping, later))
+
+    async def _submit_asked(self, one: EvaluationSet, current: _Measurement, server: int) -> None:
+        """All that an evaluation has asked and that has not come, unless it has ended."""
+        if one.current is current:
+            await self._submit(one, current, server, current.prompts.asked.values())
 
     async def _ended(self, sets: Sequence[EvaluationSet]) -> None:
         running = [one.task for one in sets if one.task is not None]
@@ -296,8 +311,8 @@ class Evaluator:
         """Submits those of some prompts that are this server's."""
         tasks = [one.build_task(p) for p in asked if self._server_of(p) == server]
         current.data_sources.update((task.task_id, task.data_source) for task in tasks)
-        if tasks and await self._submit_tasks(server, tasks) is None:
-            raise ServerLost(f"evaluation {one.config.name}: the server's queue is full")
+        if tasks:
+            await self._submit_tasks(server, tasks)
 
     def _server_of(self, prompt: Asked) -> int:
         return prompt.index % len(self._streams)

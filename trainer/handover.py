@@ -166,7 +166,7 @@ class Handover:
 async def keep_trying(
     ready: Callable[[], Awaitable[None]], attempt: Callable[[], Awaitable[T]]
 ) -> T:
-    """Until it succeeds; each time the server is `ready` first."""
+    """Until it succeeds; each time the server is `ready` first, and was left alone for as long as it asked."""
     pause = RETRY_SECONDS
     while True:
         await ready()
@@ -174,5 +174,6 @@ async def keep_trying(
             return await attempt()
         except ServerLost as error:
             log.warning("%s; trying again", error)
-        await asyncio.sleep(pause)
+            least = error.retry_after_seconds
+        await asyncio.sleep(max(pause, least))
         pause = min(2 * pause, LONGEST_RETRY_SECONDS)

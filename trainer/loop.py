@@ -55,6 +55,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -182,10 +183,18 @@ class TrainingLoop:
             )
             if self._evaluator is not None:
                 self._evaluator.open(concluding)
+            fillers = [
+                concluding.create_task(
+                    self._tasks.keep_filled(server, partial(self._handover.ask, server))
+                )
+                for server in self._handover.servers
+            ]
             try:
                 await self._steps(concluding)
             finally:
                 self._exchanges.on_notice = None
+                for filler in fillers:
+                    filler.cancel()
 
     async def _steps(self, concluding: asyncio.TaskGroup) -> None:
         conclusion = None

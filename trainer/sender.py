@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import grpc
 
-from penstock.trainer.errors import ServerLost, WeightsRefused
+from penstock.trainer.errors import ServerFull, ServerLost, WeightsRefused
 from penstock.trainer.parcel import Delta, Parcel, can_differ, whole
 from penstock.trainer.payload import Payload
 from penstock.trainer.transports import Ahead, SharedMemory, Stream, Transport
@@ -378,4 +378,6 @@ def _lost_or(error: grpc.aio.AioRpcError, subject: str) -> ServerLost | WeightsR
     text = f"{subject}: {failure.reason or failure.code.name}: {failure.message}"
     if failure.is_unanswered:
         return ServerLost(text)
+    if failure.is_full:
+        return ServerFull(text, failure.retry_after_seconds or 0.0)
     return WeightsRefused(text)

@@ -4,16 +4,21 @@ Which index of the data is where, and of which server, is in `data_indices`. Onl
 submitted again to a server that may have lost them. A task of which a second group comes, because the
 server lost the first one and made another, is trained once all the same: `take` says so.
 
-Nothing polls. A server says how many tasks wait with each submission; between submissions every group that
+A server says how many tasks wait with each submission; between submissions every group that
 arrives from it, or that it reports as dropped, means one less. Each is filled by itself: one that is away
 keeps no other from having tasks.
+
+A server that is full, of tasks or of anything else, is left for now: what makes room there may be this
+trainer, which takes its groups and trains them. `keep_filled` asks it again, after as long as it said.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,15 +28,19 @@ from google.protobuf import json_format
 from penstock.trainer.data_config import DataConfig, SamplingConfig
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
-from penstock.trainer.errors import ServerLost, SessionRefused
+from penstock.trainer.errors import ServerFull, ServerLost, SessionRefused
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 
+log = logging.getLogger(__name__)
+
 SUBMIT_TASKS = "/penstock.v1.TaskService/SubmitTasks"
 SUBMIT_TIMEOUT_SECONDS = 60.0
+# Until a server that is full is asked again, where it does not say.
+FULL_SECONDS = 1.0
 # Messages stay far below the limit of a message, and the server's reply comes soon.
 MOST_TASKS_PER_CALL = 512
 
@@ -111,6 +120,14 @@ class ServerTasks:
     """Of the live session with that server; zero where there is none to name."""
     filling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Two fillers at once would submit the same indices."""
+    lacking: deque[tuple[Sequence[int], str]] = field(
+        default_factory=deque[tuple[Sequence[int], str]]
+    )
+    """What it may have lost and has not been given since: indices, and what sets their ids apart."""
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+    """It was full when it was last filled."""
+    full_seconds: float = 0.0
+    """What it asked to be waited for then."""
 
 
 class TaskFeeder:
@@ -216,14 +233,17 @@ class TaskFeeder:
     async def submit_again(self, server: int) -> None:
         """Submits what is outstanding and not in hand to a server that may have lost it; what it knows
         is unharmed. Raises ServerLost and SessionRefused."""
-        async with self._servers[server].filling:
-            await self._submit_all(server, self._indices.waiting(server))
+        tasks = self._servers[server]
+        async with tasks.filling:
+            tasks.lacking.clear()
+            tasks.lacking.extend(_calls(self._indices.waiting(server)))
         await self.fill(server)
 
     async def submit_anew(self, server: int, task_ids: Iterable[str], again: int) -> None:
         """Submits tasks whose groups a server has forgotten, but whose ids it still knows; those of other
         servers are passed over. Raises ServerLost and SessionRefused."""
-        async with self._servers[server].filling:
+        tasks = self._servers[server]
+        async with tasks.filling:
             known = (self._index(task_id) for task_id in task_ids)
             lost = [
                 index
@@ -232,30 +252,58 @@ class TaskFeeder:
                 and self._indices.is_outstanding(index)
                 and self._division.server_of(index) == server
             ]
-            await self._submit_all(server, lost, str(again))
-
-    async def _submit_all(self, server: int, indices: Sequence[int], again: str = "") -> None:
-        for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
-            await self._submit(server, indices[begin : begin + MOST_TASKS_PER_CALL], again)
+            tasks.lacking.extend(_calls(lost, str(again)))
+        await self.fill(server)
 
     async def fill(self, server: int) -> None:
-        """Submits until enough tasks wait at a server, or its queue is full. Raises ServerLost and
-        SessionRefused."""
+        """Submits what a server lacks, and then until enough tasks wait there or it is full. Raises
+        ServerLost and SessionRefused."""
         tasks = self._servers[server]
         async with tasks.filling:
-            while asked := self._asked_again(server):
-                if not await self._submit(server, [index for index, _ in asked]):
-                    return
-                for index, suffix in asked:
-                    # While the server was asked, it may have become another one.
-                    if self._to_ask_again.get(index) == suffix:
-                        del self._to_ask_again[index]
-            while tasks.pending < tasks.target:
-                count = min(tasks.target - tasks.pending, MOST_TASKS_PER_CALL)
-                indices = self._indices.upcoming(server, count)
-                if not await self._submit(server, indices):
-                    return
-                self._indices.submitted(indices)
+            try:
+                await self._give_back(server)
+                await self._fill(server)
+            except ServerFull as error:
+                if not tasks.full.is_set():
+                    log.warning("%s; asking again until there is room", error)
+                tasks.full_seconds = error.retry_after_seconds
+                tasks.full.set()
+                return
+            tasks.full.clear()
+
+    async def keep_filled(
+        self, server: int, ask: Callable[[Callable[[], Awaitable[None]]], Awaitable[object]]
+    ) -> None:
+        """Waits until a server is full, and fills it by `ask` until it is not; for as long as groups are
+        taken. Raises as `fill` does."""
+        tasks = self._servers[server]
+        while True:
+            await tasks.full.wait()
+            await asyncio.sleep(tasks.full_seconds)
+            await ask(lambda: self.fill(server))
+
+    async def _give_back(self, server: int) -> None:
+        lacking = self._servers[server].lacking
+        while lacking:
+            indices, again = lacking[0]
+            still = [index for index in indices if self._indices.is_outstanding(index)]
+            if still:
+                await self._submit(server, still, again)
+            lacking.popleft()
+
+    async def _fill(self, server: int) -> None:
+        tasks = self._servers[server]
+        while asked := self._asked_again(server):
+            await self._submit(server, [index for index, _ in asked])
+            for index, suffix in asked:
+                # While the server was asked, it may have become another one.
+                if self._to_ask_again.get(index) == suffix:
+                    del self._to_ask_again[index]
+        while tasks.pending < tasks.target:
+            count = min(tasks.target - tasks.pending, MOST_TASKS_PER_CALL)
+            indices = self._indices.upcoming(server, count)
+            await self._submit(server, indices)
+            self._indices.submitted(indices)
 
     def _asked_again(self, server: int) -> list[tuple[int, str]]:
         """What is to be asked again of a server, as much as one call takes."""
@@ -266,8 +314,8 @@ class TaskFeeder:
         )
         return list(islice(own, MOST_TASKS_PER_CALL))
 
-    async def _submit(self, server: int, indices: Sequence[int], again: str = "") -> bool:
-        """Whether the server took them. Raises ServerLost and SessionRefused."""
+    async def _submit(self, server: int, indices: Sequence[int], again: str = "") -> None:
+        """Raises ServerFull, ServerLost and SessionRefused."""
         tasks: list[task_service_pb2.Task] = []
         for index in indices:
             problem = self._source.problem(index)
@@ -283,11 +331,13 @@ class TaskFeeder:
                 )
             )
         at = self._servers[server]
-        pending = await submit_tasks(at.channel, tasks, self._run_id, at.trainer_epoch)
-        if pending is None:
-            return False
-        self._servers[server].pending = pending
-        return True
+        at.pending = await submit_tasks(at.channel, tasks, self._run_id, at.trainer_epoch)
+
+
+def _calls(indices: Sequence[int], again: str = "") -> Iterable[tuple[Sequence[int], str]]:
+    """As many as one call takes, together."""
+    for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
+        yield indices[begin : begin + MOST_TASKS_PER_CALL], again
 
 
 def _name_of(problem: Problem) -> str:
@@ -301,13 +351,13 @@ async def submit_tasks(
     tasks: Sequence[task_service_pb2.Task],
     run_id: str = "",
     trainer_epoch: Callable[[], int] = lambda: 0,
-) -> int | None:
-    """How many tasks wait at the server once it has taken these; None where its queue is full.
+) -> int:
+    """How many tasks wait at the server once it has taken these.
 
     They are of this run, and of the trainer whose epoch that is by now. Where a newer one took over, the
     stream of `Exchange` ends for good: here it is a server that is away.
 
-    Raises ServerLost and SessionRefused.
+    Raises ServerFull, ServerLost and SessionRefused.
     """
     call: grpc.aio.UnaryUnaryMultiCallable[
         task_service_pb2.SubmitTasksRequest, task_service_pb2.SubmitTasksResponse
@@ -322,9 +372,9 @@ async def submit_tasks(
         response = await call(request, timeout=SUBMIT_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
         failure = read_failure(error)
-        if failure.reason == Reason.QUEUE_FULL:
-            return None
         text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
+        if failure.is_full or failure.reason == Reason.QUEUE_FULL:
+            raise ServerFull(text, failure.retry_after_seconds or FULL_SECONDS) from error
         if failure.is_unanswered or failure.reason == Reason.STALE_EPOCH:
             raise ServerLost(text) from error
         raise SessionRefused(text) from error

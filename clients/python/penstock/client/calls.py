@@ -5,7 +5,8 @@ Who retries what:
 - UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config of `wire.channel`; a few
   seconds long. Where the call is `patient`, here beyond that, until the server is back or
   `Patience.reconnect_seconds` are over.
-- RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound.
+- RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound; likewise where
+  gRPC itself says so, which names no reason.
 - A lost stream: its owner (`trajectory`, `leases`), which alone knows where it stood.
 """
 

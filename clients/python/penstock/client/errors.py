@@ -24,7 +24,7 @@ class PenstockError(Exception):
     metadata: dict[str, str]
     """The values the message speaks of."""
     retry_after_seconds: float | None
-    """When the server expects that asking again helps."""
+    """When the server expects that asking again helps; zero where that is likely, and it does not say."""
 
     def __init__(
         self,
@@ -90,12 +90,15 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
 def from_failure(failure: Failure) -> PenstockError:
     """The leaf for a failure that was read from a status."""
     leaf = _LEAVES.get(failure.code, PenstockError)
+    retry_after = failure.retry_after_seconds
+    if retry_after is None and failure.is_full:
+        retry_after = 0.0
     return leaf(
         failure.message or failure.code.name,
         code=failure.code,
         reason=failure.reason,
         metadata=failure.metadata,
-        retry_after_seconds=failure.retry_after_seconds,
+        retry_after_seconds=retry_after,
     )
 
 

@@ -300,7 +300,9 @@ class Worker:
             closed = await trajectory.close(outcome)
         except (PenstockError, TypeError, ValueError) as error:
             # The outcome itself may be what cannot be sent, such as metadata that JSON does not have.
-            refused = isinstance(error, InvalidRequest | Overloaded | TypeError | ValueError)
+            refused = isinstance(error, InvalidRequest | TypeError | ValueError)
+            # Not where the server was full all the while: the outcome is as good as it was.
+            refused |= isinstance(error, Overloaded) and error.retry_after_seconds is None
             if refused and isinstance(outcome, Outcome):
                 return await self._close(attempt, self._failed(error), own_sent=own_sent)
             if own is not None and not own_sent and _reason(error) == Reason.OUTCOME_DIFFERS:

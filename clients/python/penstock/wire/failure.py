@@ -18,6 +18,8 @@ NO_ANSWER = (
     grpc.StatusCode.UNKNOWN,
 )
 """What a call ends with whose server was lost, or stopped, before it answered."""
+# What gRPC itself, on either side, says of a message or of metadata that it does not take.
+_TOO_LARGE = ("larger than max", "metadata size exceeds")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class Failure:
     def is_unanswered(self) -> bool:
         """Whether the same call may succeed once the server is there: it is gone, or too slow."""
         return self.code in NO_ANSWER or self.code == grpc.StatusCode.DEADLINE_EXCEEDED
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the same call may succeed after a while: a bound is reached for now. The server says when
+        to come back; where gRPC itself refused the call nobody does."""
+        if self.code != grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return False
+        if self.retry_after_seconds is not None:
+            return True
+        return not self.reason and not any(words in self.message for words in _TOO_LARGE)
 
 
 def read_failure(error: grpc.RpcError) -> Failure:
