@@ -436,6 +436,21 @@ async def test_a_server_that_is_killed_is_given_its_weights_again(
         assert steps[-1]["delta"]
 
 
+async def test_a_server_whose_memory_is_full_for_a_while_ends_no_run(
+    tiny: Path, tmp_path: Path
+) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        trainer = await start_trainer(configure(tmp_path, tiny, server.address, run={"steps": 8}))
+        await server.engine.loads(2)
+        budget = server.serving.budget
+        limit, budget.limit_bytes = budget.limit_bytes, 0
+        await trainer.says("SubmitTasks: MEMORY_BUDGET")
+        budget.limit_bytes = limit
+        code, _, err = await trainer.end()
+        assert code == 0, err
+    assert len(records(tmp_path)) == 8
+
+
 async def test_a_server_that_stays_away_ends_the_run(tiny: Path, tmp_path: Path) -> None:
     path = configure(tmp_path, tiny, "127.0.0.1:9", server={"give_up_after_seconds": 0.5})
     code, _, err = await (await start_trainer(path)).end()
