@@ -9,8 +9,12 @@ calls from. All processes with one token are one caller.
                          and what it may still sample
     open trajectories    when its first turn begins        when it is closed, or forgotten
 
-A turn is checked against these before its prompt is rendered and holds a place from then on. What is over a
-bound is refused with CALLER_LIMIT and when to come back; nothing waits here.
+A turn is checked against these before its prompt is rendered and holds a place from then on, and so does
+the trajectory it opens; its tokens, which are not known before, are looked at once more when it begins. What
+is over a bound is refused with CALLER_LIMIT and when to come back; nothing waits here.
+
+Every call that names a trajectory, and whose caller may make it, is a sign of life of the agent, whatever
+becomes of the call: it renews the lease.
 
 **What is an agent's own**: an attempt it leased, and a trajectory it opened. It can neither extend, read,
 abort nor close another agent's. One without a known owner, since the server was started again, keeps nobody
@@ -64,6 +68,8 @@ class _Account:
     calls: int = 0
     turns: int = 0
     tokens: int = 0
+    opening: int = 0
+    """Trajectories that are about to be opened."""
     trajectories: set[str] = field(default_factory=set[str])
     """Open when they were counted last."""
 
@@ -78,18 +84,21 @@ class Visit:
     def __init__(self, caller: Caller, account: _Account) -> None:
         self.caller = caller
         self.account = account
-        self._places = 0
+        self._places = self._opening = 0
         account.calls += 1
 
-    def reserve_turn(self) -> None:
-        """Holds the place of a turn that is about to begin."""
+    def reserve_turn(self, *, opens: bool) -> None:
+        """Holds the place of a turn that is about to begin, and of the trajectory that it opens."""
         self._places += 1
         self.account.turns += 1
+        self._opening += opens
+        self.account.opening += opens
 
     def turn_began(self) -> None:
-        """The turn holds its place itself."""
+        """The turn holds its place itself, and so does its trajectory."""
         self.account.turns -= self._places
-        self._places = 0
+        self.account.opening -= self._opening
+        self._places = self._opening = 0
 
     def leave(self) -> None:
         """The call has ended."""
@@ -111,6 +120,10 @@ class Callers:
         self.is_open: Callable[[str], bool] = _always
         """Whether a trajectory is open: the server's store says so."""
         self.turns_in_flight: Callable[[], Iterable[Turn]] = tuple
+        self.on_call: Callable[[str], None] = _nothing
+        """Told of each trajectory that a call of somebody who may make it names, before it is served."""
+        self.on_group_call: Callable[[str, Callable[[str], bool]], None] = _nothing
+        """Likewise of a group, with what says whether a trajectory is the caller's."""
         self.refusals: dict[str, float] = {}
         """Calls that were not let in, by reason: for metrics."""
 
@@ -149,6 +162,14 @@ class Callers:
 
         turn.task.add_done_callback(ended)
 
+    def check_tokens(self) -> None:
+        """That a turn may begin in the call that is being served, now that its prompt is there: others may
+        have begun while it was rendered. Raises CALLER_LIMIT."""
+        visit = VISIT.get()
+        if visit is not None:
+            count, most = visit.account.tokens, self._limits.tokens_in_flight
+            self._check(visit.caller, "tokens_in_flight", count, most)
+
     def guard(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
         """The handlers, each after what is checked here."""
         guarded = {name: self._guard(name, handler) for name, handler in handlers.items()}
@@ -165,14 +186,19 @@ class Callers:
 
         def guarded(request: Any, call: Call) -> Any:
             visit = VISIT.get()
+            named = () if trajectories is None else tuple(trajectories(request))
             if visit is not None:
-                if trajectories is not None:
-                    self._check_own(visit.caller, trajectories(request))
+                self._check_own(visit.caller, named)
                 if aborts:
                     self._check_abort(visit.caller, request)
-                if begins_turn:
-                    self._check_turn(visit, opens=opens)
-                    visit.reserve_turn()
+            # From here on also of a call that is refused.
+            for trajectory_id in named:
+                self.on_call(trajectory_id)
+            if aborts:
+                self._abort_called(visit, request)
+            if visit is not None and begins_turn:
+                self._check_turn(visit, opens=opens)
+                visit.reserve_turn(opens=opens)
             return handler(request, call)
 
         return guarded
@@ -182,14 +208,18 @@ class Callers:
         visit = VISIT.get()
         if visit is not None:
             self._check_own(visit.caller, trajectory_ids)
+        for trajectory_id in trajectory_ids:
+            self.on_call(trajectory_id)
+        if visit is not None:
             self._check_turn(visit, opens=opens)
-            visit.reserve_turn()
+            visit.reserve_turn(opens=opens)
 
     def check_own(self, trajectory_id: str) -> None:
         """That a trajectory is not another agent's than the caller that is being served."""
         visit = VISIT.get()
         if visit is not None:
             self._check_own(visit.caller, (trajectory_id,))
+        self.on_call(trajectory_id)
 
     def _claim(self, lease_tasks: Handler) -> Handler:
         """An attempt is its agent's from when it is leased."""
@@ -231,8 +261,9 @@ class Callers:
         self._check(caller, "tokens_in_flight", account.tokens, limits.tokens_in_flight)
         # Counted anew only where the count says that there is no room: it only ever says too much.
         most = limits.open_trajectories
-        if opens and len(account.trajectories) >= most:
-            self._check(caller, "open_trajectories", self._count_open(account), most)
+        if opens and len(account.trajectories) + account.opening >= most:
+            count = self._count_open(account) + account.opening
+            self._check(caller, "open_trajectories", count, most)
 
     def _check(self, caller: Caller, limit: str, count: int, most: int) -> None:
         if count >= most:
@@ -244,6 +275,19 @@ class Callers:
             )
 
     # What is whose.
+
+    def _abort_called(self, visit: Visit | None, request: Any) -> None:
+        """An agent that stops its turns is there; a trainer that does says nothing of the agent."""
+        if visit is not None and visit.caller.role is Role.TRAINER:
+            return
+
+        def is_callers(trajectory_id: str) -> bool:
+            return visit is None or not self._is_anothers(visit.caller, trajectory_id)
+
+        for trajectory_id in filter(is_callers, request.trajectories.trajectory_ids):
+            self.on_call(trajectory_id)
+        for group_id in request.groups.group_ids:
+            self.on_group_call(group_id, is_callers)
 
     def _own(self, trajectory_id: str, key: tuple[str, str]) -> None:
         self._owners[trajectory_id] = key
@@ -303,3 +347,7 @@ def _key(caller: Caller) -> tuple[str, str]:
 
 def _always(_: str) -> bool:
     return True
+
+
+def _nothing(*_: object) -> None:
+    pass

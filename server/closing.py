@@ -17,8 +17,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.server.admission import Admission
@@ -44,6 +44,7 @@ from penstock.server.journal import (
 )
 from penstock.server.memory_budget import MemoryBudget
 from penstock.server.own_tasks import OwnTasks
+from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_records import trajectory_opened
 from penstock.server.trajectory_store import (
@@ -64,7 +65,6 @@ logger = logging.getLogger(__name__)
 Outcome = twin(trajectory_pb2.Outcome)
 Failure = twin(trajectory_pb2.Failure)
 
-KEPT_UNGROUPED = 1_000
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 # Of a trajectory beside its tokens and its outcome, in the journal.
 RECORD_BYTES = 4096
@@ -73,8 +73,6 @@ MAX_OUTCOME_BYTES = 1 << 20
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
 GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 _Expired = tuple[Attempt, list[str], Settled]
-STOOD_STILL_SECONDS = 0.5
-"""A clock that is later than this was not waiting for its turn: the process had none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +97,7 @@ class Closing:
         turns: TurnRunner,
         journal: Journal,
         budget: MemoryBudget,
+        own: OwnTrajectories,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
@@ -108,8 +107,8 @@ class Closing:
         self._turns = turns
         self._journal = journal
         self._budget = budget
+        self._own = own
         self._clock = clock
-        self._ungrouped: OrderedDict[str, None] = OrderedDict()
         self.failures: Counter[str] = Counter()
         """Failed attempts by reason, retried ones included."""
         self.left_out = 0
@@ -174,12 +173,13 @@ class Closing:
         if attempt is None:
             forgotten: list[Record] = []
             if not record.parent_trajectory_id:
-                forgotten = self._keep_ungrouped(record)
+                pushed_out = self._own.closed(record)
+                forgotten = [trajectories_forgotten(pushed_out)] if pushed_out else []
             await self._journal.append([*_outcomes(closing, outcome), *forgotten])
             return Closed()
         settled = self._queue.settle(attempt, failed=failed)
         # Branches that were closed before go with it.
-        gone = [] if settled.final else _with_branches(record)
+        gone = [] if settled.final else record.with_branches()
         for member in gone:
             self._store.forget(member.trajectory_id)
         closed = Closed(settled.completed is not None, retried=not settled.final)
@@ -212,7 +212,7 @@ class Closing:
         if attempt is not None:
             found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
             members += [member for member in found if member is not None]
-        branches = [branch for member in members for branch in _with_branches(member)]
+        branches = [branch for member in members for branch in member.with_branches()]
         tokens = sum(branch.token_count - branch.parent_token_count for branch in branches)
         self._budget.check(outcome.ByteSize())
         self._journal.check_room(
@@ -280,7 +280,7 @@ class Closing:
             if record is None:
                 # Never opened: a caller's own group whose sibling ran out of time.
                 continue
-            for member in _with_branches(record):
+            for member in record.with_branches():
                 records.append(member)
                 versions += member.policy_versions()
                 self._store.forget(member.trajectory_id)
@@ -322,26 +322,12 @@ class Closing:
     def _forget_attempt(self, trajectory_id: str) -> None:
         record = self._store.find(trajectory_id)
         if record is not None:
-            for member in _with_branches(record):
+            for member in record.with_branches():
                 self._store.forget(member.trajectory_id)
-
-    def _keep_ungrouped(self, record: TrajectoryRecord) -> list[Record]:
-        """A closed trajectory of its own stays readable until newer ones push it out."""
-        self._ungrouped[record.trajectory_id] = None
-        pushed_out: list[str] = []
-        while len(self._ungrouped) > KEPT_UNGROUPED:
-            oldest, _ = self._ungrouped.popitem(last=False)
-            pushed_out.append(oldest)
-            self._forget_attempt(oldest)
-        return [trajectories_forgotten(pushed_out)] if pushed_out else []
 
     async def settled(self) -> None:
         """Waits until everything that was closed is written down."""
         await self._tasks.wait()
-
-    def restore(self, ungrouped: Iterable[str]) -> None:
-        """Closed trajectories of their own that another server left."""
-        self._ungrouped.update(dict.fromkeys(ungrouped))
 
     async def give_back_expired(self) -> None:
         """Consumes leases that ran out; waits for the next deadline; produces waiting attempts, or
@@ -380,7 +366,7 @@ class Closing:
         record = self._store.find(trajectory_id)
         if record is not None:
             # A detached turn may still be running for nobody.
-            members = _with_branches(record)
+            members = record.with_branches()
             await self._turns.abort([m.turn for m in members if m.turn is not None])
         records: list[Record] = [leases_expired(lost, retried=not settled.final)]
         if settled.final:
@@ -440,13 +426,6 @@ def _outcomes(
             )
         )
     return records
-
-
-def _with_branches(record: TrajectoryRecord) -> list[TrajectoryRecord]:
-    members = [record]
-    for child in record.children:
-        members += _with_branches(child)
-    return members
 
 
 def check_outcome(outcome: trajectory_pb2.Outcome) -> None:

@@ -60,6 +60,9 @@ class Leases(_Section):
     """What is left of it when the agent's lease stream is lost."""
     max_attempts: int = Field(default=3, ge=1)
     """Times an attempt is made before its failure becomes part of the group."""
+    own_seconds: float = Field(default=7_200.0, gt=0)
+    """How long a trajectory that its agent opened for itself, without a lease or a group, stays open
+    without a call on it or a turn in flight."""
 
 
 class Weights(_Section):

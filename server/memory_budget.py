@@ -4,6 +4,7 @@
                          still write; outcomes, until the group is complete
     finished groups      where there is no journal on the disk, until nobody can ask for them again
     tasks                until their group is complete
+    own, closed          those that their callers opened for themselves, as long as nobody needs the memory
     kept                 finished groups that lie in the journal as well, until they are first delivered:
                          up to a sixteenth of the budget, and only what nobody else needs
 
@@ -31,6 +32,15 @@ OF_PHYSICAL_MEMORY = 4
 KEPT_PART = 16
 
 
+class GivesWay(Protocol):
+    """What is in memory as long as nobody needs it for anything else."""
+
+    @property
+    def byte_count(self) -> int: ...
+
+    def give_way(self, byte_count: int) -> None: ...
+
+
 class Kept(Protocol):
     """What is in memory for speed only."""
 
@@ -54,6 +64,8 @@ class MemoryBudget:
         """Each says how many bytes it takes."""
         self.kept: Kept | None = None
         """What gives way to any of them."""
+        self.last: GivesWay | None = None
+        """What is among the parts and gives way to the others, as far as they need it."""
 
     @property
     def used_bytes(self) -> int:
@@ -73,7 +85,11 @@ class MemoryBudget:
         used = self._needed
         if self.kept is not None and not self.may_keep(byte_count):
             self.kept.clear()
-        if used + byte_count > self.limit_bytes:
+        missing = used + byte_count - self.limit_bytes
+        if self.last is not None and 0 < missing <= self.last.byte_count:
+            self.last.give_way(missing)
+            return
+        if missing > 0:
             raise DomainError(
                 Reason.MEMORY_BUDGET,
                 f"{used} of {self.limit_bytes} bytes are in use, {byte_count} more do not fit",
@@ -83,4 +99,5 @@ class MemoryBudget:
 
     def may_begin(self) -> bool:
         """Whether another group may begin."""
-        return self._needed < BEGIN_BELOW * self.limit_bytes
+        gives_way = 0 if self.last is None else self.last.byte_count
+        return self._needed - gives_way < BEGIN_BELOW * self.limit_bytes

@@ -7,6 +7,7 @@ tried again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from opentelemetry import propagate, trace
@@ -19,6 +20,7 @@ from penstock.server.engine import WHOLE, Engine
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, group_changed
 from penstock.server.memory_budget import MemoryBudget
+from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.prompts import Prompts, Said
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_store import (
@@ -76,6 +78,7 @@ class Opening:
         streaming: StreamRules,
         journal: Journal,
         memory: MemoryBudget,
+        own: OwnTrajectories,
     ) -> None:
         self._engine = engine
         self._prompts = Prompts(renderer, engine.description.vocab_size)
@@ -86,7 +89,10 @@ class Opening:
         self._streaming = streaming
         self._journal = journal
         self._memory = memory
+        self._own = own
         self._draining: DomainError | None = None
+        self.check_caller: Callable[[], None] = lambda: None
+        """Whether the caller that is being served may begin a turn now. Raises CALLER_LIMIT."""
 
     def drain(self, refusal: DomainError) -> None:
         """Starts no turn any more."""
@@ -208,6 +214,8 @@ class Opening:
             assert joined is not None
             self._journal.begin_append([group_changed(joined.group)])
         self._store.add(record)
+        if attempt is None and parent is None and not (request.group_id or record.single_turn):
+            self._own.opened(record)
 
     def _check_length(self, count: int) -> None:
         limit = self._engine.description.max_context_length
@@ -327,7 +335,8 @@ class Opening:
         return turn
 
     def _check_room(self, token_count: int, sampling: TurnSampling) -> None:
-        """That there is room for a turn. Raises MEMORY_BUDGET, DISK_FULL."""
+        """That there is room for a turn. Raises CALLER_LIMIT, MEMORY_BUDGET, DISK_FULL."""
+        self.check_caller()
         byte_count = (token_count + self._budget(token_count, sampling)) * BYTES_PER_TOKEN
         self._memory.check(byte_count + TURN_RECORD_BYTES)
         self._journal.check_room(byte_count + TURN_RECORD_BYTES)

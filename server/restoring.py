@@ -10,6 +10,7 @@ from penstock.server.admission import Admission
 from penstock.server.closing import Closing
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer, InJournal, KeptGroups
 from penstock.server.journal import Journal, SnapshotItem, Stored
+from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trainer_servicer import TrainerServicer
@@ -29,6 +30,7 @@ class Parts:
     buffer: GroupBuffer
     admission: Admission
     closing: Closing
+    own: OwnTrajectories
     trainer: TrainerServicer
 
     def restore(self, found: Recovered, journal: Journal) -> None:
@@ -48,11 +50,7 @@ class Parts:
             attempt = None if root is None else self.queue.attempt_of(root.trajectory_id)
             if attempt is not None:
                 attempt.branches.add(record.trajectory_id)
-        self.closing.restore(
-            record.trajectory_id
-            for record in found.trajectories.values()
-            if record.closed and not record.group_id and not record.parent_trajectory_id
-        )
+        self.own.restore()
         groups = [_buffered(group, journal, self.buffer.kept) for group in found.finished.values()]
         self.buffer.restore(groups, found.starts * DELIVERY_IDS_PER_START)
         self.admission.restore(

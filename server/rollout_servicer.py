@@ -20,6 +20,7 @@ from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.own_tasks import OwnTasks
+from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.policy_messages import PolicyMessages
 from penstock.server.subscription import Subscription
 from penstock.server.task_queue import TaskQueue
@@ -62,6 +63,7 @@ class RolloutServicer:
         queue: TaskQueue,
         turns: TurnRunner,
         journal: Journal,
+        own: OwnTrajectories,
         find_finished: FindFinished,
     ) -> None:
         """`find_finished` finds a closed trajectory that went on with its group, by its id."""
@@ -73,6 +75,7 @@ class RolloutServicer:
         self._turns = turns
         self._find_finished = find_finished
         self._journal = journal
+        self._own = own
         self._forgetting = OwnTasks()
 
     # Generate and Continue
@@ -162,8 +165,24 @@ class RolloutServicer:
                 if attempt is not None:
                     attempt.branches.discard(record.trajectory_id)
             self._store.forget(record.trajectory_id)
+            self._own.withdrawn(record.trajectory_id)
             if not record.single_turn:
                 self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
+
+    def called(self, trajectory_id: str) -> None:
+        """A call names a trajectory, whatever becomes of the call: its agent is there."""
+        if self._queue.renew(trajectory_id):
+            return
+        record = self._store.find(trajectory_id)
+        root = None if record is None else self._store.root_of(record)
+        if root is not None and not self._queue.renew(root.trajectory_id):
+            self._own.touch(root)
+
+    def group_called(self, group_id: str, is_callers: Callable[[str], bool]) -> None:
+        """Likewise of a group: those of its attempts that are the caller's."""
+        for trajectory_id in self._queue.leased_of(group_id):
+            if is_callers(trajectory_id):
+                self._queue.renew(trajectory_id)
 
     @contextlib.contextmanager
     def _call(self, record: TrajectoryRecord) -> Generator[None]:
@@ -244,9 +263,6 @@ class RolloutServicer:
         if finished is not None:
             return GetTrajectoryResponse(trajectory=finished, open=False)
         record = self._store.get(trajectory_id)
-        attempt = self._attempt_of_root(record)
-        if attempt is not None:
-            self._queue.renew(attempt.trajectory_id)
         response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
         if record.turn is not None and not record.turn.in_flight:
             response.last_turn.CopyFrom(await self._finished(record.turn, record.turn.attempt))

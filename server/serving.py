@@ -43,6 +43,7 @@ from penstock.server.journal import Journal, MemoryJournal, server_started, weig
 from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
+from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.policy_messages import PolicyMessages
 from penstock.server.pool import PoolEngine
 from penstock.server.recovery import recover_from
@@ -58,7 +59,7 @@ from penstock.server.telemetry import ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore
-from penstock.server.turns import TurnRunner
+from penstock.server.turns import Turn, TurnAttempt, TurnRunner
 from penstock.server.weight_collective import Collective
 from penstock.server.weight_handout import WeightHandout
 from penstock.server.weight_peers import Peers
@@ -154,6 +155,15 @@ class Serving:
         self.messages = PolicyMessages(renderer)
         self.metrics = ServerMetrics()
         self.adapters, self.weights, self.uploads = self._make_weights(config)
+        self.own = OwnTrajectories(
+            self.store,
+            self._journal,
+            self.queue.leases,
+            changed,
+            clock,
+            config.leases.own_seconds,
+        )
+        self.budget.last = self.own
         self.closing = Closing(
             self.store,
             self.queue,
@@ -162,6 +172,7 @@ class Serving:
             self.turns,
             self._journal,
             self.budget,
+            self.own,
             clock,
         )
         self.opening, self.rollouts = self._make_rollouts(renderer, config)
@@ -191,7 +202,13 @@ class Serving:
         )
         self.info.http_port = 0 if http is None else http.port
         self.parts = Parts(
-            self.queue, self.store, self.buffer, self.admission, self.closing, self.trainer
+            self.queue,
+            self.store,
+            self.buffer,
+            self.admission,
+            self.closing,
+            self.own,
+            self.trainer,
         )
         # grpcio-health-checking carries no types.
         self._health: Any = cast("Any", health).aio.HealthServicer()
@@ -237,6 +254,7 @@ class Serving:
             StreamRules(config.streaming.flush_seconds, config.streaming.interval),
             self._journal,
             self.budget,
+            self.own,
         )
         rollouts = RolloutServicer(
             opening,
@@ -246,6 +264,7 @@ class Serving:
             self.queue,
             self.turns,
             self._journal,
+            self.own,
             self.closing.find_finished,
         )
         return opening, rollouts
@@ -287,11 +306,14 @@ class Serving:
             self._wire_pool(self.pool)
         self.switch.on_health = self._publish_health
         self.turns.on_tokens = self.metrics.tokens_sampled
-        self.turns.on_ended = self.messages.hold
+        self.turns.on_ended = self._turn_ended
         self.turns.on_left = self.adapters.free_idle
         self.turns.on_started = self.callers.turn_started
         self.callers.turns_in_flight = lambda: self.turns.in_flight
         self.callers.is_open = self._is_open
+        self.opening.check_caller = self.callers.check_tokens
+        self.callers.on_call = self.rollouts.called
+        self.callers.on_group_call = self.rollouts.group_called
         self.weights.on_staged = self.metrics.weights_staged
         self.weights.on_switched = self._switched
         self.trainer.on_session = self._release_turns
@@ -307,6 +329,11 @@ class Serving:
         observe_load(
             self.metrics, self.parts, self.budget, self.callers, self.adapters, self._engine.stats
         )
+
+    async def _turn_ended(self, turn: Turn, attempt: TurnAttempt) -> None:
+        # Whoever wanted it needs its time to answer, also where nobody listened to it.
+        self.own.touch(turn.record)
+        await self.messages.hold(turn, attempt)
 
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched)
@@ -374,9 +401,10 @@ class Serving:
         await self._server.start()
         if self._http is not None:
             await self._http.start(cast("Any", self._endpoints()))
-        self._background.append(
-            asyncio.create_task(self.closing.give_back_expired(), name="lease clock")
-        )
+        self._background += [
+            asyncio.create_task(self.closing.give_back_expired(), name="lease clock"),
+            asyncio.create_task(self.own.expire(), name="clock of callers' own trajectories"),
+        ]
 
     def _endpoints(self) -> Starlette:
         """The endpoints that are served beside gRPC's."""

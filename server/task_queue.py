@@ -316,6 +316,11 @@ class TaskQueue:
         self.leases.renew(attempt)
         return True
 
+    def leased_of(self, group_id: str) -> list[str]:
+        """The trajectories that stand for attempts of a group now."""
+        group = self._groups.get(group_id)
+        return [] if group is None else [a.trajectory_id for a in group.attempts if a.leased]
+
     def holder_lost(self, holder: Holder) -> None:
         """The lease stream ended: its leases run out after the grace, unless renewed."""
         for trajectory_id in list(holder.held):

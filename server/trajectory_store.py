@@ -239,6 +239,13 @@ class TrajectoryRecord:
             found += child.open_branches()
         return found
 
+    def with_branches(self) -> list[TrajectoryRecord]:
+        """This one, and all that branch from it, directly or not."""
+        members = [self]
+        for child in self.children:
+            members += child.with_branches()
+        return members
+
     def policy_versions(self) -> list[int]:
         """Weight versions of its policy segments."""
         return [

@@ -557,6 +557,39 @@ async def test_a_caller_has_so_many_trajectories_open(tmp_path: Path):
         await running.generate("c")
 
 
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [("open_trajectories", 2), ("turns_in_flight", 2), ("tokens_in_flight", 30_000)],
+)
+async def test_turns_that_begin_together_are_counted_together(
+    tmp_path: Path, limit: str, most: int
+):
+    """A long prompt is encoded beside the others: none of them has begun when the last one is let in."""
+    settings = f"limits.caller.{limit}={most}"
+    async with serve(tmp_path, settings, step_seconds=0.05, max_context=40_000) as running:
+        calls = [
+            running.wire.Generate(
+                GenerateRequest(
+                    trajectory_id=f"t{number}", text="h" * 20_000, sampling_params=sampling(40)
+                )
+            )
+            for number in range(20)
+        ]
+        begun = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+        failures = [
+            read_failure(error) for error in begun if isinstance(error, grpc.aio.AioRpcError)
+        ]
+        assert [failure.metadata["limit"] for failure in failures] == [limit] * 18
+        for call in calls:
+            call.cancel()
+        # What was refused holds no place.
+        await running.serving.turns.wait_idle()
+        for number in range(20):
+            if running.serving.store.find(f"t{number}") is not None:
+                await running.complete(f"t{number}")
+        await running.generate("after")
+
+
 async def test_a_caller_has_so_many_calls_open(tmp_path: Path):
     async with serve(tmp_path, "limits.caller.calls=2") as running, asyncio.timeout(20):
         watch = running.channel.unary_stream("/grpc.health.v1.Health/Watch")

@@ -207,17 +207,17 @@ async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reas
 
     async def full(request: Any, context: Any) -> Any:
         nonlocal refusals
-        if not refusals:
-            return await take(request, context)
-        refusals -= 1
-        if not reason:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"
+        if refusals:
+            refusals -= 1
+            if not reason:
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"
+                )
+            delay = 0.01 if reason != "QUEUE_FULL" or refusals else None
+            await context.abort_with_status(
+                status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after=delay)
             )
-        delay = 0.01 if reason != "QUEUE_FULL" or refusals else None
-        await context.abort_with_status(
-            status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after=delay)
-        )
+        return await take(request, context)
 
     async def ask(attempt: Callable[[], Awaitable[None]]) -> None:
         await attempt()

@@ -166,7 +166,8 @@ class Handover:
 async def keep_trying(
     ready: Callable[[], Awaitable[None]], attempt: Callable[[], Awaitable[T]]
 ) -> T:
-    """Until it succeeds; each time the server is `ready` first, and was left alone for as long as it asked."""
+    """Until it succeeds; each time the server is `ready` first. One that is full is left alone for as long
+    as it asks."""
     pause = RETRY_SECONDS
     while True:
         await ready()

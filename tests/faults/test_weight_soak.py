@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 import pytest
 
-from penstock.server.closing import KEPT_UNGROUPED
+from penstock.server.own_trajectories import KEPT_CLOSED
 from tests.faults.attempts import POLICIES, Attempt, Source
 from tests.faults.footprint import Footprint, footprint
 from tests.faults.report import Report, growth, percentile
@@ -177,7 +177,7 @@ async def warm(site: Site, rng: random.Random, updates: int) -> None:
 
     for length in range(1, LENGTHS if site.engine_pid is not None else 1):
         await turn(length)
-    for _ in range(LENGTHS, min(KEPT_UNGROUPED, 10 * updates), 50):
+    for _ in range(LENGTHS, min(KEPT_CLOSED, 10 * updates), 50):
         await asyncio.gather(*(turn(250) for _ in range(50)))
     with contextlib.closing(Attempt(site, Source.INLINE, rng)) as attempt:
         await attempt.accepted()
