@@ -1,13 +1,16 @@
 """Who may call what, decided at the one place that every rpc passes, health and reflection too.
 
-Order for each call: the caller's metadata is within bounds -> who calls -> its role is one of the rpc's ->
-its account has room -> the message is read, and within bounds -> the handler. Up to there no message was
-asked for, so that who is refused costs little: every rpc stands here as one of a stream of requests, which
-on the wire it is.
+Order for each call: the server has room -> the caller's metadata is within bounds -> who calls -> its role
+is one of the rpc's -> its account has room -> the message is read, and within bounds -> the handler. Up to
+there no message was asked for, so that who is refused costs little: every rpc stands here as one of streams
+of requests and of answers, which on the wire it is. And a call ends only when its last answer has
+been read: until then gRPC holds that, and the caller's account has it.
 
     TOKEN_MISSING, TOKEN_INVALID     nobody we know
     ROLE_NOT_ALLOWED                 somebody who may not
     CALLER_LIMIT, MESSAGE_TOO_LARGE  somebody who asks for too much
+    QUEUE_FULL                       as many calls as the server takes are open, of all together or of those
+                                     who need not say who they are
     CREDENTIAL_ENDED                 a stream whose token expired or was revoked while it was open
 
 The last is UNAVAILABLE: a client that reconnects presents what it has by then, and is judged anew.
@@ -20,15 +23,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from penstock.server.caller_limits import VISIT, Callers
+from penstock.server.caller_limits import RETRY_SECONDS, VISIT, Callers
 from penstock.server.config import ServeConfig
 from penstock.server.credentials import AuthContext, Caller, Credentials, host_of
 from penstock.server.errors import DomainError, to_status
@@ -45,6 +49,7 @@ _EVERY = frozenset(Role)
 _AGENT = frozenset({Role.AGENT, Role.ADMIN})
 _TRAINER = frozenset({Role.TRAINER, Role.ADMIN})
 
+EXCHANGE = "penstock.v1.TrainerService/Exchange"
 ALLOWED: Mapping[str, frozenset[Role]] = {
     "penstock.v1.RolloutService/Generate": _AGENT,
     "penstock.v1.RolloutService/Continue": _AGENT,
@@ -57,7 +62,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "penstock.v1.TaskService/LeaseTasks": _AGENT,
     "penstock.v1.TaskService/RenewLease": _AGENT,
     "penstock.v1.TaskService/CompleteTrajectory": _AGENT,
-    "penstock.v1.TrainerService/Exchange": _TRAINER,
+    EXCHANGE: _TRAINER,
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _EVERY,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _EVERY,
 }
@@ -66,13 +71,21 @@ own: `caller_limits`."""
 
 # Of a header beside its name and value, as HTTP/2 counts (RFC 9113, section 6.5.2).
 HEADER_BYTES = 32
+# What those who need not say who they are may have of the calls that the server takes, for each method.
+ANYBODYS_PART = 16
+ANYBODYS_SECONDS = 10.0
+"""How long they may take to send their message."""
 REFUSAL_SECONDS = 1.0
+# What a caller may leave unread, of the memory budget, where the configuration does not say.
+UNREAD_PART = 16
 """How long who is refused may go on sending before the answer."""
 
 if TYPE_CHECKING:
     RpcHandler = grpc.RpcMethodHandler[Any, Any]
 Serve = Callable[[Any, ServicerContext], Any]
 Decode = Callable[[bytes], object]
+Encode = Callable[[Any], bytes]
+Unread = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +102,13 @@ class Presented:
 class Gate(grpc.aio.ServerInterceptor):
     """Lets calls in, by name, role and account."""
 
-    def __init__(self, credentials: Credentials, callers: Callers) -> None:
+    def __init__(self, credentials: Credentials, callers: Callers, concurrent_calls: int) -> None:
+        """So many calls may be open at a time."""
         self.credentials = credentials
         self.callers = callers
+        self._concurrent_calls = concurrent_calls
+        self._calls: Counter[str] = Counter()
+        """Calls that are open, by method where anybody may make them."""
         self._guarded: dict[str, RpcHandler] = {}
         self._open: dict[asyncio.Timeout, Caller] = {}
         """Streams, which outlive what they were let in by."""
@@ -115,42 +132,75 @@ class Gate(grpc.aio.ServerInterceptor):
         """The same handler, behind the gate; it reads what it is given only once it is let in."""
         rpc = cast("Any", handler)
         decode = cast("Decode", rpc.request_deserializer)
+        encode = cast("Encode", rpc.response_serializer)
         serve = cast(
             "Serve", rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
         )
 
-        async def handle(stream: AsyncIterator[bytes], context: ServicerContext) -> object:
+        # Groups make room when they are trained: their stream, which sends one at a time, is never refused.
+        bounded = method != EXCHANGE
+        patience = ANYBODYS_SECONDS if method in ANYBODY else None
+
+        async def visited(stream: AsyncIterator[bytes], grpc_context: ServicerContext) -> None:
+            unread = self.callers.unread if bounded else self.callers.unread_group
+            context = cast("Any", _Counted(grpc_context, unread, encode))
             try:
-                with self.visit(method, _presented(context)) as caller:
+                with self.visit(method, _presented(grpc_context)) as caller:
                     messages = _Messages(stream, decode, self.callers.message_bytes)
-                    request = messages if rpc.request_streaming else await messages.only()
+                    request = messages
+                    if not rpc.request_streaming:
+                        request = await messages.only(patience)
                     if not rpc.response_streaming:
-                        return await serve(request, context)
+                        await context.write(await serve(request, context))
+                        return
                     async with self.while_in_force(caller):
-                        return await _answer(serve(request, context), context)
+                        await _answer(serve(request, context), context)
             except DomainError as error:
                 self.callers.refused(error)
                 if rpc.request_streaming:
                     await linger(stream, REFUSAL_SECONDS)
-                await context.abort_with_status(to_status(error))
-                raise
+                await grpc_context.abort_with_status(to_status(error))
 
-        make = grpc.stream_unary_rpc_method_handler
-        if rpc.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler
-        return make(cast("Any", handle), None, rpc.response_serializer)
+        async def handle(stream: AsyncIterator[bytes], context: ServicerContext) -> None:
+            try:
+                await visited(stream, context)
+            except grpc.aio.AbortError as error:
+                # The call holds it, and what it was raised through holds the call, and its messages: they
+                # would stay until garbage is looked for, which is not counted in bytes.
+                error.__context__ = None
+                raise error.with_traceback(None)  # noqa: B904
+
+        return grpc.stream_stream_rpc_method_handler(cast("Any", handle), None, None)
 
     @contextmanager
     def visit(self, method: str, presented: Presented) -> Generator[Caller]:
         """From where a caller is let in to where its call ends. Raises DomainError."""
+        kind = method if method in ANYBODY else ""
+        self._check_room(kind)
         caller = self._admit(method, presented)
         visit = self.callers.enter(caller)
         token = VISIT.set(visit)
+        self._calls[kind] += 1
         try:
             yield caller
         finally:
+            self._calls[kind] -= 1
             VISIT.reset(token)
             visit.leave()
+
+    def _check_room(self, kind: str) -> None:
+        """`kind` is the method where anybody may make the call."""
+        count, most = self._calls.total(), self._concurrent_calls
+        if kind and count < most:
+            count, most = self._calls[kind], max(1, most // ANYBODYS_PART)
+        if count >= most:
+            what = f"{kind} calls" if kind else "calls"
+            raise DomainError(
+                Reason.QUEUE_FULL,
+                f"{count} {what} are open, the most this server takes",
+                {"call_count": count, "limit": most},
+                retry_after_seconds=RETRY_SECONDS,
+            )
 
     def _admit(self, method: str, presented: Presented) -> Caller:
         metadata = presented.metadata
@@ -189,7 +239,9 @@ class Gate(grpc.aio.ServerInterceptor):
 def open_gate(config: ServeConfig) -> Gate:
     """The gate that a configuration asks for. Raises ConfigError."""
     security = config.security
-    gate = Gate(Credentials(security), Callers(config.limits.caller))
+    limits = config.limits
+    callers = Callers(limits.caller, limits.memory_bytes // UNREAD_PART)
+    gate = Gate(Credentials(security), callers, limits.concurrent_calls)
     open_to_others = [address for address in config.addresses.values() if not is_loopback(address)]
     if security.insecure and open_to_others:
         asked = "presents a token" if gate.credentials.asked_for else "reaches it"
@@ -233,6 +285,21 @@ class _InForce:
             ) from error
 
 
+class _Counted:
+    """The context of a call, whose answers its caller's account has until they are read."""
+
+    def __init__(self, context: ServicerContext, unread: Unread, encode: Encode) -> None:
+        self._context, self._unread, self._encode = context, unread, encode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, answer: object) -> None:
+        data = self._encode(answer)
+        with self._unread(len(data)):
+            await self._context.write(data)
+
+
 class _Messages:
     """A stream's requests, decoded. No generator: whoever reads may be cancelled and another read on."""
 
@@ -256,11 +323,12 @@ class _Messages:
             # Of health and reflection; what reads our own messages never raises.
             raise DomainError(Reason.MALFORMED_MESSAGE, "the message cannot be decoded") from error
 
-    async def only(self) -> object:
-        """The one request of an rpc that has one."""
+    async def only(self, patience: float | None = None) -> object:
+        """The one request of an rpc that has one, which comes within so many seconds."""
         try:
-            return await anext(self)
-        except StopAsyncIteration:
+            async with asyncio.timeout(patience):
+                return await anext(self)
+        except (StopAsyncIteration, TimeoutError):
             raise DomainError(Reason.MALFORMED_MESSAGE, "the call has no message") from None
 
 

@@ -8,10 +8,11 @@ calls from. All processes with one token are one caller.
     tokens in flight     when a turn begins: its context   when it ends
                          and what it may still sample
     open trajectories    when its first turn begins        when it is closed, or forgotten
+    unread bytes         when gRPC is given an answer      when that has been read, or the caller is gone
 
 A turn is checked against these before its prompt is rendered and holds a place from then on, and so does
-the trajectory it opens; its tokens, which are not known before, are looked at once more when it begins. What
-is over a bound is refused with CALLER_LIMIT and when to come back; nothing waits here.
+the trajectory it opens; its tokens, which are not known before, are looked at once more when it begins.
+What is over a bound is refused with CALLER_LIMIT and when to come back; nothing waits here.
 
 Every call that names a trajectory, and whose caller may make it, is a sign of life of the agent, whatever
 becomes of the call: it renews the lease.
@@ -24,8 +25,8 @@ out and is whose agent takes the next turn of it. Trainers and admins are not as
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
@@ -48,6 +49,9 @@ first."""
 MOST_ACCOUNTS = 1024
 """Accounts after which those that hold nothing are closed."""
 
+COPIES = 3
+"""Of an answer that is not read yet: the message, its bytes, and those that gRPC has."""
+
 # The trajectories that a call speaks of, by rpc.
 OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "RolloutService/Generate": lambda request: (
@@ -68,6 +72,8 @@ class _Account:
     calls: int = 0
     turns: int = 0
     tokens: int = 0
+    unread: int = 0
+    """Bytes of answers."""
     opening: int = 0
     """Trajectories that are about to be opened."""
     trajectories: set[str] = field(default_factory=set[str])
@@ -113,8 +119,10 @@ VISIT: ContextVar[Visit | None] = ContextVar("penstock_visit", default=None)
 class Callers:
     """The accounts, and who owns what."""
 
-    def __init__(self, limits: CallerLimits) -> None:
+    def __init__(self, limits: CallerLimits, unread_bytes: int = 1 << 28) -> None:
+        """`unread_bytes` is what a caller may leave unread where its limits do not say."""
         self._limits = limits
+        self._unread_bytes = limits.unread_bytes or unread_bytes
         self._accounts: dict[tuple[str, str], _Account] = {}
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self.is_open: Callable[[str], bool] = _always
@@ -124,6 +132,8 @@ class Callers:
         """Told of each trajectory that a call of somebody who may make it names, before it is served."""
         self.on_group_call: Callable[[str, Callable[[str], bool]], None] = _nothing
         """Likewise of a group, with what says whether a trajectory is the caller's."""
+        self.unread_bytes = 0
+        """Of answers to all callers."""
         self.refusals: dict[str, float] = {}
         """Calls that were not let in, by reason: for metrics."""
 
@@ -161,6 +171,29 @@ class Callers:
             account.tokens -= tokens
 
         turn.task.add_done_callback(ended)
+
+    def unread(self, byte_count: int) -> AbstractContextManager[None]:
+        """An answer in the call that is being served, until it is read or its caller is gone. Raises
+        CALLER_LIMIT where the caller leaves too much unread besides."""
+        visit = VISIT.get()
+        if visit is not None and visit.account.unread:
+            count, most = visit.account.unread + byte_count, self._unread_bytes
+            self._check(visit.caller, "unread_bytes", count, most)
+        return self.unread_group(byte_count)
+
+    @contextmanager
+    def unread_group(self, byte_count: int) -> Generator[None]:
+        """The same without a bound."""
+        visit = VISIT.get()
+        assert visit is not None, "answers are counted behind the gate"
+        account = visit.account
+        account.unread += byte_count
+        self.unread_bytes += byte_count
+        try:
+            yield
+        finally:
+            account.unread -= byte_count
+            self.unread_bytes -= byte_count
 
     def check_tokens(self) -> None:
         """That a turn may begin in the call that is being served, now that its prompt is there: others may

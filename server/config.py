@@ -320,6 +320,9 @@ class CallerLimits(_Section):
     to be over it still begins."""
     open_trajectories: int = Field(default=8_192, ge=1)
     """Trajectories opened and not closed."""
+    unread_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of answers that it has not read yet; one alone may be longer. Unset is a sixteenth of
+    `limits.memory_bytes`."""
     message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=1, le=MAX_MESSAGE_BYTES)
     """Length of one message."""
 

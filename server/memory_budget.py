@@ -4,6 +4,7 @@
                          still write; outcomes, until the group is complete
     finished groups      where there is no journal on the disk, until nobody can ask for them again
     tasks                until their group is complete
+    answers              until their callers have read them
     own, closed          those that their callers opened for themselves, as long as nobody needs the memory
     kept                 finished groups that lie in the journal as well, until they are first delivered:
                          up to a sixteenth of the budget, and only what nobody else needs
@@ -13,7 +14,7 @@ little before the bound no new group begins, so that those under way can be fini
 
 Beside this the server takes what does not grow with its callers: the model, staged weights (`max_staged`
 and the one that is held), what is remembered of closed trajectories (some hundred bytes each, a bounded
-number); and for each open call its request, and what one message to it takes.
+number); and for each open call its request.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -108,29 +108,77 @@ def _boundary(method: str) -> Generator[None]:
         raise DomainError(Reason.INTERNAL_ERROR, "internal error") from error
 
 
-def _call(context: ServicerContext, stalled_seconds: float = 0.0) -> Call:
+def _call(context: ServicerContext, write: Callable[[object], Awaitable[None]]) -> Call:
     metadata = cast("tuple[tuple[str, str | bytes], ...] | None", context.invocation_metadata())
-
-    async def write(answer: object) -> None:
-        await _write(context, answer, stalled_seconds)
-
     return Call(telemetry.incoming(metadata), write)
 
 
-async def _write(context: ServicerContext, answer: object, stalled_seconds: float) -> None:
-    """Sends an answer; a caller that does not read it for so long is cut off, and what it had is freed."""
+# What gRPC was given for a caller it holds until the caller reads it or is gone, and it takes no status
+# meanwhile. So a call whose caller reads nothing frees what it had in the domain, and then it waits: until
+# its end it is counted as one that is open.
+
+
+class _Outgoing:
+    """The answers of a call whose handler writes them itself."""
+
+    def __init__(self, context: ServicerContext, stalled_seconds: float) -> None:
+        self._context = context
+        self._stalled_seconds = stalled_seconds
+        self._sending: asyncio.Future[None] | None = None
+
+    async def write(self, answer: object) -> None:
+        """Returns when gRPC has passed it on. Raises SLOW_READER."""
+        self._sending = asyncio.ensure_future(_write(self._context, answer))
+        # Whoever waits may end before it does.
+        self._sending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        done, _ = await asyncio.wait({self._sending}, timeout=self._stalled_seconds)
+        if not done:
+            raise _slow_reader(self._stalled_seconds)
+        self._sending.result()
+
+    async def gone(self) -> None:
+        """Waits until gRPC holds nothing any more."""
+        if self._sending is not None:
+            await asyncio.wait({self._sending})
+
+
+async def _send_all(
+    context: ServicerContext, answers: AsyncGenerator[object], stalled_seconds: float
+) -> None:
+    """Sends what a generator yields, and closes it. Raises SLOW_READER, once the last answer is read, where
+    that took so long: then it was closed as soon as the time was over."""
+    loop = asyncio.get_running_loop()
+    closing: asyncio.Task[None] | None = None
+
+    def cut_off() -> None:
+        nonlocal closing
+        closing = loop.create_task(answers.aclose())
+
     try:
-        async with asyncio.timeout(stalled_seconds):
-            await context.write(answer)
+        async for answer in answers:
+            timer = loop.call_later(stalled_seconds, cut_off)
+            try:
+                await _write(context, answer)
+            finally:
+                timer.cancel()
+            if closing is not None:
+                raise _slow_reader(stalled_seconds)
+    finally:
+        await (answers.aclose() if closing is None else closing)
+
+
+async def _write(context: ServicerContext, answer: object) -> None:
+    try:
+        await context.write(answer)
     except grpc.aio.InternalError as error:
         # What gRPC raises where the caller went away while the answer waited for it.
         raise asyncio.CancelledError from error
-    except TimeoutError as error:
-        raise DomainError(
-            Reason.SLOW_READER,
-            f"nothing was read for {stalled_seconds:g} s",
-            {"seconds": stalled_seconds},
-        ) from error
+
+
+def _slow_reader(seconds: float) -> DomainError:
+    return DomainError(
+        Reason.SLOW_READER, f"nothing was read for {seconds:g} s", {"seconds": seconds}
+    )
 
 
 class _Requests:
@@ -151,7 +199,7 @@ def _unary_unary(name: str, handler: Handler) -> Callable[..., Awaitable[Message
     async def handle(request: object, context: ServicerContext) -> Message:
         try:
             with _boundary(name):
-                return await handler(_checked(request), _call(context))
+                return await handler(_checked(request), _call(context, context.write))
         except DomainError as error:
             await context.abort_with_status(to_status(error))
             raise
@@ -165,10 +213,8 @@ def _unary_stream(
     async def handle(request: object, context: ServicerContext) -> None:
         try:
             with _boundary(name):
-                answers = handler(_checked(request), _call(context))
-                async with contextlib.aclosing(answers):
-                    async for answer in answers:
-                        await _write(context, answer, stalled_seconds)
+                answers = handler(_checked(request), _call(context, context.write))
+                await _send_all(context, answers, stalled_seconds)
         except DomainError as error:
             await context.abort_with_status(to_status(error))
 
@@ -179,12 +225,14 @@ def _stream_stream(
     name: str, handler: Handler, stalled_seconds: float
 ) -> Callable[..., Awaitable[None]]:
     async def handle(stream: AsyncIterator[object], context: ServicerContext) -> None:
+        outgoing = _Outgoing(context, stalled_seconds)
         try:
             with _boundary(name):
-                await handler(_Requests(stream), _call(context, stalled_seconds))
+                await handler(_Requests(stream), _call(context, outgoing.write))
                 await linger(stream)
         except DomainError as error:
             await linger(stream)
+            await outgoing.gone()
             await context.abort_with_status(to_status(error))
 
     return handle

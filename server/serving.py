@@ -31,7 +31,7 @@ from penstock.server.admission import Admission
 from penstock.server.attempts import LeaseRules
 from penstock.server.authorization import Gate
 from penstock.server.broadcast import Broadcast
-from penstock.server.caller_limits import Callers
+from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.closing import Closing
 from penstock.server.config import Security, ServeConfig, check_exposure
 from penstock.server.conversation import Renderer
@@ -95,9 +95,9 @@ def bind(
         check_exposure(listen, Security())
     server = grpc.aio.server(
         interceptors=() if gate is None else (gate,),
-        # As many again are told that there are too many.
+        # As many again are told that there are too many: by the gate, which also says when to come back.
         options=server_options(2 * concurrent_calls),
-        maximum_concurrent_rpcs=concurrent_calls,
+        maximum_concurrent_rpcs=concurrent_calls if gate is None else 2 * concurrent_calls,
     )
     try:
         if credentials is None:
@@ -236,6 +236,7 @@ class Serving:
             lambda: store.byte_count,
             lambda: queue.byte_count,
             lambda: buffer.byte_count,
+            lambda: COPIES * self.callers.unread_bytes,
         )
         queue.has_memory = budget.may_begin
         buffer.on_gone = lambda group: queue.known_tasks.leave(group.task_id)
