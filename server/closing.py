@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +44,8 @@ from penstock.server.journal import (
 from penstock.server.memory_budget import MemoryBudget
 from penstock.server.own_tasks import OwnTasks
 from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
+from penstock.server.reason_counts import ReasonCounts
+from penstock.server.requests import MAX_ID_LENGTH
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_records import trajectory_opened
 from penstock.server.trajectory_store import (
@@ -109,7 +110,7 @@ class Closing:
         self._budget = budget
         self._own = own
         self._clock = clock
-        self.failures: Counter[str] = Counter()
+        self.failures = ReasonCounts()
         """Failed attempts by reason, retried ones included."""
         self.left_out = 0
         """Trajectories that their groups were completed without."""
@@ -167,7 +168,7 @@ class Closing:
         self._check_room(record, attempt, outcome)
         failed = outcome.HasField("failure")
         if failed:
-            self.failures[outcome.failure.reason] += 1
+            self.failures.count(outcome.failure.reason)
         for member in closing:
             self._store.close(member, outcome)
         if attempt is None:
@@ -450,6 +451,10 @@ def check_outcome(outcome: trajectory_pb2.Outcome) -> None:
         raise FieldInvalid("outcome.reward", "must be finite", outcome.reward)
     if kind == "failure" and not outcome.failure.reason:
         raise FieldInvalid("outcome.failure.reason", "must name a reason")
+    if kind == "failure" and len(reason := outcome.failure.reason) > MAX_ID_LENGTH:
+        raise FieldInvalid(
+            "outcome.failure.reason", f"must have at most {MAX_ID_LENGTH} characters", reason
+        )
     for name, value in outcome.metrics.items():
         if not math.isfinite(value):
             raise FieldInvalid(f"outcome.metrics[{name}]", "must be finite", value)

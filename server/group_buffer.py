@@ -22,7 +22,7 @@ the trainer.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -31,6 +31,7 @@ from typing import Protocol
 from penstock.server.broadcast import Broadcast
 from penstock.server.group_bytes import group_in
 from penstock.server.journal import Journal, Stored
+from penstock.server.reason_counts import ReasonCounts
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 MAX_UNREAD_DROPS = 1_000
@@ -169,7 +170,7 @@ class GroupBuffer:
         self._used: dict[str, BufferedGroup] = {}
         self._last_delivery_id = 0
         self._dropped: deque[DroppedGroup] = deque(maxlen=MAX_UNREAD_DROPS)
-        self.drops: Counter[str] = Counter()
+        self.drops = ReasonCounts()
         """Groups that left without being trained, by reason."""
         self.redeliveries = 0
         self.byte_count = 0

@@ -331,7 +331,7 @@ class TrainerServicer:
             )
         groups = self._buffer.receipt(receipt.delivery_ids, receipt.step)
         if refused:
-            self.drops[receipt.rejection.reason or "REFUSED"] += len(groups)
+            self.drops.count(receipt.rejection.reason or "REFUSED", len(groups))
         if refused or receipt.step <= session.resume_step:
             # Of no use to the step that gathers now, either: a receipt that was lost with the stream before
             # had them delivered again, and they must not keep the places of others.

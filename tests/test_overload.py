@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from penstock.server.memory_budget import KEPT_PART
+from penstock.server.reason_counts import MOST_REASONS, OTHER
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from tests.harness import (
@@ -27,6 +28,7 @@ from tests.harness import (
     sampling,
     sequence,
     serve,
+    until,
 )
 
 BUDGET = 16 << 20
@@ -170,6 +172,37 @@ async def test_groups_kept_beside_the_journal_are_counted_and_give_way(tmp_path:
         exchange.send(demand={"group_count": 2})
         names = [(await exchange.receive("delivery")).group.group_id for _ in range(2)]
         assert names == ["b", "c"]
+
+
+async def test_reasons_that_others_choose_take_bounded_room(tmp_path: Path) -> None:
+    """Those of agents, and those for which a trainer refuses groups: both are counted for ever."""
+    async with serve(tmp_path, "limits.groups_without_trainer=1000") as harness:
+        failures, drops = harness.serving.closing.failures, harness.serving.trainer.drops
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await harness.generate("long")
+            await harness.fail("long", "x" * 257)
+        assert read_failure(error.value).metadata["field"] == "outcome.failure.reason"
+        assert not failures
+        exchange = await hello(harness.wire)
+        exchange.send(demand={"group_count": MOST_REASONS + 10})
+        for number in range(MOST_REASONS + 10):
+            await harness.generate(f"t{number}", group_id=f"g{number}", group_size=1)
+            await harness.fail(f"t{number}", f"AGENTS_{number}")
+            delivery = await exchange.receive("delivery")
+            reason = f"TRAINERS_{number}" if number else "x" * 100_000
+            exchange.send(
+                receipt={
+                    "delivery_ids": [delivery.delivery_id],
+                    "rejection": {"reason": reason, "message": "no"},
+                }
+            )
+        await harness.generate("last")
+        await harness.fail("last", "AGENTS_3")
+        assert failures["AGENTS_3"] == 2 and failures[OTHER] == 10
+        await until(lambda: sum(drops.values()) == MOST_REASONS + 10)
+        assert drops["TRAINERS_3"] == 1 and drops[OTHER] == 11
+        for counted_reasons in (failures, drops):
+            assert len(counted_reasons) == MOST_REASONS + (counted_reasons is failures)
 
 
 async def test_a_caller_that_reads_nothing_is_cut_off_and_others_do_not_notice(

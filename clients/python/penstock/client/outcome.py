@@ -13,6 +13,8 @@ from penstock.wire import codec
 
 _Outcome = codec.twin(trajectory_pb2.Outcome)
 _Failure = codec.twin(trajectory_pb2.Failure)
+# Longest reason of a failure that a server takes.
+_REASON_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Failed:
     """An episode that could not be scored: `Failed("TOOL_TIMEOUT", "the sandbox was silent")`."""
 
     reason: str
-    """Machine-readable, UPPER_SNAKE_CASE."""
+    """Machine-readable, UPPER_SNAKE_CASE; a server is told at most 256 characters of it."""
     message: str = ""
     """For a person."""
 
@@ -52,7 +54,8 @@ class Closed:
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
     """An outcome as a message. Raises ValueError for a reward that is not finite."""
     if isinstance(outcome, Failed):
-        return _Outcome(failure=_Failure(reason=outcome.reason, message=outcome.message))
+        reason = outcome.reason[:_REASON_LENGTH]
+        return _Outcome(failure=_Failure(reason=reason, message=outcome.message))
     numbers = (outcome.reward, *outcome.turn_rewards)
     if not all(math.isfinite(number) for number in numbers):
         raise ValueError(f"a reward must be finite, not {outcome.reward}")
