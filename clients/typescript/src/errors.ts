@@ -12,7 +12,7 @@ export interface Refusal {
   reason: string;
   /** The values the message speaks of, from `google.rpc.ErrorInfo`. */
   metadata: Record<string, string>;
-  /** When the server expects that asking again helps. */
+  /** When the server expects that asking again helps; zero where that is likely, and it does not say. */
   retryAfterMs?: number;
 }
 
@@ -73,6 +73,8 @@ const LEAVES: Partial<Record<status, typeof PenstockError>> = {
   [status.PERMISSION_DENIED]: AccessDenied,
 };
 
+const TOO_LARGE = /larger than max|metadata size exceeds/;
+
 /** The leaf for an error that gRPC raised, with what its details say. */
 export function fromService(error: ServiceError): PenstockError {
   const refusal: Refusal = { code: error.code, reason: "", metadata: {} };
@@ -89,6 +91,9 @@ export function fromService(error: ServiceError): PenstockError {
       }
     }
   }
+  // Where gRPC itself has no room for a call it names no reason; a message that is too large stays so.
+  const bare = error.code === status.RESOURCE_EXHAUSTED && !refusal.reason && refusal.retryAfterMs === undefined;
+  if (bare && !TOO_LARGE.test(error.details)) refusal.retryAfterMs = 0;
   const leaf = LEAVES[error.code] ?? PenstockError;
   return new leaf(error.details || status[error.code], refusal, { cause: error });
 }

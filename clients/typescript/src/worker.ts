@@ -130,7 +130,9 @@ class AttemptRun {
     } catch (error) {
       const known = error instanceof PenstockError || error instanceof TypeError || error instanceof RangeError;
       if (!known) throw error;
-      const refused = !(error instanceof PenstockError) || error instanceof InvalidRequest || error instanceof Overloaded;
+      // Not where the server was full all the while: the outcome is as good as it was.
+      const tooLarge = error instanceof Overloaded && error.retryAfterMs === undefined;
+      const refused = !(error instanceof PenstockError) || error instanceof InvalidRequest || tooLarge;
       // The outcome itself may be what cannot be sent.
       if (refused && !(outcome instanceof Failed)) return this.close(asFailed(error), ownSent);
       const differs = error instanceof PenstockError && error.reason === "OUTCOME_DIFFERS";
