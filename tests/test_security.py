@@ -320,7 +320,9 @@ async def test_an_agents_trajectories_are_its_own(tmp_path: Path, made: Authorit
         as_caller(running, made.security("other")) as rogue,
         as_caller(running, made.security("trainer")) as trainer,
     ):
-        stream = agent.Generate(generate("mine", group_id="g", group_size=2, tokens=sequence([1])))
+        # In flight until its own agent stops it, however long the others take to connect.
+        place = {"group_id": "g", "group_size": 2, "sampling_params": sampling(10_000)}
+        stream = agent.Generate(generate("mine", tokens=sequence([1]), **place))
         assert (await stream.read()).HasField("started")
         groups, ids = AbortRequest(), AbortRequest()
         groups.groups.group_ids.append("g")
@@ -332,6 +334,7 @@ async def test_an_agents_trajectories_are_its_own(tmp_path: Path, made: Authorit
             assert failure.reason == "ROLE_NOT_ALLOWED", request
         failure = await refused(agent.Abort(everything))
         assert failure.metadata["selector"] == "all"
+        await agent.Abort(ids)
         await to_the_end(stream)
         for touched in (
             rogue.GetTrajectory(GetTrajectoryRequest(trajectory_id="mine")),
