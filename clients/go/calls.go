@@ -83,7 +83,7 @@ func sleep(ctx context.Context, wait time.Duration) bool {
 // outlasts waits as a full server asked; false where it did not ask, or where patience has run out.
 func outlasts(ctx context.Context, overload *backOff, err error) bool {
 	var refused *Error
-	if !errors.As(err, &refused) || refused.Code != codes.ResourceExhausted || refused.RetryAfter == 0 {
+	if !errors.As(err, &refused) || !refused.full() {
 		return false
 	}
 	return overload.wait(ctx, refused.RetryAfter)
@@ -93,7 +93,8 @@ func outlasts(ctx context.Context, overload *backOff, err error) bool {
 //
 //   - UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config; a few seconds long. Where the
 //     call is patient, here beyond that, until the server is back or Patience.Reconnect is over.
-//   - RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound.
+//   - RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound; likewise where gRPC
+//     itself says so, which names no reason.
 //   - A lost stream: its owner (turnRun, Leases), which alone knows where it stood.
 type calls struct {
 	address    string

@@ -47,6 +47,19 @@ func (e *Error) Unavailable() bool {
 	return e.Code == codes.Unavailable || e.Code == codes.Canceled || e.Code == codes.Unknown
 }
 
+// full says that a bound of the server's is reached for now, and that the same call may succeed later. Where gRPC
+// itself has no room for a call it names no reason; a message that is too large stays so.
+func (e *Error) full() bool {
+	if e.Code != codes.ResourceExhausted {
+		return false
+	}
+	if e.RetryAfter != 0 {
+		return true
+	}
+	tooLarge := strings.Contains(e.Message, "larger than max") || strings.Contains(e.Message, "metadata size exceeds")
+	return e.Reason == "" && !tooLarge
+}
+
 // notAllowedNow says that the state of the trajectory, the lease or the weights forbids it.
 func (e *Error) notAllowedNow() bool {
 	return e.Code == codes.FailedPrecondition || e.Code == codes.AlreadyExists || e.Code == codes.Aborted

@@ -186,8 +186,9 @@ func (w *worker) close(ctx context.Context, attempt *Attempt, outcome Outcome, o
 	}
 	var refused *Error
 	known := errors.As(err, &refused)
-	// The outcome itself may be what cannot be sent.
-	unsent := !known || refused.Code == codes.InvalidArgument || refused.Code == codes.ResourceExhausted
+	// The outcome itself may be what cannot be sent; where the server was full all the while it is as good as it was.
+	tooLarge := known && refused.Code == codes.ResourceExhausted && !refused.full()
+	unsent := !known || refused.Code == codes.InvalidArgument || tooLarge
 	if unsent && outcome.Failure == nil {
 		failed := asFailed(err)
 		if !known {
