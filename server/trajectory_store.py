@@ -241,7 +241,7 @@ class TrajectoryRecord:
 
     def with_branches(self) -> list[TrajectoryRecord]:
         """This one, and all that branch from it, directly or not."""
-        members = [self]
+        members: list[TrajectoryRecord] = [self]
         for child in self.children:
             members += child.with_branches()
         return members

@@ -28,8 +28,11 @@ from penstock.server.engine import (
     StagedWeights,
     TensorMeta,
 )
+from penstock.server.errors import DomainError
+from penstock.server.memory_budget import MemoryBudget
 from penstock.server.serving import Serving, bind
 from penstock.trainer.ledger import StepEntry, read_ledger
+from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, FakeEngine
 from tests.scripted_trainer_server import unanswering
 from tests.tiny_model import VOCAB_SIZE, make_tiny_model
@@ -442,10 +445,17 @@ async def test_a_server_whose_memory_is_full_for_a_while_ends_no_run(
     async with serving(tiny) as server, working(server.address, letters):
         trainer = await start_trainer(configure(tmp_path, tiny, server.address, run={"steps": 8}))
         await server.engine.loads(2)
-        budget = server.serving.budget
-        limit, budget.limit_bytes = budget.limit_bytes, 0
-        await trainer.says("SubmitTasks: MEMORY_BUDGET")
-        budget.limit_bytes = limit
+
+        class Full(MemoryBudget):
+            """What tasks are checked against; turns go on, so that the trainer needs more of them."""
+
+            def check(self, byte_count: int) -> None:
+                raise DomainError(Reason.MEMORY_BUDGET, "full", retry_after_seconds=0.05)
+
+        tasks: Any = server.serving.tasks
+        budget, tasks._budget = tasks._budget, Full(0)
+        await trainer.says("SubmitTasks: MEMORY_BUDGET: full; asking again")
+        tasks._budget = budget
         code, _, err = await trainer.end()
         assert code == 0, err
     assert len(records(tmp_path)) == 8
