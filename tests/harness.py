@@ -198,6 +198,10 @@ class Harness:
         """Returns once the last turn has so many tokens: however busy the machine, the engine has it."""
         await until(lambda: self._token_count(trajectory_id) >= least)
 
+    async def answers_read(self) -> None:
+        """Returns once no answer is on its way: callers may have theirs before the server knows."""
+        await until(lambda: not self.serving.callers.unread_bytes)
+
     def _token_count(self, trajectory_id: str) -> int:
         record = self.serving.store.find(trajectory_id)
         return 0 if record is None or record.turn is None else record.turn.policy_token_count

@@ -100,6 +100,7 @@ async def test_one_goes_with_its_branches(tmp_path: Path) -> None:
         await harness.generate("branch", parent_trajectory_id="root")
         await harness.complete("root")
         harness.serving.own.give_way(1)
+        await harness.answers_read()
         assert not is_held(harness, "root") and not is_held(harness, "branch")
         assert harness.serving.budget.used_bytes == harness.serving.own.byte_count == 0
     async with serve(tmp_path, folder) as harness:

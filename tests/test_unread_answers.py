@@ -67,6 +67,7 @@ async def test_a_call_with_one_answer_is_open_until_that_is_read(tmp_path: Path)
         await harness.generate("t", [1] * 100_000)
         request = GetTrajectoryRequest(trajectory_id="t")
         size = (await harness.wire.GetTrajectory(request)).ByteSize()
+        await harness.answers_read()
         used = harness.serving.budget.used_bytes
         async with zero_window(harness.port) as caller:
             for _ in range(50):
@@ -78,6 +79,7 @@ async def test_a_call_with_one_answer_is_open_until_that_is_read(tmp_path: Path)
             failure = await refused(harness.wire.GetTrajectory(request))
             assert (failure.reason, failure.metadata["limit"]) == ("CALLER_LIMIT", "calls")
         await until(lambda: not account(harness).calls)
+        await harness.answers_read()
         assert account(harness).unread == 0 and harness.serving.budget.used_bytes == used
         await harness.wire.GetTrajectory(request)
 
