@@ -24,8 +24,14 @@ from penstock.server.journal_contents import (
     recover_stored,
 )
 from penstock.server.journal_export import group_rows, open_writer, state_of
-from penstock.server.journal_reading import NoJournal, Segment, StoredJournal, open_stored
+from penstock.server.journal_reading import NoJournal, StoredJournal, open_stored
 from penstock.server.journal_segment import SegmentCorrupt
+from penstock.server.journal_segment_reader import (
+    FileMissing,
+    SegmentReader,
+    check_last,
+    check_order,
+)
 from penstock.server.recovery import FinishedGroup, Recovered
 from penstock.v1 import journal_pb2
 
@@ -203,11 +209,7 @@ def verify(folder: Path, as_json: bool) -> int:
 
     def work() -> int:
         with open_stored(folder) as journal:
-            state = Recovered()
-            reports: list[SegmentReport] = []
-            for segment in journal.segments:
-                reports.append(_check(segment, None if _any_corrupt(reports) else state))
-        missing = find_missing(journal.segments)
+            reports, missing = check_all(journal.segments)
         corrupt = _any_corrupt(reports) or bool(missing)
         if as_json:
             click.echo(
@@ -234,26 +236,35 @@ def verify(folder: Path, as_json: bool) -> int:
     return _guarded(work)
 
 
-def find_missing(segments: Sequence[Segment]) -> list[str]:
-    """Where files were lost, which a copy of a folder may be without.
-
-    Segments are numbered from 1, and from a snapshot's number on. One number may be skipped: that of a
-    snapshot that was never finished.
-    """
-    problems: list[str] = []
-    last, most = 0, 1
+def check_all(segments: Sequence[SegmentReader]) -> tuple[list[SegmentReport], list[str]]:
+    """What was found in each file, and which files were lost, which a copy of a folder may be without."""
+    state = Recovered()
+    reports: list[SegmentReport] = []
+    missing: list[str] = []
+    before: SegmentReader | None = None
     for segment in segments:
-        if segment.number > last + most and not segment.snapshot:
-            problems.append(f"what came before {segment.path.name} is missing")
-        last, most = segment.number, 1 if segment.snapshot else 2
-    return problems
+        try:
+            check_order(before, segment)
+        except FileMissing as error:
+            missing.append(f"what came before {error.path.name} is missing")
+        except SegmentCorrupt as error:
+            # Of the end of the one before it, or of its own beginning, which is found again.
+            if error.path != segment.path and reports[-1].corrupt is None:
+                reports[-1].corrupt = Problem(error.offset, error.problem)
+        reports.append(_check(segment, None if _any_corrupt(reports) or missing else state))
+        before = segment
+    try:
+        check_last(before)
+    except FileMissing as error:
+        missing.append(f"what came after {error.path.name} is missing")
+    return reports, missing
 
 
 def _any_corrupt(reports: list[SegmentReport]) -> bool:
     return any(report.corrupt is not None for report in reports)
 
 
-def _check(segment: Segment, state: Recovered | None) -> SegmentReport:
+def _check(segment: SegmentReader, state: Recovered | None) -> SegmentReport:
     """Reads one file whole; with `state`, also whether its records fit those before."""
     report = SegmentReport(segment.path.name, segment.byte_count)
     try:

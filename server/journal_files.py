@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.server.journal import JournalRecord, Record, Stored
-from penstock.server.journal_segment import SegmentCorrupt, SegmentReader
+from penstock.server.journal import Record, Stored
+from penstock.server.journal_segment_reader import SegmentReader, check_last, check_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,20 @@ class Reading:
 
 
 def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Stored]]:
-    """Every record, oldest first. Raises SegmentCorrupt."""
+    """Every record, oldest first. Raises OSError, and SegmentCorrupt where files are missing, too."""
+    before: SegmentReader | None = None
     for number, path in files.all:
         last = bool(files.segments) and (number, path) == files.segments[-1]
-        reader = SegmentReader(path, last=last)
-        for frame in reader.frames():
-            record = JournalRecord()
-            try:
-                record.ParseFromString(bytes(frame.payload))
-            except Exception as error:  # protobuf's own, of several kinds.
-                raise SegmentCorrupt(path, frame.offset, f"is no record: {error}") from error
-            reading.records += 1
-            yield record, Stored(number, frame.offset, frame.length)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            reader = SegmentReader(number, path, descriptor, last=last)
+            check_order(before, reader)
+            for frame in reader.frames():
+                reading.records += 1
+                yield reader.record(frame), Stored(number, frame.offset, frame.length)
+        finally:
+            os.close(descriptor)
         reading.torn_bytes += reader.torn_bytes
         reading.bytes_by_segment[number] = reader.end
+        before = reader
+    check_last(before)

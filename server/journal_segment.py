@@ -3,34 +3,43 @@
 A segment is a file of a fixed size, allocated whole before anything is written to it: a full disk shows
 itself there and then, and not in the middle of a record. It holds
 
-    magic, number                               16 bytes
+    magic, number, place, XXH3-64 of the three  40 bytes
     frame, frame, ...                           each a multiple of 8 bytes
     zeros
 
 and a frame: its mark, the length of its payload, how much of this segment was durable when it was written,
 XXH3-64 of those two and the payload, the payload, and zeros up to a multiple of 8.
 
+The place is where the file before it ended, so that a file that is lost, or its last records, are missed.
+A file that nothing is added to any more has a closing frame at its end, which says how many records there
+are: a snapshot, and the last segment of a server that was stopped. Files of earlier versions hold only
+magic and number before their frames, and no closing frame.
+
 The end of what was written is where no frame begins. Where it is a frame that cannot be right, the tail is
 torn: it was being written when the machine stopped, and nobody was told that it was there. That cannot
 be so where a later frame says that this place was durable already, or another segment follows: then bytes
-were lost that somebody relies on, and the segment is corrupt.
+were lost that somebody relies on, and the segment is corrupt. `journal_segment_reader` judges it.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-MAGIC = b"PENSTOCK"
-HEADER = struct.Struct("<8sQ")
+MAGIC = b"PENSTOK2"
+HEADER = struct.Struct("<8sQQQQ")
+FIRST_MAGIC = b"PENSTOCK"
+FIRST_HEADER = struct.Struct("<8sQ")
 FRAME = struct.Struct("<IIQQ")
 MARK = 0x4C4E524A
+CLOSING_MARK = 0x444E454A
+COUNT = struct.Struct("<Q")
+CLOSING_BYTES = FRAME.size + COUNT.size
 ALIGNMENT = 8
 MAX_PAYLOAD = 1 << 30
 # A piece of this size is written as it lies; smaller ones are copied together first.
@@ -51,13 +60,59 @@ class SegmentCorrupt(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a file ends."""
+
+    number: int
+    """Of the file; zero where there is none."""
+    end: int
+
+
+NOWHERE = Place(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """How a file begins."""
+
+    size: int
+    number: int
+    before: Place | None
+    """Where the file before it ended, or all that a snapshot says anew; None of an earlier version."""
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """Where a payload lies, and what it is."""
 
     offset: int
     length: int
     """Bytes of the whole frame."""
+    durable: int
+    """Bytes of its file that were durable when it was written."""
     payload: memoryview
+    closing: bool = False
+    """Whether it ends the file: its payload is how many records there are."""
+
+
+def header_of(number: int, before: Place) -> bytes:
+    """How a file begins that follows another."""
+    fields = HEADER.pack(MAGIC, number, before.number, before.end, 0)[:-8]
+    return fields + xxhash.xxh3_64(fields).intdigest().to_bytes(8, "little")
+
+
+def read_header(data: bytes) -> Header:
+    """How a file begins whose first bytes these are. Raises ValueError."""
+    magic = data[: len(MAGIC)]
+    if magic == FIRST_MAGIC and len(data) >= FIRST_HEADER.size:
+        _, number = FIRST_HEADER.unpack_from(data)
+        return Header(FIRST_HEADER.size, number, None)
+    if magic != MAGIC or len(data) < HEADER.size:
+        raise ValueError("is no segment of a journal")
+    _, number, before, end, digest = HEADER.unpack_from(data)
+    if xxhash.xxh3_64(data[: HEADER.size - 8]).intdigest() != digest:
+        raise ValueError("the checksum of its beginning does not match")
+    return Header(HEADER.size, number, Place(before, end))
 
 
 def frame_length(payload_length: int) -> int:
@@ -70,27 +125,27 @@ def payload_length(payload: Payload) -> int:
     return sum(len(part) for part in payload)
 
 
-def frame_of(payload: Payload, durable: int) -> Payload:
+def frame_of(payload: Payload, durable: int, mark: int = MARK) -> Payload:
     """The pieces of a frame, in a segment of which `durable` bytes were durable."""
     length = payload_length(payload)
-    head = FRAME.pack(MARK, length, durable, _digest(length, durable, payload))
+    head = FRAME.pack(mark, length, durable, _digest(length, durable, payload))
     return (head, *payload, bytes(-(FRAME.size + length) % ALIGNMENT))
 
 
-def read_frame(data: memoryview, offset: int) -> tuple[Frame, int]:
-    """The frame at `offset` and how much of the segment was durable then. Raises ValueError."""
-    if offset + FRAME.size > len(data):
+def read_frame(data: memoryview, place: int) -> Frame:
+    """The frame that begins `data`, which lies at `place` of its file. Raises ValueError."""
+    if len(data) < FRAME.size:
         raise ValueError("no room for a frame")
-    mark, length, durable, digest = FRAME.unpack_from(data, offset)
-    if mark != MARK:
+    mark, length, durable, digest = FRAME.unpack_from(data)
+    if mark not in (MARK, CLOSING_MARK):
         raise ValueError("no frame begins here")
-    begin = offset + FRAME.size
-    if length > MAX_PAYLOAD or begin + length > len(data):
+    if length > MAX_PAYLOAD or FRAME.size + length > len(data):
         raise ValueError(f"a frame of {length} bytes does not fit")
-    payload = data[begin : begin + length]
-    if _digest(length, durable, (payload,)) != digest:
+    payload = data[FRAME.size : FRAME.size + length]
+    closing = mark == CLOSING_MARK
+    if _digest(length, durable, (payload,)) != digest or (closing and length != COUNT.size):
         raise ValueError("its checksum does not match")
-    return Frame(offset, frame_length(length), payload), durable
+    return Frame(place, frame_length(length), durable, payload, closing)
 
 
 def _digest(length: int, durable: int, payload: Sequence[bytes | bytearray | memoryview]) -> int:
@@ -100,58 +155,8 @@ def _digest(length: int, durable: int, payload: Sequence[bytes | bytearray | mem
     return digest.intdigest()
 
 
-class SegmentReader:
-    """Reads a segment from its beginning."""
-
-    def __init__(self, path: Path, *, last: bool) -> None:
-        """`last` is whether its tail may be torn: no other segment follows it.
-
-        Raises SegmentCorrupt where it is no segment.
-        """
-        self._path = path
-        self._last = last
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < HEADER.size or file.read(len(MAGIC)) != MAGIC:
-                raise SegmentCorrupt(path, 0, "is no segment of a journal")
-            # One that compaction wrote may be larger than memory.
-            self._data = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
-        self.end = HEADER.size
-        """Where what was written ends; as of the last frame read."""
-        self.torn_bytes = 0
-        """Bytes after it that were being written when the machine stopped."""
-
-    def frames(self) -> Iterator[Frame]:
-        """Every frame in order. Raises SegmentCorrupt."""
-        while self.end < len(self._data):
-            try:
-                frame, _ = read_frame(self._data, self.end)
-            except ValueError as error:
-                self._check_end(str(error))
-                return
-            self.end += frame.length
-            yield frame
-
-    def _check_end(self, problem: str) -> None:
-        written = len(bytes(self._data[self.end :]).rstrip(b"\0"))
-        if not written:
-            return
-        if not self._last:
-            raise SegmentCorrupt(self._path, self.end, problem)
-        for offset in range(self.end, self.end + written, ALIGNMENT):
-            if int.from_bytes(self._data[offset : offset + 4], "little") != MARK:
-                continue
-            try:
-                _, durable = read_frame(self._data, offset)
-            except ValueError:
-                continue
-            if durable > self.end:
-                raise SegmentCorrupt(self._path, self.end, problem)
-        self.torn_bytes = written
-
-
 class SegmentWriter:
-    """Appends to a segment; made and used in the journal's own thread."""
+    """Appends to a segment; made and used in one thread."""
 
     def __init__(self, path: Path, size: int) -> None:
         """A file of `size` bytes, not yet a segment. Raises OSError, and leaves nothing, where they are
@@ -167,11 +172,12 @@ class SegmentWriter:
             path.unlink()
             raise
         self.end = HEADER.size
+        self._count = 0
         self._durable = 0
 
-    def begin(self, path: Path, number: int) -> None:
-        """Becomes a segment. Raises OSError."""
-        os.pwrite(self._descriptor, HEADER.pack(MAGIC, number), 0)
+    def begin(self, path: Path, number: int, before: Place) -> None:
+        """Becomes a segment, with all that was written to it so far. Raises OSError."""
+        self._write_at(0, header_of(number, before))
         os.fdatasync(self._descriptor)
         self.path.rename(path)
         sync_folder(path.parent)
@@ -179,8 +185,8 @@ class SegmentWriter:
 
     @property
     def room(self) -> int:
-        """Bytes that still fit."""
-        return self._size - self.end
+        """Bytes that still fit, beside the closing frame."""
+        return self._size - self.end - CLOSING_BYTES
 
     def write(self, payloads: Sequence[Payload]) -> list[tuple[int, int]]:
         """Appends payloads, which fit; returns the offset and length of each frame. Raises OSError."""
@@ -199,7 +205,18 @@ class SegmentWriter:
                 end += len(part)
         self._write_at(begin, b"".join(small))
         self.end = end
+        self._count += len(payloads)
         return places
+
+    def write_closing(self) -> None:
+        """Ends the file: nothing is appended any more. Raises OSError."""
+        frame = frame_of((COUNT.pack(self._count),), self._durable, CLOSING_MARK)
+        self._write_at(self.end, b"".join(frame))
+        self.end += CLOSING_BYTES
+
+    def trim(self) -> None:
+        """Gives back what was allocated and is not used. Raises OSError."""
+        os.ftruncate(self._descriptor, self.end)
 
     def _write_at(self, offset: int, data: bytes | bytearray) -> None:
         view = memoryview(data)
@@ -210,6 +227,10 @@ class SegmentWriter:
     def sync(self) -> None:
         """Makes durable what was written. Raises OSError, after which nothing can be said of it."""
         os.fdatasync(self._descriptor)
+        self.rely()
+
+    def rely(self) -> None:
+        """What was written so far is relied on: frames after it say so."""
         self._durable = self.end
 
     def close(self) -> None:
@@ -222,7 +243,7 @@ def read_payload(path: Path, offset: int, length: int) -> bytes:
     with path.open("rb") as file:
         data = os.pread(file.fileno(), length, offset)
     try:
-        frame, _ = read_frame(memoryview(data), 0)
+        frame = read_frame(memoryview(data), offset)
     except ValueError as error:
         raise SegmentCorrupt(path, offset, str(error)) from error
     return bytes(frame.payload)

@@ -34,7 +34,7 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,6 @@ from typing import Literal, TypeVar
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
     Appended,
-    Deferred,
-    EncodedRecord,
     JournalInUse,
     JournalUnreadable,
     Record,
@@ -54,17 +52,18 @@ from penstock.server.journal import (
 )
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.server.journal_segment import (
+    CLOSING_BYTES,
     HEADER,
-    MAGIC,
+    NOWHERE,
     Payload,
+    Place,
     SegmentCorrupt,
     SegmentWriter,
     frame_length,
-    frame_of,
     payload_length,
     read_payload,
-    sync_folder,
 )
+from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
 from penstock.wire.failpoints import hit
 from penstock.wire.reasons import Reason
 
@@ -76,7 +75,6 @@ Durability = Literal["fsync", "process"]
 
 # For what is appended without asking: receipts and the like, which make room.
 HEADROOM_BYTES = 1 << 20
-SNAPSHOT_BATCH_BYTES = 8 << 20
 
 
 @dataclass(eq=False)
@@ -84,18 +82,6 @@ class _Append:
     payloads: list[Payload]
     hold_last: bool
     done: asyncio.Future[list[Stored]]
-
-
-def _payload(record: Appended) -> Payload:
-    return record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
-
-
-def _written_out(items: Iterable[SnapshotItem]) -> Iterator[Appended | Stored]:
-    for item in items:
-        if isinstance(item, Deferred):
-            yield from item.make()
-        else:
-            yield item
 
 
 class LogJournal:
@@ -134,6 +120,8 @@ class LogJournal:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._writer: SegmentWriter | None = None
         self._spare: SegmentWriter | None = None
+        self._before = NOWHERE
+        """Where the file before the running segment ended."""
         self._writing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
         self._failure: DomainError | None = None
@@ -161,18 +149,21 @@ class LogJournal:
             ) from error
         self._bytes = reading.bytes_by_segment
         if reading.torn_bytes:
-            _, path = self._files.segments[-1]
             logger.warning(
                 "the journal's last %d bytes were being written when its server stopped, and were never "
                 "acknowledged",
                 reading.torn_bytes,
             )
-        if self._files.segments:
-            # Nothing may follow a torn tail.
-            number, path = self._files.segments[-1]
+        for number, path in self._files.segments:
+            # Nothing may follow a torn tail, and what a segment was allocated is not used any more.
             with path.open("r+b") as file:
-                file.truncate(self._bytes[number])
-                os.fsync(file.fileno())
+                end, last = self._bytes[number], path == self._files.segments[-1][1]
+                if last or os.fstat(file.fileno()).st_size > end:
+                    file.truncate(end)
+                    os.fsync(file.fileno())
+        if self._files.all:
+            number, _ = self._files.all[-1]
+            self._before = Place(number, self._bytes[number])
 
     async def read(self, stored: Stored) -> bytes:
         """One record again, as bytes. Raises JOURNAL_CORRUPT."""
@@ -237,7 +228,7 @@ class LogJournal:
         """Queues records; the future ends as `append` does. Raises JOURNAL_FAILED."""
         if self._failure is not None:
             raise self._failure
-        payloads = [_payload(record) for record in records]
+        payloads = [payload_of(record) for record in records]
         done: asyncio.Future[list[Stored]] = asyncio.get_running_loop().create_future()
         self._pending.append(_Append(payloads, hold_last, done))
         self._pending_bytes += sum(frame_length(payload_length(payload)) for payload in payloads)
@@ -298,10 +289,13 @@ class LogJournal:
             part.append(payload)
             length += more
         places += self._write_part(part)
-        if self._durability == "fsync" and payloads:
-            hit("journal.before_fsync")
-            assert self._writer is not None
-            self._writer.sync()
+        assert self._writer is not None
+        if payloads:
+            if self._durability == "fsync":
+                hit("journal.before_fsync")
+                self._writer.sync()
+            else:
+                self._writer.rely()
         self._make_spare()
         return places
 
@@ -315,14 +309,16 @@ class LogJournal:
     def _rotate(self, number: int, at_least: int = 0) -> None:
         """Goes on in a new segment; the one before is durable then."""
         if self._writer is not None:
+            self._writer.trim()
             self._writer.sync()
             self._writer.close()
+            self._before = Place(self._writer.number, self._writer.end)
         self._make_spare(at_least)
         if self._spare is None:
             raise OSError(28, "no room for another segment", str(self._folder))
         path = self._folder / f"{number:010d}.log"
         hit("journal.before_rotate")
-        self._spare.begin(path, number)
+        self._spare.begin(path, number, self._before)
         self._writer, self._spare = self._spare, None
         self._paths[number] = path
         self._bytes[number] = HEADER.size
@@ -330,7 +326,7 @@ class LogJournal:
 
     def _make_spare(self, at_least: int = 0) -> None:
         """Room for the next segment; none where the disk has none, which `check_room` then says."""
-        size = max(self._segment_bytes, at_least + HEADER.size)
+        size = max(self._segment_bytes, at_least + HEADER.size + CLOSING_BYTES)
         if self._spare is not None:
             if self._spare.room >= at_least:
                 return
@@ -370,18 +366,19 @@ class LogJournal:
         number = self._writer.number + 1
         await self._in_thread(lambda: self._rotate(number + 1))
         self._compacting = asyncio.create_task(
-            self._compact(number, records, pending), name="compaction"
+            self._compact(number, self._before, records, pending), name="compaction"
         )
 
     async def _compact(
         self,
         number: int,
+        before: Place,
         records: list[SnapshotItem],
         pending: asyncio.Future[list[Stored]],
     ) -> None:
         try:
             await pending
-            await self._replace_older(number, records)
+            await self._replace_older(number, before, records)
         except (OSError, SegmentCorrupt, DomainError) as error:
             # Tried no more by this server: the older files stay, and say the same.
             logger.error("the journal cannot be compacted: %s", error)
@@ -391,11 +388,12 @@ class LogJournal:
             self.compactions += 1
             self._compacting = None
 
-    async def _replace_older(self, number: int, records: list[SnapshotItem]) -> None:
-        moves = await asyncio.to_thread(self._write_snapshot, number, records)
+    async def _replace_older(self, number: int, before: Place, records: list[SnapshotItem]) -> None:
+        written = await asyncio.to_thread(self._write_snapshot, number, before, records)
         older = [(n, path) for n, path in self._paths.items() if n < number]
         self._paths[number] = self._folder / f"{number:010d}.snapshot"
-        for stored, (offset, length) in moves:
+        self._bytes[number], self._other = written.end, written.other_bytes
+        for stored, (offset, length) in written.moves:
             stored.segment, stored.offset, stored.length = number, offset, length
         for older_number, path in older:
             del self._paths[older_number]
@@ -407,36 +405,19 @@ class LogJournal:
                 # The next server removes it, for it is older than a snapshot.
                 logger.error("%s stays: %s", path, error)
 
-    def _write_snapshot(
-        self, number: int, records: list[SnapshotItem]
-    ) -> list[tuple[Stored, tuple[int, int]]]:
+    def _write_snapshot(self, number: int, before: Place, records: list[SnapshotItem]) -> Written:
         """In a thread of its own."""
-        moves: list[tuple[Stored, tuple[int, int]]] = []
-        unfinished = self._folder / f"{number:010d}.unfinished"
-        other = 0
-        with unfinished.open("wb") as file:
-            end = file.write(HEADER.pack(MAGIC, number))
-            for item in _written_out(records):
-                if isinstance(item, Stored):
-                    payload = (self._read(item.segment, item.offset, item.length),)
-                else:
-                    payload = _payload(item)
-                length = frame_length(payload_length(payload))
-                if isinstance(item, Stored):
-                    moves.append((item, (end, length)))
-                else:
-                    other += length
-                file.writelines(frame_of(payload, 0))
-                end += length
-            file.flush()
-            hit("journal.before_snapshot_fsync")
-            os.fsync(file.fileno())
-        unfinished.rename(self._folder / f"{number:010d}.snapshot")
-        sync_folder(self._folder)
-        hit("journal.before_snapshot_clean_up")
-        self._bytes[number] = end
-        self._other = other
-        return moves
+
+        def read(stored: Stored) -> bytes:
+            return self._read(stored.segment, stored.offset, stored.length)
+
+        return write_snapshot(self._folder, number, before, records, read)
+
+    def _close_segment(self) -> None:
+        assert self._writer is not None
+        self._writer.sync()
+        self._writer.write_closing()
+        self._writer.sync()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -453,7 +434,7 @@ class LogJournal:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._compacting
         if self._writer is not None and self._failure is None:
-            await self._in_thread(self._writer.sync)
+            await self._in_thread(self._close_segment)
         for writer in (self._writer, self._spare):
             if writer is not None:
                 writer.close()

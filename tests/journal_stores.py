@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.server import log_journal
+from penstock.server import journal_snapshot, log_journal
 from penstock.server.journal import Journal, JournalRecord, Record, Stored, tasks_known
 from penstock.server.log_journal import LogJournal
 from tests.nats_server import NatsServer
@@ -40,7 +40,7 @@ def read_name(payload: bytes) -> str:
 class Store(ABC):
     """One place, which one journal after the other writes to."""
 
-    module: ModuleType
+    modules: tuple[ModuleType, ...]
     """Where its journal is written."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ async def names_in(journal: Journal) -> list[str]:
 class LogStore(Store):
     """A folder."""
 
-    module = log_journal
+    modules = (log_journal, journal_snapshot)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "journal"
@@ -126,7 +126,7 @@ class JetStreamStore(Store):
     def __init__(self, nats: NatsServer) -> None:
         from penstock.server import jetstream_journal
 
-        self.module = jetstream_journal
+        self.modules = (jetstream_journal,)
         self.nats = nats
         self.stream = f"TEST_{next(STREAMS)}"
 

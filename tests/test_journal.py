@@ -24,7 +24,8 @@ from penstock.server.journal import (
     tasks_known,
 )
 from penstock.server.journal_files import find_files
-from penstock.server.journal_segment import SegmentCorrupt, SegmentReader, SegmentWriter
+from penstock.server.journal_segment import NOWHERE, SegmentCorrupt, SegmentWriter
+from penstock.server.journal_segment_reader import SegmentReader
 from penstock.server.log_journal import LogJournal
 from penstock.wire.reasons import Reason
 
@@ -74,7 +75,7 @@ async def names_in(folder: Path) -> list[str]:
 def write_segment(folder: Path, payloads: list[bytes], *, sync: bool = True) -> Path:
     writer = SegmentWriter(folder / "spare", 64 * 1024)
     path = folder / "0000000001.log"
-    writer.begin(path, 1)
+    writer.begin(path, 1, NOWHERE)
     for payload in payloads:
         writer.write([(payload,)])
         if sync:
@@ -84,8 +85,9 @@ def write_segment(folder: Path, payloads: list[bytes], *, sync: bool = True) -> 
 
 
 def read_segment(path: Path, *, last: bool = True) -> tuple[list[bytes], int]:
-    reader = SegmentReader(path, last=last)
-    return [bytes(frame.payload) for frame in reader.frames()], reader.torn_bytes
+    with path.open("rb") as file:
+        reader = SegmentReader(1, path, file.fileno(), last=last)
+        return [bytes(frame.payload) for frame in reader.frames()], reader.torn_bytes
 
 
 @given(st.lists(st.binary(max_size=200), max_size=8))
@@ -222,7 +224,7 @@ async def test_a_corrupt_record_is_named_and_nothing_is_served(tmp_path: Path) -
         content[journal_segment.HEADER.size + 40] ^= 0x10
         path = journal._paths[stored.segment]
     path.write_bytes(content)
-    with pytest.raises(JournalUnreadable, match=r"corrupt: 0000000001\.log at 16"):
+    with pytest.raises(JournalUnreadable, match=r"corrupt: 0000000001\.log at 40"):
         await names_in(tmp_path)
 
 

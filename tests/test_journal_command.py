@@ -20,10 +20,21 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.client.__main__ import main
-from penstock.server import journal_reading
 from penstock.server.journal import JournalRecord, tasks_known
+from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.server.journal_reading import find_writer, open_stored
-from penstock.server.journal_segment import FRAME, HEADER, MARK, SegmentWriter, frame_length
+from penstock.server.journal_segment import (
+    FIRST_HEADER,
+    FIRST_MAGIC,
+    FRAME,
+    HEADER,
+    MARK,
+    NOWHERE,
+    Place,
+    SegmentCorrupt,
+    SegmentWriter,
+    frame_length,
+)
 from tests.harness import CompleteTrajectoryRequest, Exchange, Harness, Turn, hello, sampling, serve
 from tests.test_recovery import killed, lease, on_disk, submit, work
 
@@ -359,8 +370,10 @@ async def test_a_torn_end_is_counted_and_is_not_corrupt(filled: Path) -> None:
 
 def test_each_segment_reports_its_own_first_corrupt_place(tmp_path: Path) -> None:
     (tmp_path / "LOCK").touch()
+    before = NOWHERE
     for number in (1, 2, 3):
-        write(tmp_path, number, [tasks_known([f"{number}-{i}"]) for i in range(4)])
+        records = [tasks_known([f"{number}-{i}"]) for i in range(4)]
+        before = Place(number, write(tmp_path, number, records, before).end)
     for number in (1, 2):
         path = tmp_path / f"{number:010d}.log"
         content = bytearray(path.read_bytes())
@@ -375,35 +388,73 @@ def test_each_segment_reports_its_own_first_corrupt_place(tmp_path: Path) -> Non
     assert (third["corrupt"], third["records"]) == (None, {"tasks_known": 4})
 
 
+ORDERS: tuple[tuple[tuple[str, ...], list[str]], ...] = (
+    (("1.log", "2.log", "3.log"), []),
+    (("1.log", "3.log", "4.log"), []),
+    (("4.snapshot", "5.log", "6.log"), []),
+    (("2.log",), ["0000000002.log"]),
+    (("1.log", "4.log"), ["0000000004.log"]),
+    (("4.snapshot", "6.log"), ["0000000006.log"]),
+)
+
+
+@pytest.mark.parametrize(("files", "missing"), [*ORDERS, (("4.snapshot",), [])])
+def test_a_copy_of_an_earlier_version_that_lacks_a_file_is_not_whole(
+    tmp_path: Path, files: tuple[str, ...], missing: list[str]
+) -> None:
+    """Such files say nothing of those before them but by their numbers."""
+    (tmp_path / "LOCK").touch()
+    for name in files:
+        number, _, kind = name.partition(".")
+        written = write(tmp_path, int(number), [tasks_known(["x"])])
+        content = written.path.read_bytes()
+        begin = FIRST_HEADER.pack(FIRST_MAGIC, int(number))
+        written.path.write_bytes(begin + content[HEADER.size :])
+        written.path.rename(written.path.with_suffix(f".{kind}"))
+    check_missing(tmp_path, [f"what came before {name} is missing" for name in missing])
+    if not missing:
+        with open_stored(tmp_path) as journal:
+            assert len(list(journal.records())) == len(files)
+
+
+def check_missing(folder: Path, missing: list[str]) -> None:
+    """That `verify` says so, and that a server does not start over it."""
+    status, report = verified(folder)
+    assert (status, report["missing"]) == (1 if missing else 0, missing)
+    assert invoke("verify", folder).output.splitlines()[-1] == ("corrupt" if missing else "whole")
+    if missing:
+        with pytest.raises(SegmentCorrupt, match="is missing"):
+            list(read_records(find_files(folder), Reading()))
+
+
 @pytest.mark.parametrize(
-    ("files", "missing"),
-    [
-        (("1.log", "2.log", "3.log"), []),
-        (("1.log", "3.log", "4.log"), []),
-        (("4.snapshot", "5.log", "6.log"), []),
-        (("4.snapshot",), []),
-        (("2.log",), ["0000000002.log"]),
-        (("1.log", "4.log"), ["0000000004.log"]),
-        (("4.snapshot", "6.log"), ["0000000006.log"]),
-    ],
+    ("files", "missing"), [*ORDERS[2:], (("4.snapshot",), ["0000000004.snapshot"])]
 )
 def test_a_copy_that_lacks_a_file_is_not_whole(
     tmp_path: Path, files: tuple[str, ...], missing: list[str]
 ) -> None:
     (tmp_path / "LOCK").touch()
-    for name in files:
-        number, _, kind = name.partition(".")
-        written = write(tmp_path, int(number), [tasks_known(["x"])])
-        written.path.rename(written.path.with_suffix(f".{kind}"))
-    status, report = verified(tmp_path)
-    assert status == (1 if missing else 0)
-    assert report["missing"] == [f"what came before {name} is missing" for name in missing]
-    assert invoke("verify", tmp_path).output.splitlines()[-1] == ("corrupt" if missing else "whole")
+    places = {0: NOWHERE}
+    for number in range(1, 4):
+        end = write(tmp_path, number, [tasks_known(["x"])], places[number - 1]).end
+        places[number] = Place(number, end)
+    write(tmp_path, 4, [tasks_known(["x"])], places[3]).write_closing()
+    (tmp_path / "0000000004.log").rename(tmp_path / "0000000004.snapshot")
+    end = write(tmp_path, 5, [tasks_known(["x"])], places[3]).end
+    write(tmp_path, 6, [tasks_known(["x"])], Place(5, end))
+    kept = {f"{int(n):010d}.{kind}" for n, kind in (name.split(".") for name in files)}
+    if kept == {"0000000001.log", "0000000004.log"}:
+        write(tmp_path, 4, [tasks_known(["x"])], places[3])
+    for path in tmp_path.glob("0*"):
+        if path.name not in kept:
+            path.unlink()
+    where = "after" if files == ("4.snapshot",) else "before"
+    check_missing(tmp_path, [f"what came {where} {name} is missing" for name in missing])
 
 
-def write(folder: Path, number: int, records: list[Any]) -> SegmentWriter:
+def write(folder: Path, number: int, records: list[Any], before: Place = NOWHERE) -> SegmentWriter:
     writer = SegmentWriter(folder / "spare", 64 * 1024)
-    writer.begin(folder / f"{number:010d}.log", number)
+    writer.begin(folder / f"{number:010d}.log", number, before)
     for record in records:
         writer.write([(record.SerializeToString(),)])
         writer.sync()
@@ -430,28 +481,28 @@ def test_a_frame_that_is_written_while_it_is_read_is_not_corrupt(
     """The reader sees half of the second record, and then a third that says the second was durable."""
     (tmp_path / "LOCK").touch()
     write(tmp_path, 1, [tasks_known([name]) for name in ("first", "second", "third", "fourth")])
-    second = HEADER.size + frame_of("first")
+    second_end = HEADER.size + frame_of("first") + frame_of("second")
     reads = 0
     real = os.pread
 
     def pread(descriptor: int, length: int, offset: int) -> bytes:
         nonlocal reads
         data = real(descriptor, length, offset)
-        if offset == second:
+        last = second_end - offset
+        if last >= frame_of("second") and len(data) >= last:
             reads += 1
             if reads <= 2:
-                return data[:-4] + bytes(4)
+                return data[: last - 12] + bytes(12) + data[last:]
         return data
 
-    monkeypatch.setattr(journal_reading.os, "pread", pread)
+    monkeypatch.setattr(os, "pread", pread)
     status, report = verified(tmp_path)
     assert (status, report["segments"][0]["records"]) == (0, {"tasks_known": 4})
+    assert reads > 2
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_cut_anywhere_is_judged_as_a_server_judges_it(tmp_path: Path, seed: int) -> None:
-    from penstock.server.journal_segment import SegmentReader
-
     random = np.random.default_rng(seed)
     writer = write(
         tmp_path, 1, [tasks_known(["x" * int(random.integers(1, 90))]) for _ in range(5)]
@@ -472,13 +523,15 @@ def test_a_cut_anywhere_is_judged_as_a_server_judges_it(tmp_path: Path, seed: in
             return str(error)
 
     def by_server() -> tuple[int, int, int]:
-        reader = SegmentReader(path, last=True)
-        return len(list(reader.frames())), reader.end, reader.torn_bytes
+        reading = Reading()
+        records = list(read_records(find_files(tmp_path), reading))
+        return len(records), reading.bytes_by_segment[1], reading.torn_bytes
 
     def by_command() -> tuple[int, int, int]:
         with open_stored(tmp_path) as journal:
             (segment,) = journal.segments
-            return len(list(segment.frames())), segment.end, segment.torn_bytes
+            records = [segment.record(frame) for frame in segment.frames()]
+            return len(records), segment.end, segment.torn_bytes
 
     assert outcome(by_command) == outcome(by_server)
 

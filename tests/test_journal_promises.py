@@ -180,7 +180,8 @@ async def test_what_was_answered_is_there_after_an_end_at_each_step(
     assert await names_in(journal) == []
     await journal.start(snapshot)
     await journal.append([record("first")])
-    monkeypatch.setattr(store.module, "hit", end)
+    for module in store.modules:
+        monkeypatch.setattr(module, "hit", end)
     n = 0
     with pytest.raises(DomainError):
         async with asyncio.timeout(20):

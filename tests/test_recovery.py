@@ -23,7 +23,8 @@ from penstock.server.journal import (
     group_changed,
     tasks_known,
 )
-from penstock.server.log_journal import LogJournal, _written_out
+from penstock.server.journal_snapshot import written_out
+from penstock.server.log_journal import LogJournal
 from penstock.server.recovery import Recovered
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
@@ -128,7 +129,7 @@ async def state(harness: Harness) -> list[str]:
     """Everything that counts, in no order."""
     journal = harness.serving._journal
     found: list[str] = []
-    for item in _written_out(list(harness.serving.parts.snapshot(0, 0))):
+    for item in written_out(list(harness.serving.parts.snapshot(0, 0))):
         record = item
         if isinstance(item, Stored):
             record = JournalRecord.FromString(await journal.read(item))
