@@ -118,10 +118,11 @@ class JournalSection(_Section):
     """Longest time that the NATS server may be away while something waits for it. Beyond it this server
     ends, as with a disk that fails."""
     max_bytes: int = Field(default=64 << 30, ge=4 << 20)
-    """Most bytes on the disk, or in the stream. Half of them may be in use, of a stream a third: the rest
-    is for what compaction is about to free, and for its copy. Beyond that callers get DISK_FULL."""
+    """Most bytes on the disk, or in the stream. Nearly a third of them may be in use: the rest is for what
+    compaction is about to free, and for its copy. Beyond that callers get DISK_FULL."""
     segment_bytes: int = Field(default=128 << 20, ge=1 << 20)
-    """Size of one file, allocated whole; in a stream, how much that nobody needs makes for a compaction."""
+    """Size of one file, allocated whole, and at most a sixteenth of `max_bytes` whatever stands here; in a
+    stream, how much that nobody needs makes for a compaction."""
 
     @field_validator("stream")
     @classmethod

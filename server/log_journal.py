@@ -12,15 +12,15 @@ Order of an append: records encoded -> queued -> with all that are queued by the
 (`fsync`), or only written (`process`) -> answered. Appends end in the order they began.
 
 Room. Nothing is begun that might not fit (`check_room`): what changes state asks before it does. There
-is room where the next segment is allocated already, and where what is kept takes less than half of
-`max_bytes`; the other half is for what compaction is about to free, and for the copy that it makes.
+is room where the next segment is allocated already, and where `journal_room` finds some within `max_bytes`.
 
 Compaction, once what nobody needs outgrows what somebody does: the state as records (`snapshot`), groups
 by where they lie -> appends go on in a later segment -> the snapshot is written by a thread of its own,
 made durable and given its name -> older files are removed. A server that stops in between finds the older
 files whole. What left the state before the snapshot and was still to be written then is written first:
 until it is durable, older files stay. A record that is held is carried over, whether or not the snapshot
-has it yet.
+has it yet. One that fails is tried again, after ten times as long as it took. Where something is refused,
+one is made that would not be worth it otherwise: what counted at the last one may be of no use by now.
 
 What a failure does. A write or an fsync that fails leaves it open what is on the disk: nothing is answered
 any more, `failed` says why, and the server stops. What was answered before is there. A record that is not
@@ -38,7 +38,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
@@ -51,19 +51,17 @@ from penstock.server.journal import (
     Stored,
 )
 from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.server.journal_room import Room
 from penstock.server.journal_segment import (
-    CLOSING_BYTES,
-    HEADER,
-    NOWHERE,
     Payload,
     Place,
     SegmentCorrupt,
-    SegmentWriter,
     frame_length,
     payload_length,
     read_payload,
 )
 from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
+from penstock.server.journal_writing import Durability, Segments
 from penstock.wire.failpoints import hit
 from penstock.wire.reasons import Reason
 
@@ -71,10 +69,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Durability = Literal["fsync", "process"]
-
-# For what is appended without asking: receipts and the like, which make room.
-HEADROOM_BYTES = 1 << 20
+SHORTEST_WAIT_SECONDS = 1.0
+TIMES_AS_LONG = 10
+"""As a compaction took, that the next one waits: of one that failed, or was made only because something was
+refused."""
 
 
 @dataclass(eq=False)
@@ -93,9 +91,8 @@ class LogJournal:
         """Takes the folder. Raises JournalInUse and OSError."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
-        self._durability = durability
-        self._max_bytes = max_bytes
-        self._segment_bytes = segment_bytes
+        self._room = Room(max_bytes, segment_bytes)
+        self._segments = Segments(folder, durability, self._room)
         self._lock = (folder / "LOCK").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,25 +102,23 @@ class LogJournal:
         self._files = find_files(folder)
         for path in self._files.obsolete:
             path.unlink()
-        self._bytes: dict[int, int] = {}
-        """Bytes written, by segment."""
-        self._paths = dict(self._files.all)
+        self._segments.paths = dict(self._files.all)
         self._held: set[Stored] = set()
-        self._kept = 0
-        """Bytes of the records that are held."""
-        self._other = 0
-        """Bytes of the records that no one holds, and that count: as of the last snapshot."""
         self._pending: list[_Append] = []
         self._pending_bytes = 0
         self._wake = asyncio.Event()
         self._closing = False
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._writer: SegmentWriter | None = None
-        self._spare: SegmentWriter | None = None
-        self._before = NOWHERE
-        """Where the file before the running segment ended."""
         self._writing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+        """When a compaction may begin, after one that failed; of the loop's clock."""
+        self._press_at = 0.0
+        """When one may begin only because something was refused."""
+        self._pressed = False
+        """Whether something was refused since the last one began."""
+        self._changed = False
+        """Whether anything was appended or released since then."""
         self._failure: DomainError | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
@@ -147,7 +142,7 @@ class LogJournal:
             raise JournalUnreadable(
                 f"the journal {self._folder} is corrupt: {error}; `penstock journal verify` says more"
             ) from error
-        self._bytes = reading.bytes_by_segment
+        self._room.by_file = reading.bytes_by_segment
         if reading.torn_bytes:
             logger.warning(
                 "the journal's last %d bytes were being written when its server stopped, and were never "
@@ -157,13 +152,13 @@ class LogJournal:
         for number, path in self._files.segments:
             # Nothing may follow a torn tail, and what a segment was allocated is not used any more.
             with path.open("r+b") as file:
-                end, last = self._bytes[number], path == self._files.segments[-1][1]
+                end, last = self._room.by_file[number], path == self._files.segments[-1][1]
                 if last or os.fstat(file.fileno()).st_size > end:
                     file.truncate(end)
                     os.fsync(file.fileno())
         if self._files.all:
             number, _ = self._files.all[-1]
-            self._before = Place(number, self._bytes[number])
+            self._segments.before = Place(number, self._room.by_file[number])
 
     async def read(self, stored: Stored) -> bytes:
         """One record again, as bytes. Raises JOURNAL_CORRUPT."""
@@ -182,7 +177,7 @@ class LogJournal:
                 ) from error
 
     def _read(self, segment: int, offset: int, length: int) -> bytes:
-        return read_payload(self._paths[segment], offset, length)
+        return read_payload(self._segments.paths[segment], offset, length)
 
     # Appending
 
@@ -190,33 +185,27 @@ class LogJournal:
         """Begins to write, after `replay`. Raises OSError."""
         self._snapshot = snapshot
         newest = max((number for number, _ in self._files.all), default=0)
-        await self._in_thread(lambda: self._rotate(newest + 1))
+        await self._in_thread(lambda: self._segments.rotate(newest + 1))
         self._writing = asyncio.create_task(self._write_batches(), name="journal")
 
     def check_room(self, byte_count: int) -> None:
         """Raises DISK_FULL where records of so many bytes may not fit any more."""
-        wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
-        kept = self._kept + self._other
-        if kept + wanted > self._max_bytes // 2:
-            message = f"the journal keeps {kept} bytes, {byte_count} more do not fit"
-        elif not self._allocated(wanted):
+        wanted = frame_length(byte_count) + self._pending_bytes
+        refusal = self._room.refusal(wanted)
+        if refusal is not None:
+            message = f"{refusal}, {byte_count} more do not fit"
+        elif not self._segments.takes(wanted + self._room.headroom_bytes):
             message = f"the disk of the journal has no room for {byte_count} bytes"
         else:
             return
+        self._pressed = True
+        self._wake.set()
         raise DomainError(
             Reason.DISK_FULL,
             message,
-            {"kept_bytes": kept, "limit": self._max_bytes // 2},
+            {"kept_bytes": self._room.in_use, "limit": self._room.limit},
             retry_after_seconds=5.0,
         )
-
-    def _allocated(self, wanted: int) -> bool:
-        writer, spare = self._writer, self._spare
-        if wanted <= (writer.room if writer else 0) + (spare.room if spare else 0):
-            return True
-        # More than segments of the usual size take: one of its own is made for it.
-        free = os.statvfs(self._folder)
-        return wanted + self._segment_bytes <= free.f_bavail * free.f_frsize
 
     async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
         """Returns once the records are durable, with where they lie."""
@@ -238,12 +227,13 @@ class LogJournal:
     def hold(self, stored: Stored) -> None:
         """A record that is read again later, and has to be kept until `release`."""
         self._held.add(stored)
-        self._kept += stored.length
+        self._room.hold(stored.length)
 
     def release(self, stored: Stored) -> None:
         """Nobody reads it again."""
         self._held.remove(stored)
-        self._kept -= stored.length
+        self._room.release(stored.length)
+        self._changed = True
         self._wake.set()
 
     async def _write_batches(self) -> None:
@@ -263,8 +253,9 @@ class LogJournal:
     async def _write_batch(self, batch: list[_Append]) -> None:
         payloads = [payload for append in batch for payload in append.payloads]
         hit("journal.before_write")
-        places = await self._in_thread(lambda: self._write(payloads))
+        places = await self._in_thread(lambda: self._segments.write(payloads))
         hit("journal.before_reply")
+        self._changed |= bool(payloads)
         self._pending_bytes -= sum(place.length for place in places)
         for append in batch:
             count = len(append.payloads)
@@ -273,69 +264,6 @@ class LogJournal:
             if not append.done.done():
                 append.done.set_result(places[:count])
             places = places[count:]
-
-    def _write(self, payloads: list[Payload]) -> list[Stored]:
-        """In the thread."""
-        places: list[Stored] = []
-        part: list[Payload] = []
-        length = 0
-        for payload in payloads:
-            more = frame_length(payload_length(payload))
-            assert self._writer is not None
-            if length + more > self._writer.room:
-                places += self._write_part(part)
-                part, length = [], 0
-                self._rotate(self._writer.number + 1, more)
-            part.append(payload)
-            length += more
-        places += self._write_part(part)
-        assert self._writer is not None
-        if payloads:
-            if self._durability == "fsync":
-                hit("journal.before_fsync")
-                self._writer.sync()
-            else:
-                self._writer.rely()
-        self._make_spare()
-        return places
-
-    def _write_part(self, payloads: list[Payload]) -> list[Stored]:
-        writer = self._writer
-        assert writer is not None
-        places = writer.write(payloads) if payloads else []
-        self._bytes[writer.number] = writer.end
-        return [Stored(writer.number, offset, length) for offset, length in places]
-
-    def _rotate(self, number: int, at_least: int = 0) -> None:
-        """Goes on in a new segment; the one before is durable then."""
-        if self._writer is not None:
-            self._writer.trim()
-            self._writer.sync()
-            self._writer.close()
-            self._before = Place(self._writer.number, self._writer.end)
-        self._make_spare(at_least)
-        if self._spare is None:
-            raise OSError(28, "no room for another segment", str(self._folder))
-        path = self._folder / f"{number:010d}.log"
-        hit("journal.before_rotate")
-        self._spare.begin(path, number, self._before)
-        self._writer, self._spare = self._spare, None
-        self._paths[number] = path
-        self._bytes[number] = HEADER.size
-        self._make_spare()
-
-    def _make_spare(self, at_least: int = 0) -> None:
-        """Room for the next segment; none where the disk has none, which `check_room` then says."""
-        size = max(self._segment_bytes, at_least + HEADER.size + CLOSING_BYTES)
-        if self._spare is not None:
-            if self._spare.room >= at_least:
-                return
-            self._spare.close()
-            self._spare = None
-        try:
-            self._spare = SegmentWriter(self._folder / "spare", size)
-        except OSError as error:
-            logger.error("no room for another segment of the journal: %s", error)
 
     def _fail(self, error: Exception, batch: list[_Append]) -> None:
         message = f"the journal cannot be written: {error}"
@@ -353,21 +281,46 @@ class LogJournal:
     def _compaction_due(self) -> bool:
         if self._compacting is not None or self._snapshot is None or self._closing:
             return False
-        needed = self._kept + self._other
-        return sum(self._bytes.values()) - needed > max(self._segment_bytes, needed)
+        now = asyncio.get_running_loop().time()
+        if now < self._retry_at:
+            return False
+        # What is known not to be needed is not all: of the rest it shows only when it is left out.
+        pressed = self._pressed and self._changed and now >= self._press_at
+        return pressed or self._room.compaction_due
 
     async def _begin_compaction(self) -> None:
         """The state as it is now, and a later segment for what comes after."""
-        assert self._snapshot is not None and self._writer is not None
+        assert self._snapshot is not None
+        began = asyncio.get_running_loop().time()
+        least = self._room.kept
+        if not self._segments.has_spare:
+            least += self._room.segment_bytes
+        if self._segments.free_bytes < least:
+            self._put_off(began, f"the disk has no {least} bytes for it")
+            return
+        self._pressed = self._changed = False
         records = list(self._snapshot())
         named = {item for item in records if isinstance(item, Stored)}
         records += self._held - named
         pending = self.begin_append(())
-        number = self._writer.number + 1
-        await self._in_thread(lambda: self._rotate(number + 1))
+        number = self._segments.number + 1
+        self._room.begin_copy()
+        await self._in_thread(lambda: self._segments.rotate(number + 1))
         self._compacting = asyncio.create_task(
-            self._compact(number, self._before, records, pending), name="compaction"
+            self._compact(number, self._segments.before, records, pending, began), name="compaction"
         )
+
+    def _put_off(self, began: float, problem: object) -> None:
+        """The older files stay, and say the same."""
+        if not self._retry_at:
+            logger.error("the journal cannot be compacted: %s; this is tried again", problem)
+        self._retry_at = self._rested(began)
+        asyncio.get_running_loop().call_at(self._retry_at, self._wake.set)
+
+    @staticmethod
+    def _rested(began: float) -> float:
+        now = asyncio.get_running_loop().time()
+        return now + max(SHORTEST_WAIT_SECONDS, TIMES_AS_LONG * (now - began))
 
     async def _compact(
         self,
@@ -375,35 +328,41 @@ class LogJournal:
         before: Place,
         records: list[SnapshotItem],
         pending: asyncio.Future[list[Stored]],
+        began: float,
     ) -> None:
         try:
             await pending
-            await self._replace_older(number, before, records)
-        except (OSError, SegmentCorrupt, DomainError) as error:
-            # Tried no more by this server: the older files stay, and say the same.
-            logger.error("the journal cannot be compacted: %s", error)
+            written = await asyncio.to_thread(self._write_snapshot, number, before, records)
+            await self._replace_older(number, written)
+        except DomainError:
+            return  # What was appended before failed, and says why.
+        except (OSError, SegmentCorrupt) as error:
+            self._room.give_up_copy()
+            self._put_off(began, error)
         except Exception as error:  # A defect: what the journal holds is no longer known.
             self._fail(error, [])
+            return
         else:
             self.compactions += 1
-            self._compacting = None
+            self._retry_at, self._press_at = 0.0, self._rested(began)
+        self._compacting = None
+        self._wake.set()
 
-    async def _replace_older(self, number: int, before: Place, records: list[SnapshotItem]) -> None:
-        written = await asyncio.to_thread(self._write_snapshot, number, before, records)
-        older = [(n, path) for n, path in self._paths.items() if n < number]
-        self._paths[number] = self._folder / f"{number:010d}.snapshot"
-        self._bytes[number], self._other = written.end, written.other_bytes
+    async def _replace_older(self, number: int, written: Written) -> None:
+        older = [(n, path) for n, path in self._segments.paths.items() if n < number]
+        self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"
+        self._room.end_copy(number, written.end, written.other_bytes)
         for stored, (offset, length) in written.moves:
             stored.segment, stored.offset, stored.length = number, offset, length
         for older_number, path in older:
-            del self._paths[older_number]
-            self._bytes.pop(older_number, None)
+            del self._segments.paths[older_number]
             try:
                 # A file of some size takes tens of milliseconds, in which nothing else would be answered.
                 await asyncio.to_thread(path.unlink)
             except OSError as error:
                 # The next server removes it, for it is older than a snapshot.
                 logger.error("%s stays: %s", path, error)
+        self._room.removed()
 
     def _write_snapshot(self, number: int, before: Place, records: list[SnapshotItem]) -> Written:
         """In a thread of its own."""
@@ -412,12 +371,6 @@ class LogJournal:
             return self._read(stored.segment, stored.offset, stored.length)
 
         return write_snapshot(self._folder, number, before, records, read)
-
-    def _close_segment(self) -> None:
-        assert self._writer is not None
-        self._writer.sync()
-        self._writer.write_closing()
-        self._writer.sync()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -433,11 +386,8 @@ class LogJournal:
         if self._compacting is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._compacting
-        if self._writer is not None and self._failure is None:
-            await self._in_thread(self._close_segment)
-        for writer in (self._writer, self._spare):
-            if writer is not None:
-                writer.close()
-        (self._folder / "spare").unlink(missing_ok=True)
+        if self._failure is None:
+            await self._in_thread(self._segments.finish)
+        self._segments.close()
         self._thread.shutdown()
         self._lock.close()

@@ -109,7 +109,7 @@ class LogStore(Store):
         self.folder = copy
 
     async def damage(self, journal: LogJournal, stored: Stored) -> None:
-        with journal._paths[stored.segment].open("r+b") as file:
+        with journal._segments.paths[stored.segment].open("r+b") as file:
             file.seek(stored.offset + 100)
             file.write(b"?")
 

@@ -383,7 +383,7 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
         await finish_groups(harness, "a", "b")
         (group, _) = list(harness.serving.buffer.groups)
         where = group.payload.stored
-        path = harness.serving._journal._paths[where.segment]
+        path = harness.serving._journal._segments.paths[where.segment]
         with path.open("r+b") as file:
             file.seek(where.offset + where.length // 2)
             file.write(b"rot")

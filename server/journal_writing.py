@@ -1,0 +1,165 @@
+"""The segments that a journal appends to: the running one, and allocated room for the next.
+
+All that writes is called in one thread, the journal's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from penstock.server.journal import Stored
+from penstock.server.journal_room import Room
+from penstock.server.journal_segment import (
+    CLOSING_BYTES,
+    HEADER,
+    NOWHERE,
+    Payload,
+    Place,
+    SegmentWriter,
+    frame_length,
+    payload_length,
+)
+from penstock.wire.failpoints import hit
+
+logger = logging.getLogger(__name__)
+
+Durability = Literal["fsync", "process"]
+
+
+class Segments:
+    """Appends to one segment after the other."""
+
+    def __init__(self, folder: Path, durability: Durability, room: Room) -> None:
+        """Nothing is written until `rotate`."""
+        self._folder = folder
+        self._durability = durability
+        self._room = room
+        self._writer: SegmentWriter | None = None
+        self._spare: SegmentWriter | None = None
+        self._short = False
+        """Whether the disk had no room for another segment."""
+        self.before = NOWHERE
+        """Where the file before the running segment ended."""
+        self.paths: dict[int, Path] = {}
+        """Of every file that counts."""
+
+    @property
+    def number(self) -> int:
+        """Of the running segment."""
+        assert self._writer is not None
+        return self._writer.number
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there is room for the next segment."""
+        return self._spare is not None
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the disk."""
+        free = os.statvfs(self._folder)
+        return free.f_bavail * free.f_frsize
+
+    def takes(self, byte_count: int) -> bool:
+        """Whether frames of so many bytes have room, on the disk and in segments."""
+        writer, spare = self._writer, self._spare
+        if byte_count <= (writer.room if writer else 0) + (spare.room if spare else 0):
+            return True
+        # More than segments of the usual size take: one of its own is made for it.
+        needed = byte_count + self._room.segment_bytes + self._room.copy_bytes
+        return needed <= self.free_bytes
+
+    def write(self, payloads: Sequence[Payload]) -> list[Stored]:
+        """Appends payloads, as durable as is asked for. Raises OSError."""
+        places: list[Stored] = []
+        part: list[Payload] = []
+        length = 0
+        for payload in payloads:
+            more = frame_length(payload_length(payload))
+            assert self._writer is not None
+            if length + more > self._writer.room:
+                places += self._write_part(part)
+                part, length = [], 0
+                self.rotate(self._writer.number + 1, more)
+            part.append(payload)
+            length += more
+        places += self._write_part(part)
+        assert self._writer is not None
+        if payloads and self._durability == "fsync":
+            hit("journal.before_fsync")
+            self._writer.sync()
+        elif payloads:
+            self._writer.rely()
+        self._make_spare()
+        return places
+
+    def _write_part(self, payloads: list[Payload]) -> list[Stored]:
+        writer = self._writer
+        assert writer is not None
+        places = writer.write(payloads) if payloads else []
+        self._room.by_file[writer.number] = writer.end
+        return [Stored(writer.number, offset, length) for offset, length in places]
+
+    def rotate(self, number: int, at_least: int = 0) -> None:
+        """Goes on in a new segment; the one before is durable then. Raises OSError."""
+        if self._writer is not None:
+            self._writer.trim()
+            self._writer.sync()
+            self._writer.close()
+            self.before = Place(self._writer.number, self._writer.end)
+        if self._spare is None or self._spare.room < at_least:
+            self._allocate_spare(at_least)
+        if self._spare is None:
+            raise OSError(errno.ENOSPC, "no room for another segment", str(self._folder))
+        path = self._folder / f"{number:010d}.log"
+        hit("journal.before_rotate")
+        self._spare.begin(path, number, self.before)
+        self._writer, self._spare = self._spare, None
+        self.paths[number] = path
+        self._room.by_file[number] = HEADER.size
+        self._make_spare()
+
+    def _make_spare(self) -> None:
+        """Room for the next segment, where that leaves room for a compaction and its own segment."""
+        if self._spare is None:
+            reserved = 2 * self._room.segment_bytes + self._room.copy_bytes
+            if reserved <= self.free_bytes:
+                self._allocate_spare()
+            else:
+                self._note_short(f"{reserved} bytes are to be free")
+
+    def _allocate_spare(self, at_least: int = 0) -> None:
+        """None where the disk has none, which `takes` then says."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        size = max(self._room.segment_bytes, at_least + HEADER.size + CLOSING_BYTES)
+        try:
+            self._spare = SegmentWriter(self._folder / "spare", size)
+            self._short = False
+        except OSError as error:
+            self._note_short(error)
+
+    def _note_short(self, problem: object) -> None:
+        if not self._short:
+            logger.error("no room for another segment of the journal: %s", problem)
+        self._short = True
+
+    def finish(self) -> None:
+        """Ends the running segment: nothing is appended any more. Raises OSError."""
+        if self._writer is not None:
+            self._writer.sync()
+            self._writer.write_closing()
+            self._writer.sync()
+
+    def close(self) -> None:
+        """Gives back what is open and what was never used."""
+        for writer in (self._writer, self._spare):
+            if writer is not None:
+                writer.close()
+        (self._folder / "spare").unlink(missing_ok=True)
