@@ -31,6 +31,8 @@ from pathlib import Path
 
 import xxhash
 
+from penstock.wire.folders import sync_folder
+
 MAGIC = b"PENSTOK2"
 HEADER = struct.Struct("<8sQQQQ")
 FIRST_MAGIC = b"PENSTOCK"
@@ -247,12 +249,3 @@ def read_payload(path: Path, offset: int, length: int) -> bytes:
     except ValueError as error:
         raise SegmentCorrupt(path, offset, str(error)) from error
     return bytes(frame.payload)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes durable which files a folder holds. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -63,11 +64,15 @@ from penstock.server.journal_segment import (
 from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
 from penstock.server.journal_writing import Durability, Segments
 from penstock.wire.failpoints import hit
+from penstock.wire.folders import make_folder
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What keeps a file from being read, and says nothing of what is in it."""
 
 SHORTEST_WAIT_SECONDS = 1.0
 TIMES_AS_LONG = 10
@@ -89,7 +94,7 @@ class LogJournal:
         self, folder: Path, *, durability: Durability, max_bytes: int, segment_bytes: int
     ) -> None:
         """Takes the folder. Raises JournalInUse and OSError."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder, 0o700)
         self._folder = folder
         self._room = Room(max_bytes, segment_bytes)
         self._segments = Segments(folder, durability, self._room)
@@ -167,11 +172,11 @@ class LogJournal:
             place = (stored.segment, stored.offset, stored.length)
             try:
                 return await loop.run_in_executor(None, self._read, *place)
-            except (FileNotFoundError, KeyError):
-                if place == (stored.segment, stored.offset, stored.length):
+            except (OSError, KeyError, SegmentCorrupt) as error:
+                if place != (stored.segment, stored.offset, stored.length):
+                    continue  # It was moved meanwhile.
+                if isinstance(error, KeyError) or getattr(error, "errno", None) in PASSING:
                     raise
-                # It was moved meanwhile.
-            except SegmentCorrupt as error:
                 raise DomainError(
                     Reason.JOURNAL_CORRUPT, f"a record cannot be read again: {error}"
                 ) from error

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.server import journal_segment, log_journal
+from penstock.server import journal_segment
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
     JournalRecord,
@@ -26,7 +26,9 @@ from penstock.server.journal import (
 from penstock.server.journal_files import find_files
 from penstock.server.journal_segment import NOWHERE, SegmentCorrupt, SegmentWriter
 from penstock.server.journal_segment_reader import SegmentReader
+from penstock.server.journal_writing import Durability
 from penstock.server.log_journal import LogJournal
+from penstock.trainer.ledger import Ledger
 from penstock.wire.reasons import Reason
 
 MEBIBYTE = 1 << 20
@@ -45,7 +47,7 @@ def read_name(payload: bytes) -> str:
 
 
 def make(
-    folder: Path, *, max_bytes: int = 64 * MEBIBYTE, durability: log_journal.Durability = "fsync"
+    folder: Path, *, max_bytes: int = 64 * MEBIBYTE, durability: Durability = "fsync"
 ) -> LogJournal:
     return LogJournal(folder, durability=durability, max_bytes=max_bytes, segment_bytes=MEBIBYTE)
 
@@ -226,6 +228,44 @@ async def test_a_corrupt_record_is_named_and_nothing_is_served(tmp_path: Path) -
     path.write_bytes(content)
     with pytest.raises(JournalUnreadable, match=r"corrupt: 0000000001\.log at 40"):
         await names_in(tmp_path)
+
+
+async def test_what_passes_is_no_corruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files say nothing of what is in one."""
+
+    def refuse(path: Path, mode: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    async with opened(tmp_path) as (journal, _):
+        (stored,) = await journal.append([record("a")], hold_last=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", refuse)
+            with pytest.raises(OSError, match="Too many"):
+                await journal.read(stored)
+        assert read_name(await journal.read(stored)) == "a"
+
+
+@pytest.mark.parametrize("of_journal", [True, False])
+async def test_a_folder_that_is_made_is_durable_in_the_one_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_journal: bool
+) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+
+    folder = tmp_path / "runs" / "first"
+    if of_journal:
+        await make(folder).close()
+    else:
+        Ledger(folder).close()
+    assert set(synced) >= {tmp_path, tmp_path / "runs"}
 
 
 # Room

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from penstock.client.__main__ import main
 from penstock.server.journal import JournalUnreadable, Record, Stored
 from penstock.server.journal_files import Reading, find_files, read_records
-from penstock.server.log_journal import Durability, LogJournal
+from penstock.server.journal_writing import Durability
+from penstock.server.log_journal import LogJournal
 from tests.journal_stores import MEBIBYTE, names_in, record
 
 

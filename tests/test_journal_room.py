@@ -1,4 +1,4 @@
-"""The disk that a journal takes: never more than its bound, and what is refused is taken again by itself."""
+"""The disk that a journal takes: never more than its bound; and what is refused is taken again."""
 
 from __future__ import annotations
 
@@ -171,6 +171,7 @@ async def test_a_server_never_uses_the_disk_beyond_the_bound(
         peak = Peak(folder)
         watching = asyncio.create_task(peak.watch())
         journal = harness.serving._journal
+        assert isinstance(journal, LogJournal)
         refused = n = 0
         async with asyncio.timeout(120):
             while refused < 5 or journal.compactions < 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -376,17 +377,31 @@ async def test_another_run_takes_over_and_what_the_one_before_left_stays_gone(
         assert second.serving.buffer.held_count == 0
 
 
+@pytest.mark.parametrize("how", ["other bytes", "no bytes"])
 async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async with on_disk(tmp_path / "a") as harness:
         await finish_groups(harness, "a", "b")
         (group, _) = list(harness.serving.buffer.groups)
         where = group.payload.stored
         path = harness.serving._journal._segments.paths[where.segment]
-        with path.open("r+b") as file:
-            file.seek(where.offset + where.length // 2)
-            file.write(b"rot")
+        if how == "other bytes":
+            with path.open("r+b") as file:
+                file.seek(where.offset + where.length // 2)
+                file.write(b"rot")
+        else:
+            read = os.pread
+
+            def pread(descriptor: int, length: int, offset: int) -> bytes:
+                if (
+                    Path(f"/proc/self/fd/{descriptor}").readlink() == path
+                    and offset == where.offset
+                ):
+                    raise OSError(errno.EIO, "Input/output error")
+                return read(descriptor, length, offset)
+
+            monkeypatch.setattr(os, "pread", pread)
         # Otherwise it is delivered from memory the first time.
         harness.serving.buffer.kept.clear()
         exchange = await hello(harness.wire)

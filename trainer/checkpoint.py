@@ -37,6 +37,7 @@ import xxhash
 
 from penstock.trainer.errors import CheckpointUnusable, StorageFailed
 from penstock.wire.failpoints import hit
+from penstock.wire.folders import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def _write(final: Path, write: Callable[[Path], None], subject: str) -> None:
     parent = final.parent
     unfinished = parent / f"{UNFINISHED}{final.name}"
     try:
-        _make_folder(parent)
+        make_folder(parent)
         for left_over in (*parent.glob(f"{UNFINISHED}*"), *parent.glob(f"{REMOVED}*")):
             shutil.rmtree(left_over)
         unfinished.mkdir()
@@ -248,14 +249,6 @@ def _set_aside(broken: Path) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*[0-9]") if path.is_dir())
-
-
-def _make_folder(folder: Path) -> None:
-    """With its parents, whose entries are synced too."""
-    if not folder.exists():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:

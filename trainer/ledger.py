@@ -38,6 +38,7 @@ from typing import cast
 
 from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
 from penstock.wire.failpoints import hit
+from penstock.wire.folders import make_folder, sync_folder
 
 FILE = "ledger.jsonl"
 # What a server can still deliver of what the state contains is less than this.
@@ -94,14 +95,14 @@ class Ledger:
         """
         self.path = folder / FILE
         with _storage(self.path):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(self._descriptor)
                 raise RunFolderInUse(f"another trainer is writing to {folder}") from error
-            _sync_folder(folder)
+            sync_folder(folder)
         self._length = 0
         self.trained: dict[str, int] = {}
         """Step of each of the last groups that the state resumed from contains, oldest first."""
@@ -268,14 +269,6 @@ def _from_json(fields: dict[str, object]) -> Entry:
             for group in groups
         ),
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
