@@ -1,8 +1,8 @@
 """F14: power is lost. The log of writes and syncs is cut anywhere; what was acknowledged survives.
 
 What a disk may have kept when power went: of each file everything before its last sync, and of what was
-written since any part, sector by sector; of each folder every name up to its last sync, and of later ones
-any.
+written since any part, sector by sector; of each folder every name up to its last sync, and of later
+names that were given or removed any.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.server import journal_segment
-from penstock.server.journal import tasks_known
+from penstock.server.journal import Record, Stored, tasks_known
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.server.journal_segment import SegmentCorrupt
 from penstock.server.log_journal import LogJournal
@@ -51,12 +52,18 @@ class Tape:
         numbers: dict[int, int] = {}
         names: dict[str, int] = {}
         write, sync, fallocate = os.pwrite, os.fdatasync, os.posix_fallocate
-        rename, sync_folder = Path.rename, journal_segment.sync_folder
+        rename, unlink, truncate = Path.rename, Path.unlink, os.ftruncate
+        sync_folder = journal_segment.sync_folder
 
         def recorded_fallocate(descriptor: int, offset: int, length: int) -> None:
             fallocate(descriptor, offset, length)
-            numbers[descriptor] = names["spare"] = next(files)
-            self.events.append(Event("create", numbers[descriptor], "spare", length))
+            name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+            numbers[descriptor] = names[name] = next(files)
+            self.events.append(Event("create", numbers[descriptor], name, length))
+
+        def recorded_truncate(descriptor: int, length: int) -> None:
+            truncate(descriptor, length)
+            self.events.append(Event("truncate", numbers[descriptor], offset=length))
 
         def recorded_write(descriptor: int, data: Any, offset: int) -> int:
             count = write(descriptor, data, offset)
@@ -69,8 +76,14 @@ class Tape:
             self.events.append(Event("sync", numbers[descriptor]))
 
         def recorded_rename(path: Path, target: Path) -> Path:
-            self.events.append(Event("rename", names[path.name], target.name))
+            names[target.name] = names.pop(path.name)
+            self.events.append(Event("rename", names[target.name], target.name))
             return rename(path, target)
+
+        def recorded_unlink(path: Path, missing_ok: bool = False) -> None:
+            unlink(path, missing_ok)
+            if path.name in names:
+                self.events.append(Event("unlink", names.pop(path.name), path.name))
 
         def recorded_sync_folder(folder: Path) -> None:
             sync_folder(folder)
@@ -79,15 +92,22 @@ class Tape:
         patch.setattr(os, "posix_fallocate", recorded_fallocate)
         patch.setattr(os, "pwrite", recorded_write)
         patch.setattr(os, "fdatasync", recorded_sync)
+        patch.setattr(os, "ftruncate", recorded_truncate)
         patch.setattr(Path, "rename", recorded_rename)
+        patch.setattr(Path, "unlink", recorded_unlink)
         patch.setattr(journal_segment, "sync_folder", recorded_sync_folder)
 
     def told(self, name: str) -> None:
         """A caller was told that this is durable."""
         self.events.append(Event("told", name=name))
 
+    def gone(self, name: str) -> None:
+        """From here on nobody needs it."""
+        self.events.append(Event("gone", name=name))
+
     def disk(self, cut: int, rng: random.Random, folder: Path) -> set[str]:
-        """What a disk may hold where power went after so many events; returns what callers were told."""
+        """What a disk may hold where power went after so many events; returns what callers were told, and
+        what is not gone since."""
         happened = self.events[:cut]
         synced = {event.file: index for index, event in enumerate(happened) if event.kind == "sync"}
         names_synced = max(
@@ -103,15 +123,22 @@ class Tape:
             elif event.kind == "write":
                 whole = index <= synced.get(event.file, -1)
                 self._write(contents[event.file], event, rng, whole=whole)
+            elif event.kind == "truncate":
+                if index <= synced.get(event.file, -1) or rng.random() < 0.5:
+                    del contents[event.file][event.offset :]
             elif event.kind == "rename" and (index <= names_synced or rng.random() < 0.5):
                 names[event.file] = event.name
+            elif event.kind == "unlink" and (index <= names_synced or rng.random() < 0.5):
+                del names[event.file]
         for file, name in names.items():
             (folder / name).write_bytes(contents[file])
-        return {event.name for event in happened if event.kind == "told"}
+        told = {event.name for event in happened if event.kind == "told"}
+        return told - {event.name for event in happened if event.kind == "gone"}
 
     @staticmethod
     def _write(content: bytearray, event: Event, rng: random.Random, *, whole: bool) -> None:
         end = event.offset + len(event.data)
+        content.extend(bytes(max(0, end - len(content))))
         for begin in range(event.offset // SECTOR * SECTOR, end, SECTOR):
             if whole or rng.random() < 0.5:
                 first, last = max(begin, event.offset), min(begin + SECTOR, end)
@@ -137,6 +164,56 @@ async def write_some(folder: Path, tape: Tape, rng: random.Random) -> None:
     await journal.close()
 
 
+async def write_and_compact(folder: Path, tape: Tape, rng: random.Random) -> None:
+    """Another life: what is appended is of use for a while, and what is not is compacted, twice."""
+    live: dict[str, Stored | None] = {}
+    """Where records lie that are held; None of those that only the state says."""
+
+    def snapshot() -> list[Record | Stored]:
+        return [
+            tasks_known([name, "x" * 20_000]) if stored is None else stored
+            for name, stored in live.items()
+        ]
+
+    journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
+    async for _ in journal.replay():
+        pass
+    await journal.start(snapshot)
+    for n in itertools.count():
+        name, held = f"record{n}", rng.random() < 0.5
+        size = rng.choice([20_000, 100_000, 300_000]) if held else 20_000
+        if not held:
+            live[name] = None  # The state is changed before its record is appended.
+        (stored,) = await journal.append([tasks_known([name, "x" * size])], hold_last=held)
+        tape.told(name)
+        if held:
+            live[name] = stored
+        if len(live) > 5:
+            oldest = next(iter(live))
+            tape.gone(oldest)
+            found = live.pop(oldest)
+            if found is not None:
+                journal.release(found)
+        if journal.compactions >= 2:
+            break
+        # What compaction does goes on beside it.
+        await asyncio.sleep(rng.choice([0, 0, 0.002]))
+    await journal.close()
+
+
+def read_lost(folder: Path, told: set[str]) -> list[str]:
+    """What a server finds, which is what callers were told."""
+    try:
+        found = [
+            record.tasks_known.task_ids[0]
+            for record, _ in read_records(find_files(folder), Reading())
+        ]
+    except SegmentCorrupt as error:
+        raise AssertionError(f"told {sorted(told)}, and then {error}") from error
+    assert told <= set(found), sorted(told - set(found))
+    return found
+
+
 async def test_what_was_acknowledged_survives_the_loss_of_power(
     tmp_path: Path, report: Report, request: pytest.FixtureRequest
 ) -> None:
@@ -151,20 +228,42 @@ async def test_what_was_acknowledged_survives_the_loss_of_power(
             lost = tmp_path / f"lost-{rng.random()}"
             lost.mkdir()
             told = tape.disk(rng.randint(0, len(tape.events)), rng, lost)
-            try:
-                found = [
-                    record.tasks_known.task_ids[0]
-                    for record, _ in read_records(find_files(lost), Reading())
-                ]
-            except SegmentCorrupt as error:
-                raise AssertionError(f"told {sorted(told)}, and then {error}") from error
-            assert told <= set(found), sorted(told - set(found))
+            found = read_lost(lost, told)
             assert len(found) == len(set(found))
             await go_on(lost, found)
 
     count = -(-report.count // CUTS) if report.count else 2
     await report.repeat("journal", "power lost", request.node.nodeid, count, happen)
     report.survived("journal", "power lost", count * CUTS)
+
+
+async def test_what_was_acknowledged_survives_the_loss_of_power_while_it_is_compacted(
+    tmp_path: Path, report: Report, request: pytest.FixtureRequest
+) -> None:
+    async def happen(rng: random.Random) -> None:
+        tape = Tape()
+        folder = tmp_path / f"written-{rng.random()}"
+        with pytest.MonkeyPatch.context() as patch:
+            tape.record(patch)
+            await write_and_compact(folder, tape, rng)
+        # Between the rotation that begins a compaction and the removal of the last file before it.
+        kinds = [event.kind for event in tape.events]
+        first = next(i for i, e in enumerate(tape.events) if e.name.endswith(".unfinished"))
+        last = len(kinds) - kinds[::-1].index("unlink")
+        assert any(event.name.endswith(".snapshot") for event in tape.events)
+        cuts = [rng.randint(first, last) for _ in range(CUTS)]
+        cuts += [i + rng.randint(0, 1) for i, e in enumerate(tape.events) if e.kind == "unlink"]
+        for cut in cuts:
+            lost = tmp_path / f"lost-{rng.random()}"
+            lost.mkdir()
+            found = read_lost(lost, tape.disk(cut, rng, lost))
+            await go_on(lost, found)
+            shutil.rmtree(lost)
+
+    count = -(-report.count // CUTS) if report.count else 2
+    node = request.node.nodeid
+    await report.repeat("journal", "power lost in compaction", node, count, happen)
+    report.survived("journal", "power lost in compaction", count * CUTS)
 
 
 CUTS = 10
