@@ -239,9 +239,10 @@ def read_at(sequence: int, body: bytes, offset: int) -> Found:
 
 def _read_at(sequence: int, body: bytes, offset: int) -> tuple[Found, int]:
     try:
-        frame, place = read_frame(memoryview(body), offset)
-        if place != sequence:
-            raise ValueError(f"it belongs into message {place}")
+        frame = read_frame(memoryview(body)[offset:], offset)
+        # What a file has of its durable bytes, a message has of its place.
+        if frame.durable != sequence or frame.closing:
+            raise ValueError(f"it belongs into message {frame.durable}")
         kind = Kind(frame.payload[0])
         content = frame.payload[1:]
         reference = Reference(*REFERENCE.unpack(content)) if kind in REFERENCES else None

@@ -11,15 +11,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from penstock.client.plugins.samples import Sample
 from penstock.client.plugins.slime_functions import runner_of
 from penstock.client.worker import WorkerMisconfigured
 
-if TYPE_CHECKING:
-    from penstock.client.plugins.whole_rollout import WholeRollout
+
+class Rollout(Protocol):
+    """What a data source asks of the `WholeRollout` that it is of."""
+
+    @property
+    def calling_thread(self) -> int: ...
+    @property
+    def given_back_count(self) -> int: ...
+    async def take(self, count: int, *, aside: bool) -> list[list[Sample]]: ...
+    async def give_back(self, groups: Sequence[list[Sample]]) -> None: ...
 
 
 class RolloutMisused(WorkerMisconfigured):
@@ -33,7 +41,7 @@ class RolloutStopped(Exception):
 class DataSource:
     """What the function takes groups from; it may be called from any thread but the worker's own loop."""
 
-    def __init__(self, rollout: WholeRollout, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, rollout: Rollout, loop: asyncio.AbstractEventLoop) -> None:
         self._rollout, self._loop = rollout, loop
         self._standing: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
         """Loops that were given nothing and have not gone on since."""
