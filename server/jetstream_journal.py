@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from penstock.server.compaction_pace import CompactionPace
 from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
 from penstock.server.jetstream_answers import JetStreamError
@@ -35,10 +36,12 @@ from penstock.server.journal import (
     Appended,
     JournalInUse,
     JournalUnreadable,
+    OnFull,
     Record,
     Snapshot,
     SnapshotItem,
     Stored,
+    no_way_to_give,
 )
 from penstock.server.journal_segment import frame_length
 from penstock.wire.failpoints import hit
@@ -93,6 +96,8 @@ class JetStreamJournal:
         self._closing = False
         self._writing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
+        self._pace = CompactionPace()
+        self.on_full: OnFull = no_way_to_give
         self._failure: DomainError | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
@@ -149,6 +154,9 @@ class JetStreamJournal:
         wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
         kept, limit = self._kept + self._other, self._max_bytes // 3
         if kept + wanted > limit:
+            self.on_full(wanted)
+            self._pace.press()
+            self._wake.set()
             raise DomainError(
                 Reason.DISK_FULL,
                 f"the journal keeps {kept} bytes, {byte_count} more do not fit",
@@ -191,6 +199,7 @@ class JetStreamJournal:
         """Nobody reads it again."""
         self._held.remove(stored)
         self._kept -= stored.length
+        self._pace.change()
         self._wake.set()
 
     async def _write_batches(self) -> None:
@@ -213,6 +222,7 @@ class JetStreamJournal:
         hit("journal.before_reply")
         for append in batch:
             if append.waits_for_room:
+                self._pace.change()
                 self._pending_bytes -= append.byte_count
             count = len(append.entries)
             if append.hold_last:
@@ -255,41 +265,54 @@ class JetStreamJournal:
     def _compaction_due(self) -> bool:
         if self._compacting is not None or self._snapshot is None or self._closing:
             return False
+        if not self._pace.may_begin:
+            return False
         needed = self._kept + self._other
         # What was appended since the last snapshot may all be needed, and is copied then: a third of the
         # stream, and this sixth, twice.
         most = min(max(self._segment_bytes, needed), self._max_bytes // 6)
-        return self._log.byte_count - needed > most or self._log.message_count > MOST_MESSAGES
+        outgrown = self._log.byte_count - needed > most
+        return outgrown or self._log.message_count > MOST_MESSAGES or self._pace.is_pressed
 
     def _begin_compaction(self) -> None:
         """The state as it is now, when everything that was begun is stored."""
         assert self._snapshot is not None
+        began = asyncio.get_running_loop().time()
+        self._pace.begun()
         items = list(self._snapshot())
         named = {item for item in items if isinstance(item, Stored)}
         items += self._held - named
         begun = self._queue([Entry(Kind.BEGIN, ())], first=True)
         before = self._log.log_bytes
         self._compacting = asyncio.create_task(
-            self._compact(items, begun, before), name="compaction"
+            self._compact(items, begun, before, began), name="compaction"
         )
 
     async def _compact(
-        self, items: list[SnapshotItem], begun: asyncio.Future[list[Stored]], before: int
+        self,
+        items: list[SnapshotItem],
+        begun: asyncio.Future[list[Stored]],
+        before: int,
+        began: float,
     ) -> None:
         try:
             (begin,) = await begun
             carried = await self._write_snapshot(begin.segment, items, before)
             await self._log.remove(carried)
         except DomainError:
-            pass  # What is appended fails too, and says why.
+            return  # What is appended fails too, and says why.
         except (JetStreamError, FrameCorrupt) as error:
-            # Tried no more by this server: what is there stays, and says the same.
-            logger.error("the journal cannot be compacted: %s", error)
+            # What is there stays, and says the same.
+            if self._pace.failed(began, self._wake.set):
+                logger.error("the journal cannot be compacted: %s; this is tried again", error)
         except Exception as error:  # A defect: what the journal holds is no longer known.
             self._fail(error)
+            return
         else:
             self.compactions += 1
-            self._compacting = None
+            self._pace.ended(began)
+        self._compacting = None
+        self._wake.set()
 
     async def _write_snapshot(self, begin: int, items: list[SnapshotItem], before: int) -> set[int]:
         """Returns the first messages of records that are outside and are still needed."""

@@ -83,8 +83,18 @@ Snapshot = Callable[[], Iterable[SnapshotItem]]
 """Everything that counts now, as records, or by where it lies already."""
 
 
+OnFull = Callable[[int], None]
+
+
+def no_way_to_give(byte_count: int) -> None:
+    """Where nothing can be given up for so many bytes."""
+
+
 class Journal(Protocol):
     """An append-only record of what was accepted."""
+
+    on_full: OnFull
+    """Called where records of so many bytes are refused: to give up what is kept for convenience alone."""
 
     @property
     def on_disk(self) -> bool:
@@ -147,6 +157,7 @@ class MemoryJournal:
         self._appended: asyncio.Future[list[Stored]] = loop.create_future()
         self._appended.set_result([])
         self._failed: asyncio.Future[str] = loop.create_future()
+        self.on_full: OnFull = no_way_to_give
 
     @property
     def on_disk(self) -> bool:

@@ -41,15 +41,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from penstock.server.compaction_pace import CompactionPace
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
     Appended,
     JournalInUse,
     JournalUnreadable,
+    OnFull,
     Record,
     Snapshot,
     SnapshotItem,
     Stored,
+    no_way_to_give,
 )
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.server.journal_room import Room
@@ -74,8 +77,6 @@ T = TypeVar("T")
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What keeps a file from being read, and says nothing of what is in it."""
 
-SHORTEST_WAIT_SECONDS = 1.0
-TIMES_AS_LONG = 10
 """As a compaction took, that the next one waits: of one that failed, or was made only because something was
 refused."""
 
@@ -116,14 +117,8 @@ class LogJournal:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._writing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
-        self._retry_at = 0.0
-        """When a compaction may begin, after one that failed; of the loop's clock."""
-        self._press_at = 0.0
-        """When one may begin only because something was refused."""
-        self._pressed = False
-        """Whether something was refused since the last one began."""
-        self._changed = False
-        """Whether anything was appended or released since then."""
+        self._pace = CompactionPace()
+        self.on_full: OnFull = no_way_to_give
         self._failure: DomainError | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
@@ -203,7 +198,8 @@ class LogJournal:
             message = f"the disk of the journal has no room for {byte_count} bytes"
         else:
             return
-        self._pressed = True
+        self.on_full(wanted)
+        self._pace.press()
         self._wake.set()
         raise DomainError(
             Reason.DISK_FULL,
@@ -238,7 +234,7 @@ class LogJournal:
         """Nobody reads it again."""
         self._held.remove(stored)
         self._room.release(stored.length)
-        self._changed = True
+        self._pace.change()
         self._wake.set()
 
     async def _write_batches(self) -> None:
@@ -260,7 +256,8 @@ class LogJournal:
         hit("journal.before_write")
         places = await self._in_thread(lambda: self._segments.write(payloads))
         hit("journal.before_reply")
-        self._changed |= bool(payloads)
+        if payloads:
+            self._pace.change()
         self._pending_bytes -= sum(place.length for place in places)
         for append in batch:
             count = len(append.payloads)
@@ -286,12 +283,7 @@ class LogJournal:
     def _compaction_due(self) -> bool:
         if self._compacting is not None or self._snapshot is None or self._closing:
             return False
-        now = asyncio.get_running_loop().time()
-        if now < self._retry_at:
-            return False
-        # What is known not to be needed is not all: of the rest it shows only when it is left out.
-        pressed = self._pressed and self._changed and now >= self._press_at
-        return pressed or self._room.compaction_due
+        return self._pace.may_begin and (self._pace.is_pressed or self._room.compaction_due)
 
     async def _begin_compaction(self) -> None:
         """The state as it is now, and a later segment for what comes after."""
@@ -303,7 +295,7 @@ class LogJournal:
         if self._segments.free_bytes < least:
             self._put_off(began, f"the disk has no {least} bytes for it")
             return
-        self._pressed = self._changed = False
+        self._pace.begun()
         records = list(self._snapshot())
         named = {item for item in records if isinstance(item, Stored)}
         records += self._held - named
@@ -317,15 +309,8 @@ class LogJournal:
 
     def _put_off(self, began: float, problem: object) -> None:
         """The older files stay, and say the same."""
-        if not self._retry_at:
+        if self._pace.failed(began, self._wake.set):
             logger.error("the journal cannot be compacted: %s; this is tried again", problem)
-        self._retry_at = self._rested(began)
-        asyncio.get_running_loop().call_at(self._retry_at, self._wake.set)
-
-    @staticmethod
-    def _rested(began: float) -> float:
-        now = asyncio.get_running_loop().time()
-        return now + max(SHORTEST_WAIT_SECONDS, TIMES_AS_LONG * (now - began))
 
     async def _compact(
         self,
@@ -349,7 +334,7 @@ class LogJournal:
             return
         else:
             self.compactions += 1
-            self._retry_at, self._press_at = 0.0, self._rested(began)
+            self._pace.ended(began)
         self._compacting = None
         self._wake.set()
 

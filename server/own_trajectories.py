@@ -6,8 +6,8 @@
 - While one is open it has a place among the open trajectories, and its tokens in memory. That its agent is
   there says every call on it, or on a branch of it, and a turn in flight. One that expired is gone with its
   branches; whoever comes late is told LEASE_EXPIRED.
-- A closed one stays readable for a while. What others need goes before: the one that was closed first makes
-  room first.
+- A closed one stays readable for a while. What others need goes before, in memory and in the journal: the
+  one that was closed first makes room first.
 - Where the server itself stood still, each has the grace of leases left.
 """
 

@@ -164,6 +164,7 @@ class Serving:
             config.leases.own_seconds,
         )
         self.budget.last = self.own
+        self._journal.on_full = self.own.give_way
         self.closing = Closing(
             self.store,
             self.queue,

@@ -48,7 +48,7 @@ SEAMS = {
         ),
         "gloo_weight_engine.py",
         # vLLM's models of the protocols that the HTTP endpoints speak, and its converters.
-        *("http_chat.py", "http_responses.py", "http_messages.py"),
+        *("http_requests.py", "http_chat.py", "http_responses.py", "http_messages.py"),
         # The trainer's, where it drives vLLM's own weight transfer.
         *("weight_sync.py", "gloo_weights.py", "collective_source.py", "collective_transport.py"),
     },

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
-from penstock.server import jetstream_log
+from penstock.server import compaction_pace, jetstream_journal, jetstream_log
 from penstock.server.errors import DomainError
+from penstock.server.jetstream_answers import Refused
 from penstock.server.jetstream_frames import (
     Entry,
     FrameCorrupt,
@@ -27,6 +28,7 @@ from penstock.server.jetstream_frames import (
     read_message,
 )
 from penstock.server.journal import JournalInUse, JournalUnreadable
+from penstock.wire.reasons import Reason
 from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
 from tests.nats_server import NatsServer, nats_server
 
@@ -326,3 +328,56 @@ async def test_what_a_killed_server_did_not_remove_counts_for_nothing_and_goes(
         assert names[0] == "state" and "first" not in names
         state = await journal._log.connection.state()
         assert state.first >= journal._log._begin
+
+
+async def test_a_compaction_that_failed_is_tried_again(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compaction_pace, "TIMES_AS_LONG", 1)
+    remove, failures = jetstream_log.StreamLog.remove, 0
+
+    async def refused(log: Any, carried: set[int]) -> None:
+        nonlocal failures
+        if failures < 3:
+            failures += 1
+            raise Refused("maximum bytes exceeded", 10077)
+        await remove(log, carried)
+
+    monkeypatch.setattr(jetstream_log.StreamLog, "remove", refused)
+    async with store.opened(lambda: [record("state")]) as (journal, _):
+        await journal.append([record("first", 100_000)])
+        async with asyncio.timeout(20):
+            while not journal.compactions:
+                await journal.append([record("filler", 300_000)])
+        assert failures == 3
+    async with store.opened() as (_, names):
+        assert names[0] == "state" and "first" not in names
+    assert caplog.text.count("cannot be compacted") == 1
+
+
+async def test_what_is_refused_has_it_compacted(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counted at the last compaction does not any more."""
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    state = [record(f"open{n}", 100_000) for n in range(8)]
+    async with store.opened(lambda: state) as (journal, _):
+        async with asyncio.timeout(20):
+            while not journal.compactions:
+                await journal.append([record("nobody's", 100_000)])
+        # Fits once half of the state is gone.
+        room = journal._max_bytes // 3 - jetstream_journal.HEADROOM_BYTES - 400_000
+        state.clear()
+        await journal.append([record("closed")])
+        asked: list[int] = []
+        journal.on_full = asked.append
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    journal.check_room(room)
+                    break
+                except DomainError as error:
+                    assert error.reason is Reason.DISK_FULL
+                    await asyncio.sleep(0.01)
+        assert asked and asked[0] > room

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.server import journal_snapshot, log_journal
+from penstock.server import compaction_pace, journal_snapshot
 from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
 from penstock.server.journal import Record, Stored
@@ -124,7 +124,7 @@ async def test_the_disk_is_never_used_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
     """Records that count, of which the oldest go whenever the next one is refused."""
-    monkeypatch.setattr(log_journal, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     most = 32 * MEBIBYTE
     live: list[tuple[Record, Stored | None]] = []
 
@@ -158,7 +158,7 @@ async def test_a_server_never_uses_the_disk_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks, turns and groups, of which what waits is given up whenever something is refused."""
-    monkeypatch.setattr(log_journal, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     most = 16 * MEBIBYTE
     folder = tmp_path / "journal"
     async with serve(
@@ -215,8 +215,8 @@ async def test_a_compaction_that_failed_is_tried_again(
     caplog: pytest.LogCaptureFixture,
     point: str,
 ) -> None:
-    monkeypatch.setattr(log_journal, "SHORTEST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(log_journal, "TIMES_AS_LONG", 1)
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compaction_pace, "TIMES_AS_LONG", 1)
     failures = 0
 
     def fail(name: str) -> None:
@@ -255,7 +255,7 @@ async def test_a_disk_that_was_full_is_written_again_once_something_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed_of: int
 ) -> None:
     """A disk that is smaller than the bound."""
-    monkeypatch.setattr(log_journal, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     SmallDisk(tmp_path, 8 * MEBIBYTE, monkeypatch)
     held: list[Stored] = []
     async with watched(tmp_path, lambda: held, 64 << 30) as (journal, _):

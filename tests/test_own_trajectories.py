@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from penstock.server import compaction_pace
 from penstock.wire.failure import read_failure
 from tests.harness import (
     AbortRequest,
@@ -91,6 +93,40 @@ async def test_closed_ones_give_way_to_what_needs_the_memory_the_oldest_first(
         assert len(harness.serving.store.records()) == count
         assert harness.serving.own.byte_count == held
         await use_up(harness, "b", 60)
+
+
+async def asked_until_it_fits(ask: Callable[[], Awaitable[Any]]) -> int:
+    """Returns how often it was refused: some of those before are given up for it, and once they are gone it
+    fits."""
+    refusals = 0
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await ask()
+            except grpc.aio.AioRpcError as error:
+                assert read_failure(error).reason == "DISK_FULL"
+                refusals += 1
+                await asyncio.sleep(0.02)
+            else:
+                return refusals
+
+
+async def test_closed_ones_give_way_to_what_needs_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    settings = (f"journal.folder={tmp_path / 'journal'}", "journal.max_bytes=16777216")
+    async with serve(tmp_path, *settings, max_context=40_000) as harness:
+        refusals = 0
+        for number in range(120):
+            name = f"a{number}"
+            for ask in (
+                partial(harness.generate, name, LONG, sampling_params=sampling(8)),
+                partial(harness.complete, name),
+            ):
+                refusals += await asked_until_it_fits(ask)
+        assert refusals
+        assert not is_held(harness, "a0") and is_held(harness, "a119")
 
 
 async def test_one_goes_with_its_branches(tmp_path: Path) -> None:
