@@ -4,7 +4,7 @@ import { randomUUID } from "node:crypto";
 import { Calls, PATIENCE, type Patience } from "./calls.js";
 import type { Security } from "./channel.js";
 import { AbortRequest, type GetServerInfoResponse } from "./gen/penstock/v1/rollout_service.js";
-import type { SubmitTasksResponse } from "./gen/penstock/v1/task_service.js";
+import { SubmitTasksRequest, type SubmitTasksResponse } from "./gen/penstock/v1/task_service.js";
 import { type LeaseOptions, Leases } from "./leases.js";
 import { type Task, writeTask } from "./prompt.js";
 import { Trajectory, type TrajectoryOptions } from "./trajectory.js";
@@ -59,7 +59,7 @@ export class Client {
 
   /** Adds tasks; a known id changes nothing. Waits, within a bound, for a full queue. */
   submitTasks(tasks: (Partial<Task> & { taskId: string })[]): Promise<SubmitTasksResponse> {
-    return this.calls.submitTasks({ tasks: tasks.map(writeTask) });
+    return this.calls.submitTasks(SubmitTasksRequest.fromPartial({ tasks: tasks.map(writeTask) }));
   }
 
   /** Model, versions, limits and load. */
