@@ -19,6 +19,8 @@ from penstock.server.engine import Adapter, AdapterLimits, EngineDescription, St
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_member import KNOWN_VERSIONS, Member, State
 from penstock.server.turn_limit import LimitRules
+from penstock.server.weight_header import Announced
+from penstock.server.weight_upload import Upload
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security
@@ -290,10 +292,15 @@ async def test_a_turn_goes_on_under_the_adapter_of_the_engine_it_is_placed_on_ne
             waits.set()
             await asyncio.Event().wait()
 
+        async def later(announced: Announced) -> Upload:
+            await until(lambda: pool.member(0).version == 2)
+            return await begin_upload(announced)
+
+        uploads = last.serving.uploads
+        begin_upload, uploads._begin = uploads._begin, later  # type: ignore[method-assign]
         last.engine.add_adapter = never  # type: ignore[method-assign]
         pushing = asyncio.ensure_future(push(pool.hub, 2, policy="keep"))
         await waits.wait()
-        assert pool.member(0).version == 2
         await last.serving._server.stop(0.0)
         await pushing
         turns = [await call for call in calls]
