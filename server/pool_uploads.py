@@ -35,6 +35,7 @@ from penstock.server.pool_rules import PoolRules
 from penstock.server.weight_assembly import lay_out
 from penstock.server.weight_probe import Probe
 from penstock.v1 import weights_pb2
+from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.memory_file import host_id, host_namespace
 from penstock.wire.reasons import Reason
 
@@ -92,17 +93,12 @@ class Payload:
         """Where an engine server has each that put the version together from what changed."""
         tensors = self.tensors
         places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in tensors)
-        return [
-            weights_pb2.TensorSpec(
-                name=tensor.name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                offset_bytes=place.offset_bytes,
-                length_bytes=tensor.length_bytes,
-                xxh3=tensor.xxh3,
-            )
-            for tensor, place in zip(tensors, places, strict=True)
-        ]
+        dense: list[weights_pb2.TensorSpec] = []
+        for tensor, place in zip(tensors, places, strict=True):
+            dense.append(weights_pb2.TensorSpec())
+            dense[-1].CopyFrom(tensor)
+            dense[-1].offset_bytes = place.offset_bytes
+        return dense
 
     def close(self) -> None:
         """Nobody reads it any more, but for who has it open."""
@@ -130,13 +126,6 @@ could read. Cancelled where it failed."""
 
 UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_MISMATCH)
 """Refusals after which the hub sends the bytes by itself."""
-
-NOT_THE_DIFFERENCE = (
-    Reason.BASE_VERSION_MISMATCH,
-    Reason.CHECKSUM_MISMATCH,
-    Reason.DISK_FULL,
-)
-"""Refusals of what changed after which all is sent."""
 
 
 class Fanout:

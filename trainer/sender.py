@@ -30,6 +30,7 @@ from penstock.trainer.transports import Ahead, SharedMemory, Stream, Transport
 from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
+from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.failure import NO_ANSWER, Failure, read_failure
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import NotStaged
@@ -42,13 +43,6 @@ INFO_TIMEOUT_SECONDS = 30.0
 # What passes: an upload that broke off and that the server has not noticed yet, a flipped bit, an
 # epoch that a reconnection of the exchange has just outdated.
 PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
-# What a difference can be refused for and the whole version may not be: for a whole one the server lets go
-# of the base, where it has no room beside it.
-NOT_THE_DIFFERENCE = (
-    Reason.BASE_VERSION_MISMATCH,
-    Reason.CHECKSUM_MISMATCH,
-    Reason.DISK_FULL,
-)
 # A server that is configured to keep nothing refuses each difference; two can be chance.
 REFUSALS_IN_A_ROW = 3
 ATTEMPTS = 5

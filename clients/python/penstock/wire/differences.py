@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 
 from penstock.v1 import weights_pb2
 from penstock.wire import sparse
+from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
     from penstock.wire.sparse import Elements
+
+NOT_THE_DIFFERENCE = (
+    Reason.BASE_VERSION_MISMATCH,
+    Reason.CHECKSUM_MISMATCH,
+    Reason.DISK_FULL,
+)
+"""What a difference can be refused for and the whole version may not be: for a whole one the server lets go
+of the base, where it has no room beside it."""
 
 
 @dataclass(frozen=True, slots=True)
