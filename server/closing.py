@@ -309,7 +309,9 @@ class Closing:
         logger.error("%s: dropped", message)
         self._admission.vacate(buffered.group_id)
         self._queue.known_tasks.leave(buffered.task_id)
-        self._buffer.drop(DroppedGroup(buffered.group_id, GROUP_TOO_LARGE, message))
+        self._buffer.drop(
+            DroppedGroup(buffered.group_id, buffered.task_id, GROUP_TOO_LARGE, message)
+        )
 
     async def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
         """A closed trajectory that went on with its group, while that is held anywhere."""

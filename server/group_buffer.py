@@ -153,6 +153,7 @@ class DroppedGroup:
     """A group that was finished and cannot be delivered."""
 
     group_id: str
+    task_id: str
     reason: str
     message: str
 

@@ -373,7 +373,10 @@ class TrainerServicer:
                 *session.notices,
                 *(
                     Notice(
-                        reason=dropped.reason, message=dropped.message, group_id=dropped.group_id
+                        reason=dropped.reason,
+                        message=dropped.message,
+                        group_id=dropped.group_id,
+                        task_id=dropped.task_id,
                     )
                     for dropped in self._buffer.read_drops()
                 ),
@@ -401,7 +404,12 @@ class TrainerServicer:
                 records.append(task_accepted(group.task, first=True))
             await self._journal.append(records)
             session.notices.append(
-                Notice(reason=error.reason, message=error.message, group_id=group.group_id)
+                Notice(
+                    reason=error.reason,
+                    message=error.message,
+                    group_id=group.group_id,
+                    task_id=group.task_id,
+                )
             )
             # What it was taken for is still asked for.
             if group.training:
@@ -444,7 +452,9 @@ class TrainerServicer:
             f"group {group_id} holds tokens of version {group.oldest_version}, "
             f"the trainer is at {self._admission.trainer_version}"
         )
-        session.notices.append(Notice(reason=reason, message=message, group_id=group_id))
+        session.notices.append(
+            Notice(reason=reason, message=message, group_id=group_id, task_id=group.task_id)
+        )
 
     async def _switch(self, session: Session) -> None:
         """Consumes switch requests, one at a time; waits for the engine; produces weight receipts."""

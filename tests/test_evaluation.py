@@ -365,6 +365,25 @@ async def test_everything_failing_ends_with_a_record_that_says_so(
     assert "every trajectory failed: BAD 40" in caplog.text
 
 
+@pytest.mark.parametrize("mode", ["pinned", "on_the_fly"])
+async def test_a_group_that_its_server_dropped_is_measured_as_failed(mode: str) -> None:
+    async with measuring(evaluation(samples_per_prompt=2, mode={"kind": mode})) as run:
+        run.evaluator.version_active(0, 1)
+        for _ in range(3):
+            await run.settle()
+            task_id = run.exchange.waiting[0]
+            run.exchange.tasks.pop(task_id)
+            # Said twice, it is counted once.
+            for _ in range(2):
+                assert run.evaluator.dropped(task_id, "GROUP_TOO_LARGE")
+        assert not run.evaluator.dropped("r/17", "GROUP_TOO_LARGE")
+        await run.serve()
+        assert not run.evaluator.dropped(task_id, "GROUP_TOO_LARGE")
+    (record,) = run.records
+    assert (record.figures.prompts, record.figures.failures, record.prompts_missing) == (17, 6, 0)
+    assert len(run.exchange.received) == 17
+
+
 async def test_where_nothing_comes_it_ends_with_what_it_has() -> None:
     async with measuring(evaluation(patience_seconds=0.05)) as run:
         run.evaluator.version_active(0, 1)

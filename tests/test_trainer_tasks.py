@@ -18,6 +18,8 @@ from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, Samplin
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.errors import ServerLost, SessionRefused
+from penstock.trainer.gathering import settle_refused
+from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem
 from penstock.trainer.sources.procedural import ReasoningGymSource
@@ -395,7 +397,10 @@ async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:
 
 
 @pytest.mark.parametrize("reason", ["GROUP_DROPPED", "GROUP_TOO_LARGE"])
-async def test_what_a_server_drops_makes_room_for_another_task(tmp_path: Path, reason: str) -> None:
+@pytest.mark.parametrize("named", [True, False], ids=["named", "of_an_older_server"])
+async def test_what_a_server_drops_makes_room_for_another_task(
+    tmp_path: Path, reason: str, named: bool
+) -> None:
     begun, dropped = asyncio.Event(), 0
 
     async def drops(session: Session) -> None:
@@ -403,9 +408,13 @@ async def test_what_a_server_drops_makes_room_for_another_task(tmp_path: Path, r
         await greet(session)
         await session.receive("demand")
         await begun.wait()
-        while dropped < 3:
+        # What is no prompt of the data takes no place of one.
+        foreign = Notice(reason=reason, group_id="theirs", task_id="another/1")
+        await session.send(notice=foreign)
+        for task in server.tasks[:3]:
             dropped += 1
-            await session.send(notice=Notice(reason=reason, group_id=f"g{dropped}"))
+            group_id, task_id = f"g{task.index}", task.task_id if named else ""
+            await session.send(notice=Notice(reason=reason, group_id=group_id, task_id=task_id))
         with contextlib.suppress(StopAsyncIteration):
             await anext(session.requests)
 
@@ -415,7 +424,21 @@ async def test_what_a_server_drops_makes_room_for_another_task(tmp_path: Path, r
 
     async with ScriptedServer(drops) as server:
         server.pending = pending
-        async with running(tmp_path, server.address), asyncio.timeout(10):
-            while len(server.tasks) < 7:
+        async with running(tmp_path, server.address) as run, asyncio.timeout(10):
+            ledger = tmp_path / "ledger.jsonl"
+            while len(server.tasks) < 7 or len(ledger.read_text().splitlines()) < 3:
                 await asyncio.sleep(0.01)
+            # A checkpoint holds none that nothing will ever come of.
+            assert run.loop._tasks.outstanding == ((3, 4, 5, 6) if named else tuple(range(7)))
+        # Nor does whoever goes on from an older one.
+        reopened = Ledger(tmp_path)
+        reopened.resume(0)
+        reopened.close()
+        assert reopened.refused == [
+            RefusedEntry(f"g{index}", f"r/{index}" if named else "", reason) for index in range(3)
+        ]
+        async with connected(server) as channel:
+            resumed = feeder(channel, 4, 7, tuple(range(7)))
+            settle_refused(resumed, reopened.refused)
+            assert resumed.outstanding == ((3, 4, 5, 6) if named else tuple(range(7)))
     assert [task.index for task in server.tasks] == list(range(7))

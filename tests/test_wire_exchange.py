@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.server import closing
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from tests.harness import (
@@ -212,7 +213,8 @@ async def test_late_groups_by_policy(harness: Harness, policy: Any, notice: str 
         delivery = await exchange.receive("delivery")
         assert delivery.group.oldest_weight_version == 0
         return
-    assert (await exchange.receive("notice")).reason == notice
+    said = await exchange.receive("notice")
+    assert (said.reason, said.task_id) == (notice, "a")
     call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1))
     if notice == "GROUP_REQUEUED":
         async with asyncio.timeout(20):
@@ -221,6 +223,16 @@ async def test_late_groups_by_policy(harness: Harness, policy: Any, notice: str 
         reading = asyncio.ensure_future(call.read())
         done, _ = await asyncio.wait([reading], timeout=0.2)
         assert not done
+
+
+async def test_a_task_whose_group_no_message_carries_is_named(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closing, "MAX_GROUP_BYTES", 10)
+    exchange = await hello(harness.wire)
+    await finish_groups(harness, "a")
+    said = await exchange.receive("notice")
+    assert (said.reason, said.task_id) == ("GROUP_TOO_LARGE", "a")
 
 
 async def test_another_run_takes_nothing_over_and_what_is_dropped_is_counted(

@@ -16,6 +16,7 @@ What a failure does:
 
     an attempt fails            the server has it made again, up to its bound; then it is a failure, in no
                                   figure, and counted by reason
+    a group fits no message     the server drops it and says so: its samples are failures, GROUP_TOO_LARGE
     all of them do              a record without figures, and a warning; training goes on
     a server is lost            its prompts are submitted again, under the same ids, once it is back; what
                                   comes twice is measured once. A pinned set does not take tokens that
@@ -46,7 +47,12 @@ from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ServerFull
 from penstock.trainer.evaluation_config import EvaluationConfig, PinnedConfig
 from penstock.trainer.evaluation_prompts import Asked, Prompts, Schedule, Verdict
-from penstock.trainer.evaluation_record import EvaluationRecord, make_record, read_measured
+from penstock.trainer.evaluation_record import (
+    EvaluationRecord,
+    MeasuredPrompt,
+    make_record,
+    read_measured,
+)
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.handover import keep_trying
 from penstock.trainer.sources.opening import open_source
@@ -351,6 +357,20 @@ class Evaluator:
             message = f"task {group.task_id} is of no evaluation under way"
             stream.refuse(delivery, OVER, message)
         self._demand()
+
+    def dropped(self, task_id: str, reason: str) -> bool:
+        """Whether a task that the server has given up was one of an evaluation: then it is measured, as
+        failed."""
+        for one in self._sets:
+            current = one.current
+            if current is None or task_id not in current.data_sources:
+                continue
+            failures = (reason,) * one.config.samples_per_prompt
+            failed = MeasuredPrompt(current.data_sources[task_id], (), (), 0, failures)
+            current.prompts.take(task_id, failed)
+            current.changed.set()
+            return True
+        return False
 
     def _record(self, one: EvaluationSet, current: _Measurement) -> EvaluationRecord:
         config, prompts = one.config, current.prompts

@@ -71,7 +71,7 @@ from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.figures import as_json
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.handover import Handover
-from penstock.trainer.ledger import Ledger, StepEntry, TrainedGroup
+from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.planning import plan_step
 from penstock.trainer.policy import Policy, StepResult
@@ -80,6 +80,7 @@ from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import TaskFeeder
+from penstock.trainer.together import together
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.failpoints import hit
 
@@ -273,11 +274,29 @@ class TrainingLoop:
     def _heed(
         self, server: int, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup
     ) -> None:
-        """A dropped group took its task with it; a requeued one did not. Which task that was a notice does
-        not say: in the data it stays outstanding."""
-        if notice.reason in TAKE_THEIR_TASK:
-            self._tasks.arrived(server)
-            group.create_task(self._handover.ask(server, lambda: self._tasks.fill(server)))
+        """A dropped group took its task with it; a requeued one did not."""
+        if notice.reason not in TAKE_THEIR_TASK:
+            return
+        task_id = notice.task_id
+        if self._evaluator is not None and self._evaluator.dropped(task_id, notice.reason):
+            return
+        # Without an id, as an older server sends it, it may be any; others are an agent's, or of an
+        # evaluation that is over.
+        if not task_id or self._tasks.is_own(task_id):
+            group.create_task(self._give_up(server, notice))
+
+    async def _give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:
+        """No group of that task will come: as of one that was refused, which this server knows already."""
+        self._tasks.settled(notice.task_id)
+        self._tasks.arrived(server)
+        entry = RefusedEntry(notice.group_id, notice.task_id, notice.reason)
+        await together(
+            (
+                # A checkpoint before this says that its index is outstanding.
+                self._compute.run(self._ledger.refuse, entry),
+                self._handover.ask(server, lambda: self._tasks.fill(server)),
+            )
+        )
 
     async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
         record.time_train_start = time.time()

@@ -395,22 +395,26 @@ class Notice(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Machine-readable, UPPER_SNAKE_CASE, such as GROUP_DROPPED."""
     message: _builtins.str
     """For a person."""
     group_id: _builtins.str
     """The group concerned, if one is."""
+    task_id: _builtins.str
+    """Its task, if it has one. After GROUP_DROPPED and GROUP_TOO_LARGE no group of that task will come."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         group_id: _builtins.str = ...,
+        task_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "message", b"message", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -161,6 +161,8 @@ export interface Notice {
   message: string;
   /** The group concerned, if one is. */
   groupId: string;
+  /** Its task, if it has one. After GROUP_DROPPED and GROUP_TOO_LARGE no group of that task will come. */
+  taskId: string;
 }
 
 function createBaseExchangeRequest(): ExchangeRequest {
@@ -1066,7 +1068,7 @@ export const CheckpointNotice: MessageFns<CheckpointNotice> = {
 };
 
 function createBaseNotice(): Notice {
-  return { reason: "", message: "", groupId: "" };
+  return { reason: "", message: "", groupId: "", taskId: "" };
 }
 
 export const Notice: MessageFns<Notice> = {
@@ -1079,6 +1081,9 @@ export const Notice: MessageFns<Notice> = {
     }
     if (message.groupId !== "") {
       writer.uint32(26).string(message.groupId);
+    }
+    if (message.taskId !== "") {
+      writer.uint32(34).string(message.taskId);
     }
     return writer;
   },
@@ -1120,6 +1125,14 @@ export const Notice: MessageFns<Notice> = {
             message.groupId = reader.string();
             continue;
           }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.taskId = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1140,6 +1153,7 @@ export const Notice: MessageFns<Notice> = {
     message.reason = object.reason ?? "";
     message.message = object.message ?? "";
     message.groupId = object.groupId ?? "";
+    message.taskId = object.taskId ?? "";
     return message;
   },
 };
