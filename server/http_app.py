@@ -37,7 +37,7 @@ from penstock.server.authorization import Gate, Presented
 from penstock.server.credentials import AUTHORIZATION
 from penstock.server.errors import DomainError
 from penstock.server.http_reply import Delta, Reply, tell, tell_whole
-from penstock.server.http_server import CLIENT_NAMES
+from penstock.server.http_server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
 from penstock.server.http_turns import AgentTurns, Asked
 from penstock.wire import telemetry
 from penstock.wire.reasons import Reason
@@ -109,6 +109,7 @@ class Counting(Surface, Protocol):
         ...
 
 
+Unread = Callable[[int], contextlib.AbstractContextManager[None]]
 Serve = Callable[[Surface, "Scope", "Receive", "_Sending"], Awaitable[None]]
 
 
@@ -150,7 +151,8 @@ class Endpoints:
         """Behind the gate, and in front of whatever goes wrong before the answer begins."""
 
         async def handle(scope: Scope, receive: Receive, send: Send) -> None:
-            sending = _Sending(send, self._stalled_seconds)
+            unread = self._gate.callers.unread
+            sending = _Sending(send, scope[CUT_OFF], self._stalled_seconds, unread)
             try:
                 with self._gate.visit(method, _presented(scope)) as caller:
                     async with self._gate.while_in_force(caller):
@@ -260,11 +262,15 @@ class _Gone(Exception):
 
 
 class _Sending:
-    """One answer on its way."""
+    """One answer on its way, which its caller's account has until it is read."""
 
-    def __init__(self, send: Send, stalled_seconds: float) -> None:
+    def __init__(
+        self, send: Send, cut_off: Callable[[], None], stalled_seconds: float, unread: Unread
+    ) -> None:
         self._put = send
+        self._cut_off = cut_off
         self._stalled_seconds = stalled_seconds
+        self._unread = unread
         self._begun = self._ended = False
 
     async def json(
@@ -273,9 +279,10 @@ class _Sending:
         """An answer in one piece."""
         body = text.encode()
         length = {"content-length": str(len(body))}
-        await self._start(status, "application/json", {**length, **(headers or {})})
-        await self._send({"type": "http.response.body", "body": body})
-        self._ended = True
+        with self._unread(len(body)):
+            await self._start(status, "application/json", {**length, **(headers or {})})
+            await self._piece(body)
+            await self.end()
 
     async def event(self, event: str) -> None:
         """One piece of an answer in pieces."""
@@ -283,8 +290,15 @@ class _Sending:
             await self._start(
                 200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
             )
-        piece = {"type": "http.response.body", "body": event.encode(), "more_body": True}
-        await self._send(piece)
+        data = event.encode()
+        with self._unread(len(data)):
+            await self._piece(data)
+            if len(data) > WRITE_BUFFER_BYTES:
+                await self._piece(b"")
+
+    async def _piece(self, data: bytes) -> None:
+        """Is put when what was put before has been taken."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """The end of an answer in pieces."""
@@ -293,6 +307,8 @@ class _Sending:
 
     async def refuse(self, surface: Surface, error: DomainError) -> None:
         """An error, as far as it can still be told."""
+        # Its call has ended, and with it what is on its caller's account.
+        self._unread = _uncounted
         with contextlib.suppress(_Gone):
             if not self._begun:
                 body = json.dumps(surface.error(error))
@@ -313,10 +329,14 @@ class _Sending:
             async with asyncio.timeout(self._stalled_seconds):
                 await self._put(message)
         except TimeoutError:
-            # The server closes a connection whose answer is left unfinished.
+            self._cut_off()
             self._ended = True
             logger.warning("an answer was not read for %g s; cut off", self._stalled_seconds)
             raise _Gone from None
+
+
+def _uncounted(_: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class _Endpoint:

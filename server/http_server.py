@@ -4,6 +4,11 @@ What is listened on, who is let in and what a connection is made with are those 
 addresses that are not of loopback (`config.check_exposure`), the same certificate, client authority and
 tokens, looked at again for each connection. The port is bound before the engine starts, as gRPC's is.
 
+A connection is cut off that for `limits.stalled_seconds` has not brought the whole head of a request, its
+first one or one that it has begun, or the rest of one that is answered, or has taken none of what is there
+for it. An answer counts as sent when no more than `WRITE_BUFFER_BYTES` of it lie unread: these stay for as
+long as an idle connection does.
+
 Order of a stop: no new connections, idle ones are closed -> answers under way are sent to their end, which
 turns that were drained or aborted have reached by then -> after `GRACE_SECONDS` whoever is left is cut off.
 """
@@ -19,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.wire.channel import MOST_METADATA_BYTES, split_address
 
@@ -33,8 +38,16 @@ GRACE_SECONDS = 2
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open: longer than the clients' own pools keep one, so that no request
 is sent into a connection that is just being closed."""
+WRITE_BUFFER_BYTES = 16 << 10
+"""What may lie unread when an answer counts as sent; the kernel holds more."""
+TICKS_PER_LOOK = 5
+"""Of uvicorn's own, of a tenth of a second, from one look at all connections to the next."""
+MOST_PIPELINED = 256
+"""Requests on a connection beyond the one that is answered; they are parsed as they come."""
 CLIENT_NAMES = "penstock.client_names"
 """Where a request's scope holds the common names of its client's certificate."""
+CUT_OFF = "penstock.cut_off"
+"""And what ends its connection, whatever of its answer is unread."""
 
 
 class HttpAddressInUse(Exception):
@@ -71,7 +84,10 @@ def open_http(config: ServeConfig, grpc_port: int, credentials: Credentials) -> 
     if listen is None:
         return None
     context = credentials.ssl_context()
-    return HttpServer(bind(listen), context, listen, config.limits.concurrent_calls)
+    limits = config.limits
+    return HttpServer(
+        bind(listen), context, listen, limits.concurrent_calls, limits.stalled_seconds
+    )
 
 
 class HttpServer:
@@ -83,6 +99,7 @@ class HttpServer:
         context: ssl.SSLContext | None,
         listen: str,
         concurrent_calls: int,
+        stalled_seconds: float,
     ) -> None:
         self._socket = bound
         self.port = int(bound.getsockname()[1])
@@ -91,6 +108,7 @@ class HttpServer:
         """What the SDKs call the base URL, without an attempt."""
         self._context = context
         self._concurrent_calls = concurrent_calls
+        self._stalled_seconds = stalled_seconds
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -114,7 +132,7 @@ class HttpServer:
             timeout_graceful_shutdown=GRACE_SECONDS,
             ssl_context_factory=None if context is None else _always(context),
         )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, self._stalled_seconds)
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
         await self._server.up.wait()
 
@@ -135,15 +153,23 @@ def _always(context: ssl.SSLContext) -> Callable[[uvicorn.Config, Any], ssl.SSLC
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without handlers of signals, which are the server's own."""
+    """Without handlers of signals, which are the server's own; looks after its connections."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, stalled_seconds: float) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
+        self._stalled_seconds = stalled_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_LOOK == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                cast("_Protocol", connection).look(now, self._stalled_seconds)
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -151,7 +177,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Knows whose certificate a connection was made with, and bounds what comes before a body.
+    """Knows whose certificate a connection was made with, and bounds what comes before a body, and how long
+    it is waited for.
 
     The parser holds a head of any length. It is counted by the pieces that come until it is whole, and a
     whole one by what is in it, whatever else came in the same piece; a body is bounded where it is read.
@@ -160,21 +187,15 @@ class _Protocol(HttpToolsProtocol):
     _head_bytes = 0
     """Of the pieces since a request ended in one."""
     _in_body = False
+    _waits_since: float | None = None
+    """For a head, or for what was written to be taken."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         tls = cast("ssl.SSLObject | None", transport.get_extra_info("ssl_object"))
-        shown = None if tls is None else tls.getpeercert()
-        if shown:
-            names = [
-                value
-                for part in cast(
-                    "tuple[tuple[tuple[str, str], ...], ...]", shown.get("subject", ())
-                )
-                for key, value in part
-                if key == "commonName"
-            ]
-            self.app = cast("Any", partial(_with_names, self.app, names))
+        known: dict[str, object] = {CLIENT_NAMES: _names(tls), CUT_OFF: transport.abort}
+        self.app = cast("Any", partial(_with, self.app, known))
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -183,6 +204,37 @@ class _Protocol(HttpToolsProtocol):
             self._head_bytes = 0
         elif self._head_bytes > MOST_METADATA_BYTES:
             self.transport.close()
+
+    def look(self, now: float, patience: float) -> None:
+        """Cuts the connection off where it has kept the server waiting for so many seconds."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        # With the timer of an idle connection nothing has come since the last answer.
+        idle = self.timeout_keep_alive_task is not None
+        asks = cycle is None or (cycle.response_complete and not idle)
+        unread = self.flow.write_paused or self.transport.is_closing()
+        if not asks and not unread:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        elif now - self._waits_since >= patience:
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        # It is read, however slowly.
+        self._waits_since = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            # To close it would be to wait until that is read.
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MOST_PIPELINED:
+            # The parser stops here, and the base class answers 400.
+            raise _TooManyRequests
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         length = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -198,12 +250,23 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
 
+class _TooManyRequests(Exception):
+    """More than MOST_PIPELINED requests came before the first of them was answered."""
+
+
 class _HeadTooLong(Exception):
     """The line and the headers of a request have more than MOST_METADATA_BYTES bytes."""
 
 
-async def _with_names(
-    app: ASGI3Application, names: list[str], scope: Any, receive: Any, send: Any
+def _names(tls: ssl.SSLObject | None) -> list[str]:
+    """The common names of a client's certificate."""
+    shown = None if tls is None else tls.getpeercert()
+    subject = cast("tuple[tuple[tuple[str, str], ...], ...]", (shown or {}).get("subject", ()))
+    return [value for part in subject for key, value in part if key == "commonName"]
+
+
+async def _with(
+    app: ASGI3Application, known: dict[str, object], scope: Any, receive: Any, send: Any
 ) -> None:
-    scope[CLIENT_NAMES] = names
+    scope.update(known)
     await app(scope, receive, send)

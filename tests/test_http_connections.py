@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+import socket
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.harness import Harness, serve
+from penstock.server import http_chat
+from penstock.server.http_server import MOST_PIPELINED
+from tests.harness import Harness, serve, until
 
 MOST = 1 << 20
 """Bytes of a body that are taken."""
@@ -151,3 +154,143 @@ async def test_a_head_after_a_body_that_nobody_read_is_bounded_too(server: Harne
         assert (await answer(reader))[0] == 413
         await put(writer, b"GET /health HTTP/1.1\r\nx: ", *[b"y" * 1_000] * 100)
         assert await ended(reader) == b""
+
+
+STALLED = 0.5
+
+
+@pytest.fixture
+async def impatient(tmp_path: Path) -> AsyncGenerator[Harness]:
+    settings = ("http.listen=127.0.0.1:0", f"limits.stalled_seconds={STALLED}")
+    async with serve(tmp_path, *settings, "limits.caller.unread_bytes=300000") as running:
+        yield running
+
+
+async def test_who_never_sends_the_rest_of_what_is_answered_is_cut_off(impatient: Harness):
+    most = impatient.serving.callers.message_bytes
+    async with connected(impatient) as (reader, writer):
+        await put(writer, request(b"{}").replace(b"length: 2", b"length: %d" % (most + 1)))
+        assert (await answer(reader))[0] == 413
+        await put(writer, b"x" * 1000)
+        assert await ended(reader) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /health HTTP/1.1\r\nx: ", request(padded(0)) + b"GET /hea"],
+    ids=["nothing", "half a head", "half the next head"],
+)
+async def test_who_sends_no_whole_head_is_cut_off(impatient: Harness, sent: bytes):
+    async with connected(impatient) as (reader, writer):
+        if sent.startswith(b"POST"):
+            # The rest comes once the answer to the first is there.
+            await put(writer, sent[:-8])
+            assert (await answer(reader))[0] == 200
+            sent = sent[-8:]
+        await put(writer, sent)
+        async with asyncio.timeout(10):
+            assert await ended(reader) == b""
+
+
+async def test_who_takes_its_time_and_keeps_sending_is_served(impatient: Harness):
+    async with connected(impatient) as (reader, writer):
+        for _ in range(3):
+            whole = request(padded(0))
+            await put(writer, whole[:30], whole[30:])
+            assert (await answer(reader))[0] == 200
+            # An idle connection is no stalled one.
+            await asyncio.sleep(2 * STALLED)
+
+
+def connections(server: Harness) -> list[Any]:
+    http: Any = server.serving._http
+    return list(http._server.server_state.connections)
+
+
+@contextlib.contextmanager
+def narrow(server: Harness) -> Generator[socket.socket]:
+    """A connection whose reader has room for next to nothing."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.serving.info.http_port))
+        yield connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What is said until the server hangs up."""
+    said = b""
+    connection.settimeout(20)
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1 << 20):
+            said += piece
+    return said
+
+
+async def test_whole_answers_that_nobody_reads_are_on_an_account_and_then_cut_off(
+    impatient: Harness, monkeypatch: pytest.MonkeyPatch
+):
+    said = json.dumps({"x": "x" * 20_000_000})
+    monkeypatch.setattr(http_chat.ChatCompletions, "whole", lambda *_: said)
+    callers, budget = impatient.serving.callers, impatient.serving.budget
+    used = budget.used_bytes
+    with narrow(impatient) as first, narrow(impatient) as second:
+        first.sendall(request(padded(0)))
+        await until(lambda: callers.unread_bytes == len(said))
+        assert budget.used_bytes - used > 2 * len(said)
+        # Another one is refused: this one's caller reads nothing.
+        second.sendall(request(padded(0), head="connection: close\r\n"))
+        refusal = (await asyncio.to_thread(read_all, second)).decode()
+        assert refusal.startswith("HTTP/1.1 429") and "unread_bytes" in refusal
+        await until(lambda: not connections(impatient))
+        assert callers.unread_bytes == 0
+        assert len(await asyncio.to_thread(read_all, first)) < len(said)
+
+
+async def test_a_long_answer_that_is_read_slowly_is_read_to_its_end(
+    impatient: Harness, monkeypatch: pytest.MonkeyPatch
+):
+    said = json.dumps({"x": "x" * 3_000_000})
+    monkeypatch.setattr(http_chat.ChatCompletions, "whole", lambda *_: said)
+    async with connected(impatient) as (reader, writer):
+        await put(writer, request(padded(0)))
+        assert json.loads((await answer(reader))[1]) == json.loads(said)
+        # The next one, on the same connection.
+        await put(writer, request(padded(0)))
+        assert (await answer(reader))[0] == 200
+    assert impatient.serving.callers.unread_bytes == 0
+
+
+NOWHERE = b"GET /" + b"x" * 12_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+"""What is answered to anybody, at length."""
+
+
+async def test_who_reads_nothing_of_what_anybody_is_told_is_cut_off(impatient: Harness):
+    with narrow(impatient) as connection:
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                while not connections(impatient) or not connections(impatient)[0].flow.write_paused:
+                    await loop.sock_sendall(connection, NOWHERE)
+                    await asyncio.sleep(0.001)
+        await until(lambda: not connections(impatient))
+
+
+async def test_what_an_idle_connection_leaves_unread_does_not_keep_it(impatient: Harness):
+    with narrow(impatient) as connection:
+        await until(lambda: len(connections(impatient)) == 1)
+        served = connections(impatient)[0]
+        served.timeout_keep_alive = 2 * STALLED
+        kernel = served.transport.get_extra_info("socket")
+        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        while not served.transport.get_write_buffer_size():
+            connection.sendall(b"GET /" + b"x" * 500 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.01)
+        assert not served.flow.write_paused
+        await until(lambda: not connections(impatient))
+
+
+async def test_more_requests_ahead_than_any_client_sends_are_not_held(server: Harness):
+    async with connected(server) as (reader, writer):
+        await put(writer, b"GET /health HTTP/1.1\r\nx: y\r\n\r\n" * (MOST_PIPELINED + 2))
+        assert b"HTTP/1.1 400" in await ended(reader)

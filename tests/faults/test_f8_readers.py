@@ -15,13 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import random
+import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 import grpc
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -32,6 +36,7 @@ from tests.faults.report import Report
 from tests.harness import (
     CompleteTrajectoryRequest,
     GenerateRequest,
+    GetServerInfoRequest,
     Harness,
     LeaseTasksRequest,
     Outcome,
@@ -269,4 +274,98 @@ async def test_memory(
     assert each <= BUDGET_BYTES, f"{each / 1e6:.1f} MB each"
     figures = f"{each / 1e6:+.1f} MB each, {waiting} of {count * TASKS_EACH} tasks held back"
     figures += f"; others {speed:.0f} turns/s"
+    report.survived("F8 fake", name, count, "callers", figures)
+
+
+PIECE = 1_500
+"""Turns of this many tokens, streamed one by one, are more than the buffers of a narrow connection hold."""
+
+
+def requests_over_http() -> dict[str, bytes]:
+    """Turns, whole and as they are written; what anybody is told; and half a head."""
+    said = {"model": "m", "messages": [{"role": "user", "content": "x" * 200}]}
+
+    def post(body: bytes) -> bytes:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        return head.encode() + b"\r\n\r\n" + body
+
+    return {
+        "whole": post(json.dumps({**said, "max_tokens": PIECE}).encode()),
+        "streamed": post(json.dumps({**said, "max_tokens": PIECE, "stream": True}).encode()),
+        "nowhere": b"GET /" + b"x" * 12_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        "half": b"GET /v1/models HTTP/1.1\r\nx: ",
+    }
+
+
+async def read_nothing(port: int, rng: random.Random, cut_off: Counter[str]) -> None:
+    """Asks for one kind of thing as often as it is taken, and for another when it is cut off."""
+    loop, requests = asyncio.get_running_loop(), requests_over_http()
+    while True:
+        kind = rng.choice(list(requests))
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            with contextlib.suppress(ConnectionError):
+                await loop.sock_connect(connection, ("127.0.0.1", port))
+                await loop.sock_sendall(connection, requests[kind])
+                if kind == "half":
+                    await loop.sock_recv(connection, 1)
+                else:
+                    while True:
+                        await asyncio.sleep(rng.uniform(0.0, 0.1))
+                        await loop.sock_sendall(connection, requests[kind])
+            cut_off[kind] += 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    count = report.count or QUICK
+    name, node = f"{count} callers over HTTP that read nothing", request.node.nodeid
+    seconds = min(120.0, request.config.getoption("fault_seconds")) if report.count else 3.0
+    rng = random.Random(report.seed)
+    listen = ("--http-listen", "127.0.0.1:0", *OPTIONS)
+    settings = (*SETTINGS, "limits.stalled_seconds=1")
+    with fake_server(tmp_path, *settings, step_seconds=0.001, options=listen) as server:
+        async with connected(server) as other, httpx.AsyncClient(timeout=20) as http:
+            port = (await other.wire.GetServerInfo(GetServerInfoRequest())).http_port
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            asked = {
+                "model": "m",
+                "max_tokens": 8,
+                "messages": [{"role": "user", "content": "hello"}],
+            }
+            assert (await http.post(url, json=asked)).status_code == 200
+            before = peak = server.footprint()
+            cut_off: Counter[str] = Counter()
+            unread = [
+                asyncio.create_task(read_nothing(port, random.Random(rng.random()), cut_off))
+                for _ in range(count)
+            ]
+            clock = asyncio.get_running_loop().time
+            end, answered, files = clock() + seconds, 0, before.files
+            while clock() < end:
+                assert (await http.post(url, json=asked)).status_code == 200
+                answered += 1
+                now = server.footprint()
+                peak = max(peak, now, key=lambda one: one.resident_bytes)
+                files = max(files, now.files)
+            for task in unread:
+                assert not task.done(), task.exception()
+                task.cancel()
+            await asyncio.gather(*unread, return_exceptions=True)
+            # Nobody held on to what it did not read.
+            assert {"half", "whole", "streamed"} <= set(cut_off) if report.count else cut_off
+            async with asyncio.timeout(20):
+                while server.footprint().files > before.files:
+                    await asyncio.sleep(0.1)
+        server.check_alive()
+    grown, budget = peak.resident_bytes - before.resident_bytes, BUDGET_MIB << 20
+    if grown > budget:
+        report.failed("F8 fake", name, report.seed, node, 0, 1)
+    assert grown <= budget
+    figures = (
+        f"for {seconds:.0f} s; cut off {cut_off.total()} times; "
+        f"{answered / seconds:.0f} answers a second to another; "
+        f"{grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}; {files} files"
+    )
     report.survived("F8 fake", name, count, "callers", figures)
