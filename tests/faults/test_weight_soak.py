@@ -169,7 +169,7 @@ async def soak(
 
 async def warm(site: Site, rng: random.Random, updates: int) -> None:
     """Fills what grows only up to a bound: trajectories kept when they are over, the engine's cache, and
-    what its kernels keep for each number of tokens in a step.
+    what its kernels keep for each number of tokens in a step, and its loaders for each source.
     """
 
     async def turn(length: int) -> None:
@@ -179,8 +179,9 @@ async def warm(site: Site, rng: random.Random, updates: int) -> None:
         await turn(length)
     for _ in range(LENGTHS, min(KEPT_CLOSED, 10 * updates), 50):
         await asyncio.gather(*(turn(250) for _ in range(50)))
-    with contextlib.closing(Attempt(site, Source.INLINE, rng)) as attempt:
-        await attempt.accepted()
+    for source in (Source.INLINE, *Source):
+        with contextlib.closing(Attempt(site, source, rng)) as attempt:
+            await attempt.accepted()
 
 
 async def upload(site: Site, rng: random.Random, soaked: Soaked) -> bool:
