@@ -381,6 +381,8 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
         *("--generation-config", "vllm", "--served-model-name", "m", *ENGINE),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
+        # It closes idle connections after 5 s by itself, which are in the session's pool.
+        env={**os.environ, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75"},
     )
     base = f"http://127.0.0.1:{port}"
     session = http_session()
