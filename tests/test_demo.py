@@ -238,6 +238,20 @@ async def test_a_process_that_ignores_the_request_to_end_is_killed(tmp_path: Pat
     assert await process.wait() == -signal.SIGKILL
 
 
+async def test_what_has_ended_is_not_killed_again_for_its_id_may_be_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+    process = Process.start(shell(tmp_path, "server", "exit 3"))
+    assert await process.wait() == 3
+    # What it may have left behind, while nobody else could have its id.
+    assert killed == [process.pid]
+    process.kill()
+    await process.stop(patience=0.1)
+    assert killed == [process.pid]
+
+
 async def test_a_demo_that_is_killed_takes_its_processes_along(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path\n"

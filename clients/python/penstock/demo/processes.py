@@ -201,9 +201,9 @@ class Process:
 
     def kill(self) -> None:
         """Ends it and whatever it started, at once."""
-        # It leads its own group, so the group has its id, and outlives it where a child does.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # Once it has ended its group was killed with it, and its id may be another's by now.
+        if not self._ended.done():
+            self._kill_group()
 
     def ending(self, status: int) -> str:
         """What became of it."""
@@ -222,10 +222,15 @@ class Process:
             loop.remove_reader(descriptor)
             os.close(descriptor)
             # Whatever it left behind works for nobody any more, and keeps its output open.
-            self.kill()
+            self._kill_group()
             self._ended.set_result(self._process.wait())
 
         loop.add_reader(descriptor, ended)
+
+    def _kill_group(self) -> None:
+        # It leads its own group, so the group has its id, and outlives it where a child does.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def _spawn(
