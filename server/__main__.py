@@ -141,8 +141,12 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     from penstock.server.journal import JournalInUse, JournalUnreadable
     from penstock.server.serving import AddressInUse
     from penstock.wire import telemetry
+    from penstock.wire.models import missing_folder
     from penstock.wire.security import CredentialsUnusable
 
+    # Before vLLM is imported, which takes its time.
+    if not config.pool.engines and (wrong := missing_folder(source.model)) is not None:
+        raise ConfigError(f"engine.model: {wrong}")
     allocator.keep_freed_memory()
     telemetry.configure("penstock-server")
     try:

@@ -115,9 +115,12 @@ def test_what_cannot_be_served_is_said_in_a_line(
         refused = serve("--model", str(model), "--listen", f"127.0.0.1:{port}")
     assert refused.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in refused.stderr
-    missing = serve("--model", str(tmp_path / "nothing"), "--listen", "127.0.0.1:0")
-    assert missing.returncode == 1
-    assert "cannot serve" in missing.stderr
+    empty = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0")
+    assert empty.returncode == 1
+    assert f"cannot serve {tmp_path}: " in empty.stderr
+    nothing = tmp_path / "nothing"
+    status, _, said = serve_here(capsys, "--model", str(nothing), "--listen", "127.0.0.1:0")
+    assert (status, said) == (2, f"penstock serve: engine.model: there is no folder {nothing}\n")
     status, _, said = serve_here(capsys, "--model", str(model), "--no-such-option", "1")
     assert status == 2
     assert "no-such-option" in said

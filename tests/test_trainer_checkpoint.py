@@ -148,6 +148,8 @@ def test_what_is_no_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnusable):
         policy_of(model).load(tmp_path)
     with pytest.raises(ConfigInvalid, match="cannot load"):
+        policy_of(tmp_path)
+    with pytest.raises(ConfigInvalid, match="there is no folder"):
         policy_of(tmp_path / "nothing")
 
 

@@ -17,6 +17,7 @@ from penstock.trainer.config import ModelConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.token_model import CausalModel, TokenModel
 from penstock.wire.arithmetic import computes_bfloat16
+from penstock.wire.models import missing_folder
 
 
 class SavedTokenizer(Protocol):
@@ -53,7 +54,7 @@ def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
         model = cast("_Loader", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
         tokenizer = cast("_Loader", AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
+        raise cannot_load(path, error) from error
     return cast("CausalModel", model), cast("SavedTokenizer", tokenizer)
 
 
@@ -62,7 +63,12 @@ def load_tokenizer(path: str) -> SavedTokenizer:
     try:
         return cast("SavedTokenizer", cast("_Loader", AutoTokenizer).from_pretrained(path))
     except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
+        raise cannot_load(path, error) from error
+
+
+def cannot_load(path: str, error: Exception) -> ConfigInvalid:
+    """What to say of a model that a library cannot load."""
+    return ConfigInvalid(f"model.path: {missing_folder(path) or f'cannot load {path!r}: {error}'}")
 
 
 def block_names(model: CausalModel) -> frozenset[str]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from penstock.trainer.config import MegatronBackend
 from penstock.trainer.errors import ConfigInvalid
-from penstock.trainer.loading import SavedTokenizer
+from penstock.trainer.loading import SavedTokenizer, cannot_load
 from penstock.trainer.megatron_names import SUPPORTED, Shape
 
 # Kinds of rotary embedding whose angles are one fixed frequency times the position.
@@ -41,7 +41,7 @@ def describe(path: str, backend: MegatronBackend) -> Description:
     try:
         config = cast("_LoadConfig", AutoConfig).from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
+        raise cannot_load(path, error) from error
     facts = cast("Facts", config)
     if facts.model_type not in SUPPORTED:
         kinds = ", ".join(SUPPORTED)
@@ -130,7 +130,7 @@ def model_folder(path: str) -> Path:
     try:
         return Path(download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"model.path: cannot load {path!r}: {error}") from error
+        raise cannot_load(path, error) from error
 
 
 class _Download(Protocol):
