@@ -275,10 +275,7 @@ class TokenizerRenderer:
         message = Message(
             "assistant",
             _without(parsed.content, control),
-            tuple(
-                ToolCall(call.tool_call_id or _call_id(name, index), call.name, call.arguments_json)
-                for index, call in enumerate(parsed.calls)
-            ),
+            _name_calls(parsed.calls, name),
             reasoning=_without(parsed.reasoning, control),
         )
         return Written(message, parsed.error)
@@ -386,6 +383,16 @@ def _without(text: str, parts: Iterable[str]) -> str:
     for part in parts:
         text = text.replace(part, "")
     return text
+
+
+def _name_calls(calls: Iterable[ParsedCall], turn: str) -> tuple[ToolCall, ...]:
+    """Calls with ids: those that the policy wrote, as far as they tell the calls of the turn apart."""
+    named: dict[str, ToolCall] = {}
+    for index, call in enumerate(calls):
+        own = call.tool_call_id
+        call_id = own if own and own not in named else _call_id(turn, index)
+        named[call_id] = ToolCall(call_id, call.name, call.arguments_json)
+    return tuple(named.values())
 
 
 def _call_id(turn: str, index: int) -> str:

@@ -8,8 +8,8 @@ and where those that the policy wrote end among its tokens.
 
     NEW         nothing is held yet
     CONTINUED   the held messages are an exact prefix: what follows is the next observation
-    REALIGNED   the same but for form: whitespace at the ends, order of keys and spacing of JSON arguments,
-                reasoning left out, ids of tool calls. The held tokens stand
+    REALIGNED   the same but for form: whitespace at the ends, order of keys, spacing and numbers of JSON
+                arguments, reasoning left out, ids of tool calls. The held tokens stand
     BRANCHED    history was rewritten: kept are the tokens up to the end of the last message that the
                 policy wrote and that is still there; what follows is encoded, in a trajectory that
                 branches from the one that shares most, first in what is kept and then in messages: of
@@ -276,9 +276,16 @@ def tools_digest(tools: Sequence[Tool]) -> bytes:
 def _canonical(arguments: str) -> str:
     """A call's arguments without what is only form; text that is no JSON as it is, but for its ends."""
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        read = json.loads(arguments, parse_float=_number, parse_int=_number)
+        return json.dumps(read, sort_keys=True)
     except (ValueError, RecursionError):
         return arguments.strip()
+
+
+def _number(written: str) -> float:
+    """As a language with one kind of number has it, and writes it back: 1.0 as 1, 1e3 as 1000."""
+    value = float(written)
+    return int(value) if value.is_integer() else value
 
 
 def _digest(value: object) -> bytes:

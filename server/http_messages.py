@@ -82,6 +82,7 @@ class Messages:
             if tool.get("type") not in (None, "custom"):
                 raise FieldInvalid(f"tools[{index}].type", 'must be "custom"', tool["type"])
         request = requests.validated(AnthropicMessagesRequest, found)
+        _check_results(request)
         messages: list[dict[str, Any]] = []
         try:
             # vLLM's model of chat would hand out what it was given as iterators.
@@ -137,6 +138,18 @@ class Messages:
     def error_event(self, error: DomainError) -> str:
         """See Surface."""
         return f"event: error\ndata: {json.dumps(self.error(error))}\n\n"
+
+
+def _check_results(request: AnthropicMessagesRequest) -> None:
+    """Of a tool's answer vLLM's converter leaves out what it has no form for. Raises FIELD_INVALID."""
+    for i, message in enumerate(request.messages):
+        blocks = message.content if isinstance(message.content, list) else []
+        for j, block in enumerate(blocks):
+            parts = block.content if isinstance(block.content, list) else []
+            for k, part in enumerate(parts):
+                if part.get("type") != "text":
+                    where = f"messages[{i}].content[{j}].content[{k}].type"
+                    raise FieldInvalid(where, "is not supported: only text is", part.get("type"))
 
 
 def _with_extra(event: str, reply: Reply) -> str:

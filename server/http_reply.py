@@ -83,9 +83,8 @@ class Reply:
 
 async def tell_whole(turns: AgentTurns, answer: Answer, reply: Reply) -> None:
     """Waits for the end of the turn. Raises as `AgentTurns.follow` does."""
-    finished = await turns.whole(answer)
-    reply.finish(finished, answer.turn.sampling.stop)
-    _hold(answer, finished, reply.message)
+    reply.finish(await turns.whole(answer), answer.turn.sampling.stop)
+    await turns.told(answer, reply.message)
 
 
 async def tell(
@@ -111,17 +110,7 @@ async def tell(
     if delta != Delta():
         yield delta
     reply.message = replace(read, content=content.sent, reasoning=reasoning.sent)
-    _hold(answer, answer.finished, reply.message)
-
-
-def _hold(answer: Answer, finished: rollout_service_pb2.TurnFinished, told: Message) -> None:
-    """Has the trajectory hold what was told, where that is not what was read."""
-    record = answer.turn.record
-    said = finished.message
-    if (told.content, told.reasoning) == (said.content, said.reasoning):
-        return
-    if record.history is not None and record.turn is answer.turn and not answer.turn.in_flight:
-        record.history.set_written(told, record.token_count)
+    await turns.told(answer, reply.message)
 
 
 class _Sent:

@@ -101,8 +101,9 @@ def validated(model: type[Model], body: JsonObject) -> Model:
     """The body as one of vLLM's models. Raises FIELD_INVALID, naming what does not fit."""
     from pydantic import ValidationError
 
+    given = {name: value for name, value in body.items() if value is not None}
     try:
-        return model.model_validate(body)
+        return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         # Beyond the name come the alternatives that were tried.
@@ -171,7 +172,7 @@ def _message(message: JsonObject, where: str) -> Message:
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     return Message(
         role,
-        _text(message.get("content") or message.get("refusal"), f"{where}.content"),
+        read_text(message.get("content") or message.get("refusal"), f"{where}.content"),
         tuple(_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)),
         str(message.get("tool_call_id") or ""),
         str(reasoning),
@@ -201,7 +202,8 @@ def _call(said: object, where: str) -> ToolCall:
     )
 
 
-def _text(content: object, where: str) -> str:
+def read_text(content: object, where: str) -> str:
+    """A text, or the parts of one. Raises FIELD_INVALID for what is none."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -94,16 +94,18 @@ class Responses:
         for index, tool in enumerate(requests.objects(found, "tools")):
             if tool.get("type") != "function":
                 raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool.get("type"))
-        request = requests.validated(ResponsesRequest, dict(found))
+        request = requests.validated(ResponsesRequest, {**found, "input": _read_input(found)})
         previous, instructions = _previous(request), request.instructions
         try:
             messages = construct_input_messages(
                 request_instructions=None if previous else instructions, request_input=request.input
             )
+            # Of some items only what iterates over their parts is there yet.
+            read = requests.read_messages(cast("list[Any]", messages), "input")
         except requests.UNFIT as error:
             raise requests.unfit("input", error) from None
         return ReadRequest(
-            requests.read_messages(cast("list[Any]", messages), "input"),
+            read,
             requests.read_tools(requests.objects(found, "tools")),
             requests.sampling_of(found, SAMPLING),
             bool(request.stream),
@@ -159,6 +161,23 @@ class Responses:
         return f"event: error\ndata: {json.dumps({**body, 'type': 'error'})}\n\n"
 
 
+def _read_input(body: requests.JsonObject) -> object:
+    """The input, in which what the policy said is in one piece: of several vLLM reads the first. Raises
+    FIELD_INVALID."""
+    given: object = body.get("input")
+    if not isinstance(given, list):
+        return given
+    items: list[Any] = []
+    for index, said in enumerate(cast("list[Any]", given)):
+        item = cast("requests.JsonObject", said) if isinstance(said, dict) else {}
+        if item.get("role") == "assistant" and item.get("type", "message") == "message":
+            text = requests.read_text(item.get("content"), f"input[{index}].content")
+            items.append({"role": "assistant", "content": text})
+        else:
+            items.append(said)
+    return items
+
+
 def _previous(request: ResponsesRequest) -> requests.Previous | None:
     if not request.previous_response_id:
         return None
@@ -204,7 +223,8 @@ def _response(
         SamplingParams(
             temperature=reply.sampling.temperature,
             top_p=reply.sampling.top_p,
-            max_tokens=reply.budget,
+            # vLLM's model knows no turn that finds its context full.
+            max_tokens=max(1, reply.budget),
         ),
         model_name=reply.model,
         created_time=created,

@@ -20,6 +20,7 @@ is a retry of the first where it says so (`x-stainless-retry-count` above zero, 
 where nobody got the answer to the first in full: its connection was lost. A retry samples nothing again: a
 turn that is whole gives its answer once more, one in flight is followed from its beginning, one that was
 aborted goes on. An equal request that is no retry wants another sample, as agents that vote do: a branch.
+So does the retry of one that was refused: of its equals' answers none is its own.
 
 A request without an attempt has a trajectory of its own, which nobody trains and which is forgotten when it
 is answered.
@@ -30,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
     from penstock.server.conversation import Message, Tool
+
+MAX_REFUSED = 4_096
+"""Refused requests that are remembered; their agents come back in seconds."""
 
 GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
 ContinueRequest = twin(rollout_service_pb2.ContinueRequest)
@@ -102,6 +107,26 @@ class Answer:
         return () if history is None else history.tools
 
 
+class RefusedRequests:
+    """How often requests were refused before anything of them began, by their digests; the newest."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def add(self, digest: bytes) -> None:
+        """One was refused."""
+        self._counts[digest] = self._counts.pop(digest, 0) + 1
+        if len(self._counts) > MAX_REFUSED:
+            self._counts.popitem(last=False)
+
+    def take(self, digest: bytes) -> bool:
+        """Whether a retry may be that of one that was refused, which is then no longer counted."""
+        count = self._counts.pop(digest, 0)
+        if count > 1:
+            self._counts[digest] = count - 1
+        return count > 0
+
+
 class AgentTurns:
     """Begins and follows the turns of agents that send whole conversations."""
 
@@ -123,6 +148,7 @@ class AgentTurns:
         self._turns = turns
         self._metrics = metrics
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._refused = RefusedRequests()
 
     @contextlib.asynccontextmanager
     async def ask(self, asked: Asked, trace: Context) -> AsyncGenerator[Answer]:
@@ -155,35 +181,51 @@ class AgentTurns:
     # From a request to a turn that has begun.
 
     async def _begin(self, asked: Asked, trace: Context) -> Answer:
-        attempt_id = asked.attempt_id
-        self._queue.attempt_of(attempt_id)
-        if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
-            if asked.previous is not None:
-                raise _no_answer(asked.previous)
-            answer = await self._open(asked, attempt_id, trace)
-            self._metrics.conversation(MatchKind.NEW.value)
-            return answer
-        root = self._store.get(attempt_id)
-        if root.closed:
-            raise _closed(root)
-        records = [root, *root.open_branches()]
+        self._queue.attempt_of(asked.attempt_id)
+        records = self._open_records(asked.attempt_id)
+        says_retry = asked.says_retry and not self._refused.take(asked.digest)
         retried = [
             (record, note)
             for record in records
             if (note := record.answered) is not None
-            and note.is_retried_by(asked.digest, says_so=asked.says_retry)
+            and note.is_retried_by(asked.digest, says_so=says_retry)
         ]
         if retried:
             # An agent that votes sends equal requests. What is repeated is one whose answer nobody got, or
             # else the last: that an answer was sent does not mean that it arrived.
             record, note = min(retried, key=lambda found: _answered_order(found[1]))
             return await self._again(record, note, asked, trace)
-        if asked.previous is None:
-            found = match(records, asked.messages, asked.tools)
+        try:
+            return await self._begin_new(records, asked, trace)
+        except DomainError:
+            self._refused.add(asked.digest)
+            raise
+
+    def _open_records(self, attempt_id: str) -> list[TrajectoryRecord]:
+        """An attempt's trajectory and those that branched from it; none before its first turn. Raises
+        TRAJECTORY_CLOSED."""
+        if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
+            return []
+        root = self._store.get(attempt_id)
+        if root.closed:
+            raise _closed(root)
+        return [root, *root.open_branches()]
+
+    async def _begin_new(
+        self, records: Sequence[TrajectoryRecord], asked: Asked, trace: Context
+    ) -> Answer:
+        """The turn of a request that repeats no other."""
+        if records:
+            if asked.previous is None:
+                found = match(records, asked.messages, asked.tools)
+            else:
+                found = _named(records, asked.previous, asked)
+            answer, kind = await self._go_by(found, records[0], asked, trace), found.kind
         else:
-            found = _named(records, asked.previous, asked)
-        answer = await self._go_by(found, root, asked, trace)
-        self._metrics.conversation(found.kind.value)
+            if asked.previous is not None:
+                raise _no_answer(asked.previous)
+            answer, kind = await self._open(asked, asked.attempt_id, trace), MatchKind.NEW
+        self._metrics.conversation(kind.value)
         return answer
 
     async def _again(
@@ -307,6 +349,18 @@ class AgentTurns:
                 pass
         assert answer.finished is not None
         return answer.finished
+
+    async def told(self, answer: Answer, message: Message) -> None:
+        """Has the trajectory hold what the agent is told, where that is not what was read, and the journal
+        before the agent is told all of it. Raises JOURNAL_FAILED."""
+        assert answer.finished is not None
+        turn, read = answer.turn, answer.finished.message
+        if (message.content, message.reasoning) == (read.content, read.reasoning):
+            return
+        history = turn.record.history
+        if history is not None and turn.record.turn is turn and not turn.in_flight:
+            history.set_written(message, turn.record.token_count)
+            await self._turns.record_again(turn)
 
     async def _go_on(self, answer: Answer) -> None:
         """Has a turn that was aborted go on, unless another request has done so."""

@@ -30,7 +30,9 @@ class PolicyMessages:
         if history is None:
             return
         attempt.written = await self.read(turn, turn.policy_token_count)
-        history.set_written(attempt.written.message, turn.record.token_count)
+        # One that found its context full appended nothing that could be answered.
+        if turn.budget:
+            history.set_written(attempt.written.message, turn.record.token_count)
 
     async def read(self, turn: Turn, count: int) -> Written:
         """The first `count` tokens that the policy wrote in a turn, as a message."""

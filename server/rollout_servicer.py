@@ -205,7 +205,8 @@ class RolloutServicer:
         finished = TurnFinished(
             finish_reason=attempt.finish_reason,
             policy_token_count=attempt.policy_token_count,
-            cached_token_count=attempt.cached_token_count,
+            # Of a turn that was resumed the engine counts what it had written, too.
+            cached_token_count=min(attempt.cached_token_count, turn.context_token_count),
         )
         kind = turn.record.kind
         if kind is PromptKind.TEXT:

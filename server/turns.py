@@ -259,6 +259,10 @@ class TurnRunner:
         if self.on_started is not None:
             self.on_started(turn)
 
+    async def record_again(self, turn: Turn) -> None:
+        """Has recorded what changed of a turn since it ended. Raises JOURNAL_FAILED."""
+        await self._recorder.turn_ended(turn.record)
+
     async def _run(self, turn: Turn) -> None:
         turn.begun = True
         attempt = turn.attempt

@@ -30,6 +30,8 @@ from penstock.server.text_streams import StreamParser
 _MARK_NAMES = re.compile(r"tool_calls?_(start|begin)(_token)?|tool_start_token|bot_token")
 _TERMINALS = ("TOOL_START", "TOOL_SECTION_START", "TOOL_REQUESTS_START")
 _GENERATED_ID = "chatcmpl-tool-"
+MAX_DEPTH = 100
+"""Of arguments: readers of JSON have bounds of their own, vLLM's models one of 255."""
 
 _failures: ContextVar[list[BaseException] | None] = ContextVar("_failures", default=None)
 
@@ -143,12 +145,8 @@ class VllmParsers:
     ) -> str:
         """Why a text that holds a call holds none that can be made; empty where it is as it should be."""
         for call in calls:
-            try:
-                arguments: object = json.loads(call.arguments_json)
-            except (ValueError, RecursionError) as error:
-                return f"the arguments of {call.name!r} are no JSON: {error}"
-            if not isinstance(arguments, dict):
-                return f"the arguments of {call.name!r} are no JSON object"
+            if wrong := _wrong(call):
+                return wrong
         if failures:
             return f"{self._name} cannot read the tool call: {failures[-1]}"
         if self._opens and text.count(self._opens) > text.count(self._closes):
@@ -157,6 +155,36 @@ class VllmParsers:
         if begun is not None and not calls:
             return f"what follows {begun} is no tool call as {self._name} reads it"
         return ""
+
+
+def _wrong(call: ParsedCall) -> str:
+    """Why a call cannot be handed out; empty where it can. Python reads as JSON, and parsers write, what
+    is none, and what nobody else reads."""
+    try:
+        arguments: Any = json.loads(call.arguments_json)
+        # NaN is no JSON; half a character, which JSON can spell, is no text.
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+        (call.name + call.arguments_json).encode()
+    except (ValueError, RecursionError) as error:
+        return f"the arguments of {call.name!r} are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return f"the arguments of {call.name!r} are no JSON object"
+    if _is_deeper(arguments, MAX_DEPTH):
+        return f"the arguments of {call.name!r} are more than {MAX_DEPTH} deep"
+    return ""
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [part for whole in level for part in _parts(whole)]
+    return bool(level)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()
 
 
 def _request(tools: Sequence[Tool]) -> Any:

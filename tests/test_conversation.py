@@ -316,6 +316,22 @@ def test_the_parser_sees_special_tokens_and_the_message_has_none(
     assert own.isalnum() and len(own) == 9 and other.tool_call_id != own
 
 
+class Repeating(Halves):
+    """A parser of a format that has ids, of which the policy writes one twice."""
+
+    def parse(self, *_: object) -> Parsed:
+        return Parsed("", "", tuple(ParsedCall("n", "{}", own) for own in ("f:0", "f:0", "f:1")))
+
+
+def test_ids_that_the_policy_writes_twice_tell_the_calls_apart_all_the_same(
+    tokenizer: object, eos: int
+) -> None:
+    renderer = TokenizerRenderer(tokenizer, [eos], Repeating())
+    calls = renderer.read_message([1], [], [Tool("n", "", {})], "t/0").message.tool_calls
+    first, second, third = (call.tool_call_id for call in calls)
+    assert (first, third) == ("f:0", "f:1") and second not in ("f:0", "f:1", "")
+
+
 def test_without_a_parser_a_turn_is_all_content(renderer: TokenizerRenderer, eos: int) -> None:
     written = renderer.read_message([*b"<tool_call>", eos], [], [Tool("n", "", {})], "t/0")
     assert written == Written(Message("assistant", "<tool_call>"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from penstock.client import group_reward
+from penstock.client import Failed, group_reward
 from penstock.client.__main__ import main
 from penstock.client.external.settings import Keep, SandboxUse, read_size
 from penstock.demo.up_config import command_line
@@ -155,13 +155,35 @@ async def test_output_is_bounded_and_its_end_is_shown(server: Harness, tmp_path:
     assert outcome.failure.message.endswith("the end") and len(outcome.failure.message) <= 1000
 
 
-@pytest.mark.parametrize("last", ["exit 1", "sleep 1000"])
+BROKE = 'echo \'{"failure": {"reason": "TOOL_BROKE", "message": "why"}}\' > result.json'
+
+
+async def gives_up(*_: object) -> Failed:
+    return Failed("GIVEN_UP", "")
+
+
+async def give_up_together(_: Any, trajectories: Any) -> list[Failed]:
+    return [Failed("GIVEN_UP", "") for _ in trajectories]
+
+
+@pytest.mark.parametrize(
+    ("last", "function"),
+    [
+        ("exit 1", None),
+        ("sleep 1000", None),
+        (BROKE, None),
+        (python(TURN), gives_up),
+        (python(TURN), group_reward(give_up_together)),
+    ],
+    ids=["its status", "its time", "its own word", "a function", "a group's function"],
+)
 async def test_folders_of_failed_attempts_are_kept_where_asked(
-    server: Harness, tmp_path: Path, last: str
+    server: Harness, tmp_path: Path, last: str, function: Any
 ) -> None:
     await submit(server)
     command = f"echo left > behind; echo said; {last}"
-    await run(server, tmp_path, command, keep=Keep.FAILED, time_limit_seconds=1.0)
+    options = {"function": function, "reward": "f"} if function else {"time_limit_seconds": 1.0}
+    await run(server, tmp_path, command, keep=Keep.FAILED, **options)
     (folder,) = (tmp_path / "work").glob("attempt-*")
     assert (folder / "behind").read_text() == "left\n"
     assert (folder / "output.log").read_text() == "said\n"

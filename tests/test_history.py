@@ -75,6 +75,7 @@ def test_several_results_are_new_at_once():
 FORMS = {
     "whitespace": replace(CALLS, content="\nLet me see. "),
     "order of keys": replace(CALLS, tool_calls=(replace(CALL, arguments_json='{"b":2,"a":2}'),)),
+    "numbers": replace(CALLS, tool_calls=(replace(CALL, arguments_json='{"a": 2.0, "b": 2e0}'),)),
     "no reasoning": replace(CALLS, reasoning=""),
     "id of the call": replace(CALLS, tool_calls=(replace(CALL, tool_call_id="other"),)),
 }

@@ -153,6 +153,14 @@ async def test_an_agent_is_told_why_its_call_is_none(malformed: Harness, ask: An
     assert not any(await ask(malformed.http, stream, []))
 
 
+PARTS = [{"type": "text", "text": "It is"}, {"type": "document", "title": "a page"}]
+FOUND = {
+    "role": "user",
+    "content": [{"type": "tool_result", "tool_use_id": "c", "content": PARTS}],
+}
+SAID = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
+PICTURED = {**SAID, "content": [{"type": "output_text", "text": "So"}, {"type": "input_image"}]}
+
 REFUSED = [
     ("chat/completions", {"n": 2}, "n"),
     ("chat/completions", {"logprobs": True}, "logprobs"),
@@ -175,6 +183,9 @@ REFUSED = [
     ("messages", {"max_tokens": 5, "tool_choice": {"type": "any"}}, "tool_choice"),
     ("messages", {"max_tokens": 5, "tools": [{"type": "bash_1", "name": "b"}]}, "tools[0].type"),
     ("messages", {}, "max_tokens"),
+    ("messages", {"max_tokens": 5, "messages": [FOUND]}, "messages[0].content[0].content[1].type"),
+    ("responses", {"input": [PICTURED]}, "input[0].content[1].type"),
+    ("responses", {"input": [{"type": "message", "role": "user", "content": [1]}]}, "input"),
 ]
 
 
@@ -190,6 +201,45 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert error["param"].startswith(named) and error["code"] == "FIELD_INVALID", error
     assert error["type"] == "invalid_request_error"
     assert not server.serving.store.records()
+
+
+SENT_AS_NULL = {
+    "chat/completions": ("tools", "tool_choice", "ignore_eos", "stop", "seed", "top_k", "n"),
+    "responses": ("truncation", "background", "tools", "tool_choice", "service_tier", "ignore_eos"),
+    "messages": ("system", "tools", "tool_choice", "top_k", "stop_sequences", "metadata", "stream"),
+}
+
+
+@pytest.mark.parametrize("path", SENT_AS_NULL)
+async def test_what_is_null_is_not_given(server: Harness, path: str):
+    asked = {"input": "x"} if path == "responses" else {"messages": [USER], "max_tokens": 5}
+    async with httpx.AsyncClient(timeout=20) as http:
+        for name in SENT_AS_NULL[path]:
+            answer = await http.post(
+                f"{server.http}/{path}", json={"model": "m", **asked, name: None}
+            )
+            assert answer.status_code == 200, (name, answer.text)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "It is four.",
+        [{"type": "output_text", "text": "It is "}, {"type": "output_text", "text": "four."}],
+    ],
+    ids=["a text", "parts"],
+)
+async def test_what_the_policy_said_is_read_whole_in_whatever_form_it_is_sent(
+    server: Harness, content: Any
+):
+    asked = {"model": "m", "input": [USER, {**SAID, "content": content}, USER]}
+    async with httpx.AsyncClient(timeout=20) as http:
+        answer = await http.post(f"{server.http}/attempts/a/responses", json=asked)
+    assert answer.status_code == 200, answer.text
+    record = server.serving.store.find("a")
+    assert record is not None and record.turn is not None
+    context = record.token_array()[: record.turn.context_token_count].tolist()
+    assert "It is four." in ByteRenderer().decode(context)
 
 
 async def test_errors_have_each_sdks_own_shape(server: Harness):

@@ -50,6 +50,30 @@ async def test_the_retry_of_a_vote_gets_its_own_answer_and_not_anothers(tmp_path
     assert second["id"] == again["id"] == f"chatcmpl-{branch.trajectory_id}-0"
 
 
+async def test_the_retry_of_a_vote_that_was_refused_gets_a_sample_of_its_own(tmp_path: Path):
+    settings = ("http.listen=127.0.0.1:0", "limits.caller.turns_in_flight=1")
+    async with (
+        serve(tmp_path, *settings, step_seconds=0.002) as server,
+        httpx.AsyncClient(timeout=20) as http,
+    ):
+        url = f"{server.http}/attempts/a/chat/completions"
+
+        async def vote() -> str:
+            answer, tries = await http.post(url, json=BODY), 0
+            while answer.status_code == 429:
+                tries += 1
+                await asyncio.sleep(0.02)
+                headers = {"x-stainless-retry-count": str(tries)}
+                answer = await http.post(url, json=BODY, headers=headers)
+            return answer.json()["id"]
+
+        votes = await asyncio.gather(*(vote() for _ in range(4)))
+        # One of them may be asked again all the same.
+        again = (await http.post(url, json=BODY, headers=RETRY)).json()["id"]
+    assert len(set(votes)) == 4
+    assert again in votes
+
+
 class Late(FakeEngine):
     """Every request ends by itself before it can be aborted."""
 

@@ -340,6 +340,69 @@ async def test_a_stop_string_ends_what_is_told_and_the_agent_can_go_on(server: H
         assert record is not None and record.turn_count == 2
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_what_was_told_is_gone_on_with_after_a_restart(tmp_path: Path, stream: bool):
+    settings = ("http.listen=127.0.0.1:0", f"journal.folder={tmp_path / 'journal'}")
+    async with serve(tmp_path, *settings) as server:
+        async with client(server) as agent:
+            whole = await ask(agent, [USER], max_tokens=40)
+        asked = body(40, stop=[whole[10:12]], stream=stream)
+        async with httpx.AsyncClient(timeout=20) as http:
+            url = f"{server.http}/attempts/a/chat/completions"
+            assert (await http.post(url, json=asked)).status_code == 200
+    told = whole[: whole.index(whole[10:12])]
+    async with serve(tmp_path, *settings) as server, client(server, "a") as agent:
+        await ask(agent, [USER, {"role": "assistant", "content": told}, USER])
+        assert kinds(server) == {"continued": 1}
+        assert not branches(server, "a")
+
+
+async def test_a_turn_that_finds_its_context_full_leaves_what_is_held_as_it_was(server: Harness):
+    async with client(server, "a") as agent:
+        said = {"role": "assistant", "content": await ask(agent, [USER])}
+        full = await agent.chat.completions.create(
+            model="m", messages=[USER, said, {"role": "user", "content": "x" * 600}]
+        )
+        assert (full.choices[0].finish_reason, full.usage.completion_tokens) == ("length", 0)
+        await ask(agent, [USER, said, USER])
+    assert kinds(server) == {"new": 1, "continued": 2}
+    assert not branches(server, "a")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_response_that_finds_its_context_full_is_empty(server: Harness, stream: bool):
+    async with client(server, "a", max_retries=0) as agent:
+        first = await respond(agent, "0?", None)
+        asked: Any = {"model": "m", "input": "x" * 600, "previous_response_id": first.id}
+        if stream:
+            async with agent.responses.stream(**asked) as events:
+                answer: Any = await events.get_final_response()
+        else:
+            answer = await agent.responses.create(**asked)
+        assert (answer.status, answer.output_text, answer.usage.output_tokens) == (
+            "incomplete",
+            "",
+            0,
+        )
+        await respond(agent, "1?", first.id)
+    assert not branches(server, "a")
+
+
+async def test_what_a_resumed_turn_had_written_is_no_cached_part_of_its_prompt(slow: Harness):
+    async with client(slow, "a") as agent:
+        answering = asyncio.create_task(
+            agent.chat.completions.create(
+                model="m", messages=[USER], max_tokens=60, extra_body={"ignore_eos": True}
+            )
+        )
+        record = slow.serving.store.find
+        await until(lambda: (found := record("a")) is not None and found.token_count > 60)
+        await slow.wire.Abort(AbortRequest(all={}))
+        usage: Any = (await answering).usage
+    assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens
+    assert usage.completion_tokens == 60
+
+
 # By the name of the answer before, instead of the whole conversation.
 
 TOOL = {

@@ -47,11 +47,35 @@ def test_without_tools_nothing_is_a_call(tokenizer: Any) -> None:
     assert (parsed.content, parsed.calls, parsed.error) == (CALL, (), "")
 
 
+DEEP = '{"a": ' * 101 + "1" + "}" * 101
+
 MALFORMED = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "Expecting"),
     ("hermes", '<tool_call>{"name": "add", "arg', "Unterminated string"),
     ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "no JSON object"),
     ("hermes", "<tool_call></tool_call>", "Expecting value"),
+    # JSON as Python reads and writes it, and nobody else.
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>',
+        "surrogates",
+    ),
+    ("hermes", '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>', "surrogates"),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        "not JSON compliant",
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+        "not JSON compliant",
+    ),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>',
+        "more than 100 deep",
+    ),
     ("hermes", f"{CALL}<tool_call>[</tool_call>", "Expecting value"),
     ("qwen3_coder", "So <tool_call>\n<function=add>\n<para", "cut off"),
     ("qwen3_coder", CALL, "no tool call as qwen3_coder reads it"),

@@ -65,12 +65,13 @@ from penstock.client.external.settings import (
     Network,
     SandboxUse,
 )
-from penstock.client.scoring import Agent, call
+from penstock.client.outcome import Failed
+from penstock.client.scoring import Agent, RewardInvalid, as_outcome, as_outcomes, call
 from penstock.wire.security import Security
 
 if TYPE_CHECKING:
     from penstock.client.external.keeper import Order
-    from penstock.client.outcome import Failed, Outcome
+    from penstock.client.outcome import Outcome
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory
 
@@ -169,21 +170,24 @@ class ExternalProcesses:
             if self._settings.keep is Keep.NONE:
                 weakref.finalize(trajectory, remove_folder, folder)
             return None
-        await self._let_go(folder, failed=False)
+        await self._let_go(folder, failed=isinstance(outcome, Failed))
         return outcome
 
     async def reward(self, task: Task, trajectory: Trajectory | Sequence[Trajectory]) -> object:
         """Has the function score what was left, one attempt or a group of them."""
         assert self._scores is not None
         scored = [trajectory] if not isinstance(trajectory, Sequence) else trajectory
-        failed = True
+        failed = [True] * len(scored)
         try:
             score = await call(self._scores, task, trajectory)
-            failed = False
+            with suppress(RewardInvalid):
+                together = isinstance(trajectory, Sequence)
+                outcomes = as_outcomes(score, len(scored)) if together else [as_outcome(score)]
+                failed = [isinstance(outcome, Failed) for outcome in outcomes]
         finally:
-            for one in scored:
+            for one, has_failed in zip(scored, failed, strict=True):
                 if one.process is not None:
-                    await self._let_go(one.process.folder, failed=failed)
+                    await self._let_go(one.process.folder, failed=has_failed)
         return score
 
     async def _run(self, trajectory: Trajectory, folder: Path) -> ProcessRecord:
