@@ -1,11 +1,15 @@
 """Closing trajectories: outcomes, retries, and groups put together when their last sibling is final.
 
 Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling: group
-put together) -> appended to the journal -> the group offered to the trainer -> answered. The same outcome
-again is answered like the first; another one is refused.
+put together) -> one append begun -> it is durable -> the group offered to the trainer -> answered. The same
+outcome again is answered like the first; another one is refused. Leases that run out are closed likewise,
+all of a group's that are due with one append.
 
-Where that sibling ends a race (`task_queue`), the turns of the others are aborted before the group is put
-together, and they are forgotten with the same append.
+From the first change in memory to the beginning of the append nothing is waited for. So whatever else looks
+at the state, a compaction or the next close, finds a group in one place, and a server that is started again
+finds all of a close or nothing that was answered. Turns that are still in flight, a lost race's or those
+that nobody listens to, are aborted beside that: their trajectories are forgotten already, or are what the
+policy had written by then.
 
 Of a group that no message can carry only the count is left, and a line for the trainer. It takes many long
 siblings to make one: what an agent adds to a trajectory is bounded here.
@@ -17,8 +21,10 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Settled
@@ -35,6 +41,7 @@ from penstock.server.journal import (
     Appended,
     Journal,
     Record,
+    Stored,
     group_changed,
     group_dropped,
     leases_expired,
@@ -115,6 +122,8 @@ class Closing:
         self.left_out = 0
         """Trajectories that their groups were completed without."""
         self._tasks = OwnTasks()
+        self._in_hand: set[str] = set()
+        """Groups that are complete, and on their way into the buffer."""
         queue.buffered_evaluations = lambda: buffer.waiting_evaluation_count
 
     async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
@@ -193,13 +202,9 @@ class Closing:
         records = _outcomes(closing, outcome, closed)
         if gone:
             records.append(trajectories_forgotten(member.trajectory_id for member in gone))
+        settling = self._settle(attempt.group, [settled], records)
         # A caller that is gone must not leave its group in no place.
-        await asyncio.shield(
-            self._tasks.start(
-                self._settle(attempt.group, settled, records),
-                f"closing of {record.trajectory_id}",
-            )
-        )
+        await asyncio.shield(self._tasks.start(settling, f"closing of {record.trajectory_id}"))
         return closed
 
     def _check_room(
@@ -220,37 +225,47 @@ class Closing:
             tokens * BYTES_PER_TOKEN + (outcome.ByteSize() + RECORD_BYTES) * len(members)
         )
 
-    async def _settle(self, group: Group, settled: Settled, records: list[Record]) -> None:
-        """Writes down what became of an attempt, and offers its group where that is complete."""
-        for trajectory_id in settled.discarded:
-            self._forget_attempt(trajectory_id)
-        if settled.discarded:
-            records.append(trajectories_forgotten(settled.discarded))
-        if settled.left_out:
-            records += await self._leave_out(settled)
-        if settled.completed is None:
-            await self._journal.append([*records, group_changed(group)])
-            return
-        group_bytes, buffered = self._assemble(settled.completed)
+    def _settle(
+        self, group: Group, settled: Sequence[Settled], records: list[Record]
+    ) -> Coroutine[Any, Any, None]:
+        """Begins to write down what became of attempts of a group, in the order in which they were settled;
+        what it returns waits for that, and offers the group where the last of them completed it."""
+        for one in settled:
+            for trajectory_id in one.discarded:
+                self._forget_attempt(trajectory_id)
+            if one.discarded:
+                records.append(trajectories_forgotten(one.discarded))
+            if one.left_out:
+                records += self._leave_out(one)
+        completed = settled[-1].completed
+        if completed is None:
+            return _written(self._journal.begin_append([*records, group_changed(group)]))
+        group_bytes, buffered = self._assemble(completed)
+        self._in_hand.add(buffered.group_id)
+        hit("closing.before_append")
         if buffered.byte_count > MAX_GROUP_BYTES:
-            await self._journal.append(
-                [*records, group_dropped(buffered.group_id, GROUP_TOO_LARGE)]
-            )
-            self._drop_too_large(buffered)
-        else:
-            appended: list[Appended] = [*records]
-            if self._journal.on_disk:
-                appended.append(
-                    group_finished(
-                        group_bytes,
-                        buffered.task,
-                        buffered.admitted_version,
-                        has_policy_tokens=buffered.oldest_version is not None,
-                    )
+            dropped = group_dropped(buffered.group_id, GROUP_TOO_LARGE)
+            return self._drop_too_large(buffered, self._journal.begin_append([*records, dropped]))
+        appended: list[Appended] = [*records]
+        if self._journal.on_disk:
+            appended.append(
+                group_finished(
+                    group_bytes,
+                    buffered.task,
+                    buffered.admitted_version,
+                    has_policy_tokens=buffered.oldest_version is not None,
                 )
-            hit("closing.before_append")
-            stored = await self._journal.append(appended, hold_last=True)
-            hit("closing.before_offer")
+            )
+        appending = self._journal.begin_append(appended, hold_last=True)
+        return self._offer(buffered, group_bytes, appending)
+
+    async def _offer(
+        self, buffered: BufferedGroup, group_bytes: bytes, appending: Awaitable[list[Stored]]
+    ) -> None:
+        """Offers a group once it is durable, unless its run was replaced meanwhile."""
+        stored = await appending
+        hit("closing.before_offer")
+        if self._leaves_hand(buffered):
             if stored:
                 buffered.payload = InJournal(self._journal, stored[-1], self._buffer.kept)
                 if self._budget.may_keep(len(group_bytes)):
@@ -258,20 +273,39 @@ class Closing:
             if buffered.training:
                 self._admission.finish(buffered.group_id, buffered.oldest_version)
             self._buffer.add(buffered)
+        elif stored:
+            self._journal.release(stored[-1])
         self._queue.handed_over(buffered.group_id)
 
-    async def _leave_out(self, settled: Settled) -> list[Record]:
+    def _leaves_hand(self, buffered: BufferedGroup) -> bool:
+        """Whether a group that is durable now is still wanted."""
+        wanted = buffered.group_id in self._in_hand
+        self._in_hand.discard(buffered.group_id)
+        return wanted
+
+    def drop_in_hand(self) -> list[str]:
+        """Has complete groups that are on their way into the buffer not come there: their run was replaced.
+        Returns their ids."""
+        dropped = list(self._in_hand)
+        self._in_hand.clear()
+        return dropped
+
+    def _leave_out(self, settled: Settled) -> list[Record]:
         """Ends what a group was completed without."""
-        found = [self._store.find(trajectory_id) for trajectory_id in settled.left_out]
-        turns = [record.turn for record in found if record is not None and record.turn is not None]
-        await self._turns.abort(turns)
         for trajectory_id in settled.left_out:
+            record = self._store.find(trajectory_id)
+            if record is not None:
+                self._abort_soon(record)
             self._store.forget(trajectory_id)
         self.left_out += len(settled.left_out)
         return [
             leases_expired(settled.taken_back, retried=False),
             trajectories_forgotten(settled.left_out),
         ]
+
+    def _abort_soon(self, record: TrajectoryRecord) -> None:
+        if record.turn is not None and record.turn.in_flight:
+            self._turns.abort_soon(record.turn)
 
     def _assemble(self, group: Group) -> tuple[bytes, BufferedGroup]:
         records: list[TrajectoryRecord] = []
@@ -301,17 +335,22 @@ class Closing:
         )
         return group_bytes, buffered
 
-    def _drop_too_large(self, buffered: BufferedGroup) -> None:
-        message = (
-            f"group {buffered.group_id} of task {buffered.task_id!r} has "
-            f"{buffered.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
-        )
-        logger.error("%s: dropped", message)
-        self._admission.vacate(buffered.group_id)
-        self._queue.known_tasks.leave(buffered.task_id)
-        self._buffer.drop(
-            DroppedGroup(buffered.group_id, buffered.task_id, GROUP_TOO_LARGE, message)
-        )
+    async def _drop_too_large(
+        self, buffered: BufferedGroup, appending: Awaitable[list[Stored]]
+    ) -> None:
+        await appending
+        if self._leaves_hand(buffered):
+            message = (
+                f"group {buffered.group_id} of task {buffered.task_id!r} has "
+                f"{buffered.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
+            )
+            logger.error("%s: dropped", message)
+            self._admission.vacate(buffered.group_id)
+            self._queue.known_tasks.leave(buffered.task_id)
+            self._buffer.drop(
+                DroppedGroup(buffered.group_id, buffered.task_id, GROUP_TOO_LARGE, message)
+            )
+        self._queue.handed_over(buffered.group_id)
 
     async def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
         """A closed trajectory that went on with its group, while that is held anywhere."""
@@ -344,7 +383,8 @@ class Closing:
             for attempt, lost, settled in self._queue.expire():
                 expired.setdefault(attempt.group.group_id, []).append((attempt, lost, settled))
             # Thousands run out together where a worker dies: groups wait for the journal side by side.
-            await asyncio.gather(*map(self._settle_expired, expired.values()))
+            for settling in [self._settle_expired(group) for group in expired.values()]:
+                await asyncio.shield(settling)
             deadline = self._queue.next_deadline()
             timeout = None if deadline is None else max(0.0, deadline - self._clock())
             # Not in a task of its own, which would begin to wait only later, and miss what comes before.
@@ -352,12 +392,14 @@ class Closing:
                 async with asyncio.timeout(timeout):
                     await self._queue.deadline_sooner.wait()
 
-    async def _settle_expired(self, expired: Sequence[_Expired]) -> None:
+    def _settle_expired(self, expired: Sequence[_Expired]) -> asyncio.Task[None]:
         """Those of one group, in order: the last may complete it, with what the others left."""
-        for attempt, lost, settled in expired:
-            await self._expired(attempt, lost, settled)
+        group = expired[0][0].group
+        records = [record for one in expired for record in self._expired(*one)]
+        settling = self._settle(group, [settled for _, _, settled in expired], records)
+        return self._tasks.start(settling, f"expiry in {group.group_id}")
 
-    async def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> None:
+    def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> list[Record]:
         """`lost` is the trajectory, and those that branch from it; nothing where it was never opened."""
         trajectory_id = lost[0] if lost else ""
         logger.warning(
@@ -369,14 +411,14 @@ class Closing:
         record = self._store.find(trajectory_id)
         if record is not None:
             # A detached turn may still be running for nobody.
-            members = record.with_branches()
-            await self._turns.abort([m.turn for m in members if m.turn is not None])
-        records: list[Record] = [leases_expired(lost, retried=not settled.final)]
+            for member in record.with_branches():
+                self._abort_soon(member)
+        records: list[Record] = []
         if settled.final:
-            records = [*self._close_expired(attempt, trajectory_id, record), *records]
+            records = self._close_expired(attempt, trajectory_id, record)
         else:
             self._forget_attempt(trajectory_id)
-        await self._settle(attempt.group, settled, records)
+        return [*records, leases_expired(lost, retried=not settled.final)]
 
     def _close_expired(
         self,
@@ -390,9 +432,9 @@ class Closing:
             )
         )
         if record is None:
-            attempt.trajectory_id = (
-                trajectory_id or f"{attempt.group.group_id}-{attempt.sample_index}-unopened"
-            )
+            # What was never opened has a name that nobody can have taken.
+            unopened = f"{attempt.group.group_id}-{attempt.sample_index}-{uuid.uuid4().hex}"
+            attempt.trajectory_id = trajectory_id or unopened
             record = TrajectoryRecord(
                 attempt.trajectory_id,
                 PromptKind.TOKENS,
@@ -405,6 +447,10 @@ class Closing:
         for member in closing:
             self._store.close(member, outcome)
         return _outcomes(closing, outcome)
+
+
+async def _written(appending: Awaitable[object]) -> None:
+    await appending
 
 
 def _outcomes(

@@ -51,7 +51,7 @@ class Refused(Exception):
     @property
     def is_full(self) -> bool:
         """Whether it has no room now, and may have later."""
-        return self.failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        return self.failure.is_full
 
 
 class EngineServer:

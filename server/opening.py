@@ -160,7 +160,8 @@ class Opening:
             history=prompt.history,
             single_turn=request.single_turn,
         )
-        self._check_room(len(prompt.token_ids), sampling)
+        count = len(prompt.token_ids)
+        self._check_room(count + self._budget(count, sampling))
         self._place(record, request, attempt, parent)
         own = prompt.token_ids if parent is None else record.share_prefix(prompt.token_ids)
         record.append_context(own, 0)
@@ -253,15 +254,17 @@ class Opening:
         self._check_open()
         self._queue.attempt_of(trajectory_id)
         _check_extensible(record)
-        record.sampling = sampling
         last = record.turn
         # A turn that found the context full took no place, and may be asked for again.
         index = 0 if last is None else last.index + (last.budget > 0)
         room = self._engine.description.max_context_length - record.token_count
         if len(observation) + 1 > room:
             # The context is full: what no turn would see is not appended.
+            record.sampling = sampling
             return self._full_turn(record, index, sampling, context), how
-        self._check_room(len(observation), sampling)
+        count = len(observation)
+        self._check_room(count + self._budget(record.token_count + count, sampling))
+        record.sampling = sampling
         record.append_context(observation, index)
         if record.history is not None:
             record.history.add_observation(messages, record.token_count)
@@ -282,9 +285,14 @@ class Opening:
                 "the last turn was not aborted; continue it with an observation",
                 {"trajectory_id": record.trajectory_id},
             )
+        budget = turn.budget
+        if request.HasField("sampling_params"):
+            budget = self._budget(turn.context_token_count, sampling)
+        # What it may still write was given up when it was aborted.
+        self._check_room(max(0, budget - turn.policy_token_count))
+        turn.budget = budget
         if request.HasField("sampling_params"):
             record.sampling = turn.sampling = sampling
-            turn.budget = self._budget(turn.context_token_count, sampling)
         if record.history is not None:
             record.history.drop_written()
         turn.stream_interval = how.interval
@@ -334,12 +342,13 @@ class Opening:
         self._turns.start(turn)
         return turn
 
-    def _check_room(self, token_count: int, sampling: TurnSampling) -> None:
-        """That there is room for a turn. Raises CALLER_LIMIT, MEMORY_BUDGET, DISK_FULL."""
+    def _check_room(self, token_count: int) -> None:
+        """That there is room for a turn that may add so many tokens. Raises CALLER_LIMIT, MEMORY_BUDGET,
+        DISK_FULL."""
         self.check_caller()
-        byte_count = (token_count + self._budget(token_count, sampling)) * BYTES_PER_TOKEN
-        self._memory.check(byte_count + TURN_RECORD_BYTES)
-        self._journal.check_room(byte_count + TURN_RECORD_BYTES)
+        byte_count = token_count * BYTES_PER_TOKEN + TURN_RECORD_BYTES
+        self._memory.check(byte_count)
+        self._journal.check_room(byte_count)
 
     def _budget(self, context_token_count: int, sampling: TurnSampling) -> int:
         room = self._engine.description.max_context_length - context_token_count

@@ -67,7 +67,7 @@ class Member:
     clock: Callable[[], float]
     state: State = State.LOST
     problem: str = "has not answered yet"
-    """Why it is not in rotation."""
+    """Why it is not in rotation, or what it refused turns with."""
     setback: str = ""
     """Why it left the rotation, or was not brought up to date, the last time."""
     hung: bool = False
@@ -100,6 +100,8 @@ class Member:
     given: int = 0
     failures: int = 0
     """In a row."""
+    refusals: int = 0
+    """Turns in a row that it refused, and another engine may take."""
     closed_until: float = 0.0
     """No turns go there before this time, on the clock, for it was full or failed."""
     limit: TurnLimit = field(init=False)
@@ -150,6 +152,7 @@ class Member:
             self.pace = Pace()
             self.speak()
             self.setback, self.hung = "", False
+            self.refusals = 0
             self.state, self.problem = State.JOINING, ""
         elif self.state is State.LOST and not self.silent:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
@@ -252,6 +255,20 @@ class Member:
         """A turn of so many tokens took so long."""
         if token_count:
             self.pace = self.pace.after(seconds / token_count, self.clock(), self.usual_pace)
+
+    def worked(self) -> None:
+        """A turn came to its end there."""
+        if self.refusals:
+            self.refusals = 0
+            if self.state is State.SERVING:
+                self.problem = ""
+
+    def refuse(self, problem: str) -> float:
+        """It refused a turn that another one may take; returns for how many seconds to leave it alone."""
+        self.refusals += 1
+        if self.state is State.SERVING:
+            self.problem = problem
+        return retry_seconds(self.refusals)
 
     def close_for(self, seconds: float) -> None:
         """It is left alone for so long."""

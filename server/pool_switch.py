@@ -212,6 +212,8 @@ class PoolSwitch:
         except Refused as error:
             self._refuse(member, error)
             return
+        # Where it has to be given it again, that is another upload.
+        self.fanout.end(member)
         member.has(self.version, adapter=self.fanout.is_adapter)
         self.answers.append(answer)
         if member.state is State.SWITCHING:

@@ -4,6 +4,11 @@ placed (`pool_placing`) -> streamed -> ended. Where an engine is lost, drains or
 the turn made again from the exact token; `turns` does that. What an engine server refuses for the request's
 own sake is told to whoever asked.
 
+An engine server that refuses turns for what is wrong with itself (`NOT_THE_TURN`) would, being idle, be
+given most of them. So it is left alone as one that fails is, for longer each time until a turn comes to its
+end there, and the turn goes elsewhere. A turn that breaks engines looks the same: what the third of them
+says, or the last that there is, is told.
+
 An engine whose loop stands still may go on answering looks. So one that has turns and samples no token of
 any of them for `silent_seconds` (`engine_silence`) is lost like one that does not answer, and its turns go
 on elsewhere; when it takes turns again, `pool_roster` says. Order: the time is over -> it is looked at once
@@ -22,6 +27,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import NoReturn
 
+import grpc
 import numpy as np
 
 from penstock.server.engine import Delta, EngineRequest, Finish, RequestLost
@@ -49,6 +55,14 @@ NO_TOKENS = np.zeros(0, np.int32)
 NO_LOGPROBS = np.zeros(0, np.float32)
 # What a member that is full, and does not say for how long, is left alone for.
 FULL_SECONDS = 0.5
+NOT_THE_TURN = (
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+"""Refusals that need not be of the turn: another engine may take it."""
+MOST_REFUSALS = 3
+"""Engines that refuse a turn so, before that is told."""
 
 
 class PoolTurns:
@@ -104,30 +118,38 @@ class PoolTurns:
 
     async def _deltas(self, request: EngineRequest) -> AsyncGenerator[Delta]:
         name = request.request_id
+        refused_by: set[Member] = set()
         try:
-            member = None if name in self._aborting else await self._placing.place(request)
-            if member is None:
-                yield Delta(NO_TOKENS, NO_LOGPROBS, self._active(), Finish.ABORTED)
-                return
-            try:
-                async with contextlib.aclosing(self._sample(member, request)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-            except Unanswered as error:
-                if not member.silent:
-                    self._lost_at(member, error)
-                self._lose_request(error)
-            except Refused as error:
-                self._refused_at(member, error)
-                self._lose_request(error)
-            finally:
-                self._placed.pop(name, None)
-                member.left(name)
-                self._roster.retire(member)
-                self._placing.wake()
+            while (member := await self._place(request)) is not None:
+                began = False
+                try:
+                    async with contextlib.aclosing(self._sample(member, request)) as deltas:
+                        async for delta in deltas:
+                            began = True
+                            yield delta
+                    return
+                except Unanswered as error:
+                    if not member.silent:
+                        self._lost_at(member, error)
+                    self._lose_request(error)
+                except Refused as error:
+                    self._refused_at(member, error, refused_by)
+                    if began:
+                        self._lose_request(error)
+                    self.lost_count += 1
+                finally:
+                    self._placed.pop(name, None)
+                    member.left(name)
+                    self._roster.retire(member)
+                    self._placing.wake()
+            yield Delta(NO_TOKENS, NO_LOGPROBS, self._active(), Finish.ABORTED)
         finally:
             self._aborting.discard(name)
             self._requests.discard(name)
+
+    async def _place(self, request: EngineRequest) -> Member | None:
+        """The engine that takes it; None where it is to end."""
+        return None if request.request_id in self._aborting else await self._placing.place(request)
 
     def _lost_at(self, member: Member, error: Unanswered) -> None:
         before = member.state, member.problem
@@ -151,14 +173,29 @@ class PoolTurns:
         look = functools.partial(self._watch, member, again=over)
         asyncio.get_running_loop().call_later(max(left, self._rules.look_seconds), look)
 
-    def _refused_at(self, member: Member, error: Refused) -> None:
-        """Whether another engine may take it; raises the refusal where none would."""
+    def _refused_at(self, member: Member, error: Refused, refused_by: set[Member]) -> None:
+        """Whether another engine may take it; raises the refusal where none would. `refused_by` are those
+        that refused it before for what need not be its own sake."""
         if error.is_full:
-            seconds = error.failure.retry_after_seconds or FULL_SECONDS
-            member.close_for(seconds)
-            asyncio.get_running_loop().call_later(seconds, self._placing.wake)
+            self._leave_alone(member, error.failure.retry_after_seconds or FULL_SECONDS)
+        elif error.failure.code in NOT_THE_TURN:
+            if not member.refusals:
+                logger.warning("engine %s refuses turns: %s", member.address, error)
+            self._leave_alone(member, member.refuse(f"refused a turn: {error}"))
+            refused_by.add(member)
+            if len(refused_by) == MOST_REFUSALS or not self._has_others(refused_by):
+                raise error
         elif error.failure.reason != Reason.CREDENTIAL_ENDED:
             raise error
+
+    def _leave_alone(self, member: Member, seconds: float) -> None:
+        member.close_for(seconds)
+        asyncio.get_running_loop().call_later(seconds, self._placing.wake)
+
+    def _has_others(self, members: set[Member]) -> bool:
+        """Whether any but these takes turns, or will once it has switched."""
+        takes_turns = (State.SERVING, State.SWITCHING)
+        return any(m.state in takes_turns for m in self._roster.members if m not in members)
 
     def _lose_request(self, error: Exception) -> NoReturn:
         self.lost_count += 1
@@ -191,6 +228,8 @@ class PoolTurns:
                     yield delta
                 else:
                     finish = FINISHES[event.finished.finish_reason]
+                    if finish is not Finish.ABORTED:
+                        member.worked()
                     member.paced(self._clock() - began, tokens)
                     if finish is Finish.ABORTED and name not in self._aborting:
                         # By the engine server itself, which stops, or switches.

@@ -155,16 +155,21 @@ class Fanout:
         self._branches = Branches(rules.branches, spare_hub=bool(holders))
         self._branches.add(holders)
         self._leaders: dict[str, Leading] = {}
-        self._numbers: dict[Member, int] = {}
+        self._numbers: dict[tuple[Member, str], int] = {}
+        """Under which each process is given it."""
         self._accepted: dict[Member, asyncio.Future[bool]] = {}
         """Whether an engine server takes it, once it has answered."""
         self._sending: dict[Member, asyncio.Task[StagedThere]] = {}
+        self._processes: dict[Member, str] = {}
+        """The one that it was begun for."""
         self.weight_version = payload.weight_version
         self.is_adapter = payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Stages it there, unless that was begun before and has not failed. The task raises Unanswered
-        and Refused."""
+        """Stages it there, unless that was begun before for the same process and has not failed. The task
+        raises Unanswered and Refused."""
+        if self._processes.get(member) != member.server_id:
+            self._begin_anew(member)
         task = self._sending.get(member)
         failed = task is not None and task.done() and (task.cancelled() or task.exception())
         if task is None or failed:
@@ -172,9 +177,17 @@ class Fanout:
             task = self._sending[member] = asyncio.create_task(self._stage(member), name=name)
         return task
 
+    def _begin_anew(self, member: Member) -> None:
+        """Another process is there: what the one before was given is gone with it."""
+        self.end(member)
+        if member in self._processes:
+            self._branches.drop(member)
+        self._processes[member] = member.server_id
+
     def settle(self, member: Member, *, accepted: bool) -> None:
         """What came of it there; safe to repeat, the first time counts."""
-        if (number := self._numbers.get(member)) is not None and number in member.reserved:
+        number = self._numbers.get((member, member.server_id))
+        if number is not None and number in member.reserved:
             member.settle(number, accepted=accepted)
 
     def end(self, member: Member) -> None:
@@ -187,7 +200,7 @@ class Fanout:
         task.add_done_callback(_leave)
         # Where it is cancelled, it may have been staged there just now.
         self.settle(member, accepted=not failed)
-        self._numbers.pop(member, None)
+        self._numbers.pop((member, member.server_id), None)
         self._accepted.pop(member, None)
 
     async def close(self) -> None:
@@ -291,20 +304,20 @@ class Fanout:
 
     async def _source_at(self, peer: Member) -> weights_pb2.PeerSource | None:
         """The version at another host, once that has begun to receive it; None where it does not, soon."""
-        number = peer.wire_version(self.weight_version)
         if (accepted := self._accepted.get(peer)) is not None:
             await asyncio.wait([accepted], timeout=self._ready_seconds)
-            is_ready = accepted.done() and accepted.result()
-            number = self._numbers.get(peer) if is_ready else None
-        if number is None:
+            if not (accepted.done() and accepted.result()):
+                return None
+        if (number := peer.wire_version(self.weight_version)) is None:
             return None
         return weights_pb2.PeerSource(address=peer.address, weight_version=number)
 
     async def _send(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
         """Returns where it lies there, too, for others of that host."""
-        version = self._numbers.get(member)
+        process = member, member.server_id
+        version = self._numbers.get(process)
         if version is None:
-            version = self._numbers[member] = member.reserve(self.weight_version)
+            version = self._numbers[process] = member.reserve(self.weight_version)
         header = weights_pb2.WeightHeader(
             weight_version=version,
             tensors=source.tensors

@@ -245,6 +245,27 @@ class Recovered:
             elif (group := self.finished.get(group_id)) is not None:
                 group.step = receipted.step
 
+    def undo_unanswered(self) -> None:
+        """Has closes as if they had never been, of which the last record is missing: what became of their
+        attempts. One append is several records, and nobody was answered before all of them were durable."""
+        leased = {
+            attempt.trajectory_id
+            for group in self.groups.values()
+            for attempt in group.attempts
+            if attempt.leased
+        }
+        for root in leased & self.closed.keys():
+            digest = self.closed[root].outcome_digest
+            members = [r for r in self.trajectories.values() if self._root(r) == root]
+            for trajectory_id in (root, *(member.trajectory_id for member in members)):
+                mark = self.closed.get(trajectory_id)
+                # Branches that were closed before it stay so, and those that were closed with it do not.
+                if mark is not None and mark.outcome_digest == digest:
+                    del self.closed[trajectory_id]
+            for member in members:
+                if member.trajectory_id not in self.closed:
+                    member.outcome = None
+
     def _root(self, record: TrajectoryRecord) -> str:
         while record.parent_trajectory_id in self.trajectories:
             record = self.trajectories[record.parent_trajectory_id]
@@ -272,6 +293,7 @@ def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
     state = Recovered()
     for record, stored in found:
         _apply(state, record, stored)
+    state.undo_unanswered()
     return state
 
 
@@ -280,6 +302,7 @@ async def recover_from(journal: Journal) -> Recovered:
     state = Recovered()
     async for record, stored in journal.replay():
         _apply(state, record, stored)
+    state.undo_unanswered()
     return state
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -39,7 +39,13 @@ from penstock.server.engine import Engine
 from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
-from penstock.server.journal import Journal, MemoryJournal, server_started, weights_activated
+from penstock.server.journal import (
+    Journal,
+    MemoryJournal,
+    SnapshotItem,
+    server_started,
+    weights_activated,
+)
 from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
@@ -187,6 +193,7 @@ class Serving:
             self.uploads.fence,
             self.turns,
             self._journal,
+            self.closing.drop_in_hand,
         )
         self.tasks = TaskServicer(
             changed,
@@ -359,9 +366,14 @@ class Serving:
         awaiting = self._await_trainer or found.weight_version > 0
         self.admission.trainer_awaited = awaiting
         await self.switch.await_trainer(awaiting)
-        await self._journal.start(
-            lambda: self.parts.snapshot(self._starts, self.switch.active_version)
-        )
+
+        def state() -> Iterator[SnapshotItem]:
+            # Until its trainer has published again, this is still the middle of its run.
+            waits = self.switch.awaiting_trainer
+            version = self.switch.active_version or (found.weight_version if waits else 0)
+            return self.parts.snapshot(self._starts, version)
+
+        await self._journal.start(state)
         await self._journal.append([server_started(self._starts)])
 
     def _handlers(self) -> Mapping[str, Handler]:

@@ -24,6 +24,7 @@ from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.group_bytes import Delivery
 from penstock.server.journal import (
     Journal,
+    Record,
     group_dropped,
     groups_receipted,
     run_replaced,
@@ -117,7 +118,9 @@ class TrainerServicer:
         fence_uploads: Callable[[int], None],
         turns: TurnRunner,
         journal: Journal,
+        drop_in_hand: Callable[[], list[str]],
     ) -> None:
+        """`drop_in_hand` drops groups that are complete and not yet in the buffer; returns their ids."""
         self._changed = changed
         self._admission = admission
         self._queue = queue
@@ -127,6 +130,7 @@ class TrainerServicer:
         self._fence_uploads = fence_uploads
         self._turns = turns
         self._journal = journal
+        self._drop_in_hand = drop_in_hand
         self._session: Session | None = None
         self._run_id = ""
         self._epoch = 0
@@ -254,6 +258,7 @@ class TrainerServicer:
         # Last: it forgets the ids of all tasks, those of the groups in the buffer among them.
         tasks, groups = self._queue.drop_all()
         dropped = [group.group_id for group in (*groups, *buffered)]
+        dropped += self._drop_in_hand()
         for group_id in dropped:
             self._admission.vacate(group_id)
             self.drops[reason] += 1
@@ -358,8 +363,13 @@ class TrainerServicer:
         """Consumes credit and finished groups; waits for more of either; produces deliveries."""
         while session is self._session:
             selection = self._admission.select(session.credit)
-            for group_id in selection.late:
-                await self._discard_late(session, group_id)
+            # What was selected is known to the gate no longer: it is in its place before anything is waited
+            # for, which may be in vain.
+            records = [
+                record
+                for group_id in selection.late
+                for record in self._discard_late(session, group_id)
+            ]
             chosen = [
                 *selection.taken,
                 *self._buffer.waiting_evaluations(session.evaluation_credit),
@@ -367,6 +377,8 @@ class TrainerServicer:
             groups = self._buffer.take(chosen)
             session.credit -= len(selection.taken)
             session.evaluation_credit -= len(chosen) - len(selection.taken)
+            if records:
+                await self._journal.append(records)
             for group in groups:
                 await self._send(session, group)
             notices = [
@@ -397,6 +409,8 @@ class TrainerServicer:
         except DomainError as error:
             logger.error("group %s is dropped: %s", group.group_id, error.message)
             self._buffer.lose(group)
+            # Its place in the batch is another's.
+            self._admission.vacate(group.group_id)
             self.drops[error.reason] += 1
             records = [group_dropped(group.group_id, error.reason)]
             if group.task is not None:
@@ -436,7 +450,8 @@ class TrainerServicer:
         self._run_id, self._epoch = run_id, trainer_epoch
         self._fence_uploads(trainer_epoch)
 
-    async def _discard_late(self, session: Session, group_id: str) -> None:
+    def _discard_late(self, session: Session, group_id: str) -> list[Record]:
+        """Drops a group for its age; returns what the journal is to know of that."""
         group = self._buffer.discard(group_id)
         contract = self._admission.contract
         assert contract is not None
@@ -447,7 +462,6 @@ class TrainerServicer:
         if requeued and group.task is not None:
             self._queue.resubmit(group.task)
             records.append(task_accepted(group.task, first=True))
-        await self._journal.append(records)
         message = (
             f"group {group_id} holds tokens of version {group.oldest_version}, "
             f"the trainer is at {self._admission.trainer_version}"
@@ -455,6 +469,7 @@ class TrainerServicer:
         session.notices.append(
             Notice(reason=reason, message=message, group_id=group_id, task_id=group.task_id)
         )
+        return records
 
     async def _switch(self, session: Session) -> None:
         """Consumes switch requests, one at a time; waits for the engine; produces weight receipts."""

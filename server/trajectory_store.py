@@ -415,8 +415,13 @@ class TrajectoryStore:
         self._closed[record.trajectory_id] = ClosedMark(
             outcome_digest(outcome), record.group_id, group_completed, retried
         )
-        while len(self._closed) > self._max_remembered:
-            self._closed.popitem(last=False)
+        for _ in range(len(self._closed) - self._max_remembered):
+            oldest = next(iter(self._closed))
+            if oldest in self._records:
+                # Its group waits for a sibling: what it was closed with is not forgotten before it.
+                self._closed.move_to_end(oldest)
+            else:
+                del self._closed[oldest]
 
     def forget(self, trajectory_id: str) -> None:
         """Drops a record; unknown ids are ignored. An open one is as if it had never been."""

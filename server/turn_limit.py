@@ -15,6 +15,8 @@ reports. The cache is full all that time, and says nothing of the new limit. So 
 only where they have come down to it and it proves too high; what was preempted on the way down counts no
 more.
 
+The first report only begins the count of preemptions: those before it were not of turns from here.
+
 Additive growth and multiplicative fall, as of TCP: engines that share nothing need no agreement.
 """
 
@@ -63,7 +65,8 @@ class TurnLimit:
     """The limit, and what it was moved by last."""
 
     value: int
-    preemptions: int = 0
+    preemptions: int | None = None
+    """As of the last report; None before the first."""
     coming_down: bool = False
     """Whether the engine had more turns than this at the last report."""
 
@@ -75,8 +78,9 @@ class TurnLimit:
     def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
         """The limit after a report."""
         value = self.value
+        before = report.preemptions if self.preemptions is None else self.preemptions
         # A count that went back is that of another process.
-        preempted = report.preemptions > self.preemptions and not self.coming_down
+        preempted = report.preemptions > before and not self.coming_down
         if report.turns <= value:
             if preempted or report.kv_cache_usage >= rules.full:
                 value = max(rules.fewest, int(max(1, report.turns) * rules.fall))

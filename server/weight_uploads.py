@@ -122,11 +122,17 @@ class WeightUploads:
             return
         await respond(self._staged_response(accepted))
         if announced.immediate:
-            self._slot.check_epoch(announced.trainer_epoch)
-            self._tell_trainer_version(announced.weight_version)
-            await self._activate_and_tell(accepted, respond)
+            await self._activate_at_once(announced, accepted, respond)
         else:
             await self._activate_when_told(announced, requests, respond)
+
+    async def _activate_at_once(
+        self, announced: Announced, accepted: Version, respond: Respond
+    ) -> None:
+        """Switches to what was staged, unless its trainer was replaced meanwhile."""
+        self._slot.check_epoch(announced.trainer_epoch)
+        self._tell_trainer_version(announced.weight_version)
+        await self._activate_and_tell(accepted, respond)
 
     async def _activate_when_told(
         self,
@@ -187,7 +193,7 @@ class WeightUploads:
         if (staged := self._versions.staged(announced)) is not None:
             await respond(self._staged_response(staged))
             if announced.immediate:
-                await self._activate_and_tell(staged, respond)
+                await self._activate_at_once(announced, staged, respond)
             return True
         if (active := self._versions.active(announced)) is not None:
             version = announced.weight_version

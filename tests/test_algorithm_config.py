@@ -18,14 +18,16 @@ from penstock.trainer.algorithm_config import (
     Cispo,
     ClippedWeight,
     CustomFunction,
+    Gae,
     KlMask,
     PpoClip,
     RatioMask,
     Uncorrected,
 )
 from penstock.trainer.algorithms.advantages import advantage_function
-from penstock.trainer.algorithms.batches import RewardBatch, Sequences, TokenBatch
-from penstock.trainer.algorithms.losses import loss_function
+from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
+from penstock.trainer.algorithms.losses import TokenLoss, loss_function
+from penstock.trainer.algorithms.objective import Objective, PolicyOutput
 from penstock.trainer.config import load_config, render_config
 from penstock.trainer.errors import ConfigInvalid
 from tests.test_trainer_config import MINIMAL, write
@@ -142,6 +144,89 @@ def test_what_is_written_reads_back_as_itself(tmp_path: Path) -> None:
         assert load_config(write(tmp_path, render_config(config))) == config
         write(tmp_path)
     assert load_config(path, ["algorithm.loss.kind=cispo"]).algorithm.loss == Cispo(kind="cispo")
+
+
+def relative(batch: TokenBatch) -> TokenLoss:
+    return TokenLoss(-batch.advantages_N * (batch.logprobs_N - batch.old_logprobs_N).exp())
+
+
+TRUNCATED = (["data.sampling.top_p=0.9"], ["data.sampling.top_k=20"])
+CUSTOM = "algorithm.loss={kind='custom', function='tests.test_algorithm_config:relative'}"
+REINFORCE = "algorithm.loss.kind=reinforce"
+PROXIMAL = "algorithm.correction={level='off', ratio_to='proximal'}"
+CORRECTED = "algorithm.correction={level='token', mode='clip', threshold=2}"
+MASKED = "algorithm.correction={level='token', mode='mask', quantity='kl', threshold=0.1}"
+KL_IN_LOSS = "algorithm.kl={kind='loss', coefficient=0.1}"
+KL_IN_REWARD = "algorithm.kl={kind='reward', coefficient=0.1}"
+READS_BEHAVIOUR = [
+    [],
+    ["algorithm.loss.kind=gspo"],
+    ["algorithm.loss.kind=cispo", KL_IN_LOSS],
+    [CUSTOM],
+    [CORRECTED],
+    [MASKED],
+    [REINFORCE, CORRECTED],
+    [REINFORCE, KL_IN_REWARD],
+    [PROXIMAL, KL_IN_REWARD],
+]
+IGNORES_BEHAVIOUR = [[PROXIMAL], [PROXIMAL, KL_IN_LOSS], [PROXIMAL, CUSTOM], [REINFORCE]]
+
+
+def losses_and_penalties(algorithm: AlgorithmConfig, sampled: float) -> list[torch.Tensor]:
+    """What becomes of a token whose log-probability was so much when it was sampled, on policy -1."""
+    objective = Objective(algorithm)
+    logprobs, behaviour = torch.tensor([-1.0], requires_grad=True), torch.tensor([sampled])
+    reference = torch.tensor([-1.5])
+    output = PolicyOutput(
+        logprobs,
+        torch.zeros(1),
+        behaviour,
+        None,
+        reference if objective.needs_reference else None,
+        torch.tensor([-1.0]),
+        Sequences(torch.zeros(1).long(), 1),
+    )
+    loss, _ = objective.evaluate(output, StepCounts(1, 1))
+    return [loss.detach(), objective.penalties(behaviour, reference)]
+
+
+@pytest.mark.parametrize("overrides", [*READS_BEHAVIOUR, *IGNORES_BEHAVIOUR], ids=str)
+def test_it_is_known_what_reads_the_recorded_logprobs(tmp_path: Path, overrides: list[str]) -> None:
+    algorithm = load_config(write(tmp_path), overrides).algorithm
+    found, other = (losses_and_penalties(algorithm, sampled) for sampled in (-1.0, -0.5))
+    assert algorithm.reads_behaviour is (found != other) is (overrides in READS_BEHAVIOUR)
+
+
+@pytest.mark.parametrize("truncated", TRUNCATED, ids=["top_p", "top_k"])
+def test_truncated_sampling_is_refused_where_the_recorded_logprobs_are_read(
+    tmp_path: Path, truncated: list[str]
+) -> None:
+    said = re.escape(truncated[0].replace("=", " = "))
+    for overrides in READS_BEHAVIOUR:
+        with pytest.raises(ConfigInvalid, match=f'{said} cannot be had.*ratio_to = "proximal"'):
+            load_config(write(tmp_path), [*truncated, *overrides])
+    for overrides in IGNORES_BEHAVIOUR:
+        load_config(write(tmp_path), [*truncated, *overrides])
+
+
+def test_evaluations_may_be_sampled_in_any_way(tmp_path: Path) -> None:
+    (one,) = load_config(
+        write(tmp_path),
+        ["evaluation=[{name='a', jsonl={path='x'}, sampling={top_p=0.9, top_k=20}}]"],
+    ).evaluation
+    assert (one.sampling.top_p, one.sampling.top_k) == (0.9, 20)
+
+
+def test_a_critic_without_a_clip_is_written_as_one(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    overrides = ["algorithm.advantage.kind=gae", "algorithm.advantage.critic.clip=none"]
+    config = load_config(path, overrides)
+    assert isinstance(config.algorithm.advantage, Gae)
+    assert config.algorithm.advantage.critic.clip == "none"
+    assert load_config(write(tmp_path, render_config(config))) == config
+    for wrong in ("0", "''", "unbounded"):
+        with pytest.raises(ConfigInvalid, match=r"critic\.clip"):
+            load_config(write(tmp_path), [*overrides, f"algorithm.advantage.critic.clip={wrong}"])
 
 
 def test_every_field_of_every_kind_explains_itself() -> None:

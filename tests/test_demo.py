@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,16 @@ import pytest
 from penstock.client.tasks import Task
 from penstock.demo import model, rewards, settings, tasks
 from penstock.demo.command import main
-from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed
+from penstock.demo.processes import (
+    LONGEST_LINE_BYTES,
+    Command,
+    FirstMatch,
+    Process,
+    ProcessFailed,
+    going_on,
+    log_writer,
+    write_files,
+)
 from penstock.demo.tiny import END_OF_TURN_ID, write_model
 
 
@@ -212,6 +223,71 @@ async def test_a_line_is_waited_for_and_everything_printed_is_logged(tmp_path: P
     logged = command.log.read_text()
     assert "loading" in logged
     assert "bad" in logged
+
+
+async def test_a_line_of_any_length_is_told_in_parts_and_what_follows_it_too(
+    tmp_path: Path,
+) -> None:
+    length = 2 * LONGEST_LINE_BYTES + 5
+    code = f"print('x' * {length}); print('y' * 100_000); print('the end', end='')"
+    lines: list[str] = []
+    command = Command("worker", (sys.executable, "-c", code), tmp_path / "worker.log")
+    process = Process.start(command, lines.append)
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
+    whole = "x" * LONGEST_LINE_BYTES
+    assert lines == [whole, whole, "x" * 5, "y" * 100_000, "the end"]
+    assert command.log.read_text() == "\n".join(lines)
+
+
+async def test_a_log_without_room_holds_no_process_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    code = "for number in range(40):\n    print(number, 'y' * 100_000)"
+    lines: list[str] = []
+    command = Command("worker", (sys.executable, "-c", code), Path("/dev/full"))
+    process = Process.start(command, lines.append)
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
+    assert [line.split()[0] for line in lines] == [str(number) for number in range(40)]
+    assert [record.message for record in caplog.records] == [
+        "/dev/full: [Errno 28] No space left on device; what comes is left out until that is over"
+    ]
+
+
+def test_what_nothing_depends_on_is_done_again_as_soon_as_it_can_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    full, done = True, list[int]()
+
+    def act(number: int) -> None:
+        if full:
+            raise OSError("full")
+        done.append(number)
+
+    going = going_on(act, "the log")
+    for number in range(6):
+        full = number in (1, 2, 4)
+        going(number)
+    assert done == [0, 3, 5]
+    assert len(caplog.records) == 2
+
+
+def test_a_log_takes_all_that_it_is_given_however_little_at_a_time() -> None:
+    class Slow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:2])
+
+    log = Slow()
+    log_writer(log)(b"a line\n")
+    assert log.getvalue() == b"a line\n"
+
+
+def test_files_of_a_process_are_nobody_else_s_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "engine.toml"
+    write_files({path: "a secret"})
+    assert path.read_text() == "a secret"
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_process_that_ends_before_it_serves_is_explained(tmp_path: Path) -> None:

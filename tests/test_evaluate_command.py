@@ -27,7 +27,8 @@ PROMPTS = 7
 
 def data(folder: Path) -> Path:
     path = folder / "held-out.jsonl"
-    rows = [{"prompt": f"p{n}", "n": n} for n in range(PROMPTS)]
+    rows: list[dict[str, Any]] = [{"prompt": f"p{n}", "n": n} for n in range(PROMPTS)]
+    rows[0]["data_source"] = "named"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -78,7 +79,7 @@ async def test_a_trainer_of_the_same_server_notices_nothing(
     assert record.figures.reward_mean == pytest.approx(3 / 7)
     assert record.figures.pass_at == {"1": pytest.approx(3 / 7), "2": pytest.approx(3 / 7)}
     assert (record.weight_version, record.mixed_groups, record.lag) == (0, 0, 0)
-    assert record.by_source.keys() == {"held-out"}
+    assert record.by_source.keys() == {"held-out", "named"}
     assert harness.engine.max_running <= 3 * 2
     # Neither ended nor sent anything; and it is still the one that may switch.
     await exchange.nothing()

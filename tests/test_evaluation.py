@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from penstock.trainer import handover
 from penstock.trainer.config import load_config, render_config
 from penstock.trainer.data_config import DataConfig
-from penstock.trainer.errors import ConfigInvalid, ServerLost
+from penstock.trainer.errors import ConfigInvalid, ServerFull, ServerLost
 from penstock.trainer.evaluation import EvaluationSet, Evaluator
 from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.evaluation_prompts import Prompts, Schedule, Verdict
@@ -145,6 +146,8 @@ class FakeExchange:
     credit: int = 0
     most_open: int = 0
     active: int = 1
+    full: bool = False
+    """Whether it takes no tasks that it does not have."""
     rewards: Any = lambda index: [1.0]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -176,6 +179,8 @@ class FakeExchange:
         await asyncio.sleep(0)
         if not self.ready.is_set():
             raise ServerLost("away")
+        if self.full:
+            raise ServerFull("QUEUE_FULL", 0.01)
         for task in tasks:
             assert task.purpose == EVAL
             if task.task_id not in self.known:
@@ -399,6 +404,34 @@ async def test_where_nothing_comes_it_ends_with_what_it_has() -> None:
     assert {reason for _, reason in run.exchange.refused} == {"EVALUATION_OVER"}
 
 
+async def test_where_a_server_stays_full_it_ends_with_what_it_has(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "RETRY_SECONDS", 0.01)
+    async with measuring(evaluation(patience_seconds=0.1)) as run:
+        run.evaluator.version_active(0, 1)
+        await run.settle()
+        run.exchange.full = True
+        run.exchange.deliver(run.exchange.waiting[0])
+        # The time that it is away does not count.
+        run.exchange.ready.clear()
+        async with asyncio.timeout(10):
+            switching = asyncio.ensure_future(run.evaluator.may_switch())
+            await asyncio.sleep(0.3)
+            assert not switching.done()
+            run.exchange.ready.set()
+            await switching
+        # One that has room in time is waited for.
+        run.evaluator.version_active(10, 1)
+        await run.settle()
+        run.exchange.full = False
+        await run.serve()
+    first, second = run.records
+    assert (first.figures.prompts, first.prompts_missing) == (1, 19)
+    assert "ends with 1 of 20 prompts: for 0.1 s a server was full" in caplog.text
+    assert (second.figures.prompts, second.prompts_missing) == (20, 0)
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_whatever_is_lost_each_prompt_is_measured_once(seed: int) -> None:
     chance = random.Random(seed)
@@ -480,11 +513,25 @@ def test_the_prompts_are_the_first_of_a_set_and_no_more_than_it_has(tmp_path: Pa
     few = EvaluationConfig.model_validate({"name": "few", "jsonl": {"path": str(path)}})
     one = EvaluationSet(few, data)
     assert one.prompt_count == 3
-    tasks = [one.build_task(asked) for asked in Prompts("p", 3, concurrency=3).next()]
+    tasks = [
+        one.build_task(asked, one.source.problem(asked.index))
+        for asked in Prompts("p", 3, concurrency=3).next()
+    ]
     texts = [[message.content for message in task.conversation.messages] for task in tasks]
     assert sorted(text for _, text in texts) == ["p0", "p1", "p2"]
     assert {system for system, _ in texts} == {"Think."}
     assert [task.task_id for task in tasks] == ["p/0", "p/1", "p/2"]
+
+
+async def test_a_row_that_names_its_source_is_counted_under_that(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    named = [{"prompt": "a", "data_source": "gsm8k"}, {"prompt": "b"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in named))
+    config = EvaluationConfig.model_validate({"name": "sums", "jsonl": {"path": str(path)}})
+    async with measuring(config) as run:
+        run.evaluator.version_active(0, 1)
+        await run.serve()
+    assert run.records[0].by_source.keys() == {"gsm8k", "sums"}
 
 
 def test_a_record_is_a_line_of_its_own_that_a_resumed_run_finds(tmp_path: Path) -> None:

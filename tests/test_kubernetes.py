@@ -119,6 +119,14 @@ def test_a_probe_asks_the_server_beside_it(workload: dict[str, Any]) -> None:
         assert context.params["timeout"] < probe["timeoutSeconds"]
 
 
+def test_the_hub_has_longer_to_start_than_the_engine_that_it_waits_for() -> None:
+    probes = {name: container(server)["startupProbe"] for name, server in SERVERS.items()}
+    seconds = {
+        name: probe["periodSeconds"] * probe["failureThreshold"] for name, probe in probes.items()
+    }
+    assert seconds["hub.toml"] > seconds["engine.toml"]
+
+
 def test_an_option_that_is_not_there_is_refused() -> None:
     with pytest.raises(click.UsageError):
         main.commands["rollout"].make_context("rollout", ["--server=a:1", "--concurency=8"])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
-from penstock.server.engine_server import EngineServer, StagedThere
-from penstock.server.pool_member import State
+from penstock.server.engine_server import EngineServer, Refused, StagedThere
+from penstock.server.pool_member import Member, State
 from penstock.server.turn_limit import LimitRules
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire.failure import read_failure
+from penstock.wire.failure import Failure, read_failure
+from penstock.wire.security import Security
 from tests.fakes import expected_tokens
 from tests.harness import (
     AbortRequest,
@@ -214,6 +216,86 @@ async def test_a_turn_of_which_only_the_end_is_lost_ends_as_it_had(
         assert ended.tokens == full.tokens[: len(ended.tokens)] and len(ended.tokens) <= 5
 
 
+def refuse(pool: Pool, number: int, code: grpc.StatusCode) -> Callable[[], None]:
+    """An engine server that answers, and refuses every turn until what is returned is called."""
+    server = pool.member(number).server
+    original = server.generate
+
+    async def refused(message: object, metadata: object) -> AsyncGenerator[object]:
+        raise Refused(Failure(code, "broken"))
+        yield
+
+    def repair() -> None:
+        server.generate = original  # type: ignore[method-assign]
+
+    server.generate = refused  # type: ignore[method-assign,assignment]
+    return repair
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    ],
+)
+async def test_an_engine_that_refuses_turns_is_left_alone_and_they_go_elsewhere(
+    tmp_path: Path, code: grpc.StatusCode
+) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=0.001) as pool:
+        broken = pool.member(0)
+        repair = refuse(pool, 0, code)
+
+        async def agent(name: int) -> None:
+            for number in range(5):
+                check(await pool.hub.generate(f"{name}.{number}", PROMPT))
+
+        await asyncio.gather(*(agent(name) for name in range(8)))
+        assert 0 < broken.given < 20
+        assert pool.engine.requests_lost == broken.given
+        assert broken.state is State.SERVING
+        assert broken.problem == f"refused a turn: {code.name}: broken"
+        repair()
+        given = broken.given
+        while broken.given == given:
+            check(await pool.hub.generate(f"repaired {pool.member(1).given}", PROMPT))
+        assert broken.problem == "" and not broken.refusals
+
+
+async def test_a_turn_that_breaks_engines_ends_with_the_third(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 4) as pool:
+        repairs = [refuse(pool, number, grpc.StatusCode.INTERNAL) for number in range(4)]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pool.hub.generate("a", PROMPT)
+        assert read_failure(refused.value).reason == "INTERNAL_ERROR"
+        assert sorted(member.given for member in pool.engine.members) == [0, 1, 1, 1]
+        for repair in repairs:
+            repair()
+        check(await pool.hub.generate("b", PROMPT))
+
+
+async def test_a_turn_that_is_too_large_for_the_engines_ends(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2, of_engines=["limits.caller.message_bytes=4096"]) as pool:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async with asyncio.timeout(20):
+                await pool.hub.generate("large", [1, 2, 3] * 600)
+        assert "MESSAGE_TOO_LARGE" in read_failure(refused.value).message
+        await pool.hub.generate("small")
+        assert pool.engine.requests_lost == 0
+
+
+async def test_a_turn_that_all_engines_refuse_ends_and_the_next_waits_for_the_first_to_be_tried(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 1) as pool:
+        repair = refuse(pool, 0, grpc.StatusCode.INTERNAL)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await pool.hub.generate("a", PROMPT)
+        repair()
+        check(await pool.hub.generate("b", PROMPT))
+
+
 async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
@@ -234,6 +316,14 @@ async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
         await until(lambda: pool.member(1).state is State.REFUSED)
         await pool.hub.generate("a", PROMPT)
         assert not pool.member(1).given
+
+
+def test_what_a_process_preempted_before_it_was_looked_at_does_not_lower_its_limit() -> None:
+    member = Member(EngineServer("127.0.0.1:1", Security()), LimitRules(first=32), lambda: 0.0)
+    for process, count in (("a", 7), ("b", 9)):
+        load = rollout_service_pb2.ServerLoad(preemption_count=count)
+        member.heard(rollout_service_pb2.GetServerInfoResponse(server_id=process, load=load))
+        assert member.limit.value == 32
 
 
 # Weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from penstock.server.weight_header import Announced
 from penstock.server.weight_upload import Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
-from tests.harness import Harness, until
+from tests.harness import Harness, serve, until
 from tests.pools import QUICK, serve_pool
 
 PATIENT = replace(QUICK, stage_seconds=600.0)
@@ -161,6 +162,39 @@ async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
         gate.set()
         await uploading
         assert [member.version for member in pool.engine.members] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("part", ["staging", "switched"])
+async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginning(
+    tmp_path: Path, part: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 2, rules=PATIENT))
+        await pool.hub.upload(1)
+        gates = [hang(engine) for engine in pool.engines]
+        uploading = asyncio.create_task(pool.hub.upload(2))
+        member, before = pool.member(1), pool.engines[1]
+        if part == "switched":
+            gates[1].set()
+            await until(lambda: member.version == 2 and member.state is State.SERVING)
+        else:
+            await until(lambda: 2 in member.reserved)
+        stopping = asyncio.create_task(before.serving.stop(0.0))
+        await until(lambda: member.state is State.LOST)
+        gates[1].set()
+        await stopping
+        folder = tmp_path / "another"
+        folder.mkdir()
+        another = await stack.enter_async_context(serve(folder, f"listen={before.address}"))
+        await until(lambda: member.version == 2 and member.state is State.SERVING)
+        assert another.engine.version == 2
+        gates[0].set()
+        await uploading
+        turns = [await pool.hub.generate(f"t{number}") for number in range(4)]
+        assert {version for turn in turns for version in turn.versions} == {2}
+        # The pool's version as it joined, and the one that was switched to.
+        assert len(another.engine.payloads) == 2
+        assert pool.engine.requests_lost == 0
 
 
 async def test_a_host_that_hangs_holds_up_none_that_would_take_it_from_there(

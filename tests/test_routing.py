@@ -131,9 +131,16 @@ def test_turns_that_wait_in_the_engine_teach_nothing_better() -> None:
 
 
 def test_a_preemption_counts_once_and_lowers_it_below_what_there_was() -> None:
-    limit = TurnLimit(40).after(report(20, 20, preemptions=3), LIMITS)
+    limit = TurnLimit(40, preemptions=0).after(report(20, 20, preemptions=3), LIMITS)
     assert limit.value == 15
     assert limit.after(report(15, 15, usage=0.9, preemptions=3), LIMITS).value == 15
+
+
+def test_what_was_preempted_before_the_first_report_is_not_counted() -> None:
+    limit = TurnLimit.begin(LIMITS).after(report(0, preemptions=7), LIMITS)
+    assert limit.value == LIMITS.first
+    assert limit.after(report(4, 4, preemptions=7), LIMITS).value == LIMITS.first
+    assert limit.after(report(4, 4, preemptions=8), LIMITS).value == 3
 
 
 def test_a_full_cache_lowers_it_and_an_almost_full_one_does_not_raise_it() -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from penstock.demo.processes import Command, ProcessFailed, break_off
-from penstock.demo.supervisor import Cast, RestartBudget, Restarts, Supervisor
+from penstock.demo.processes import Command, Process, ProcessFailed, break_off
+from penstock.demo.supervisor import (
+    Cast,
+    RestartBudget,
+    Restarts,
+    Role,
+    Supervisor,
+    log_events,
+)
 
 SERVE = "echo 'penstock serving x on 127.0.0.1:77 (weight version 0)'; exec sleep 60"
 AT_ONCE = Restarts(most=3, first_seconds=0.01)
@@ -64,6 +72,9 @@ async def stage(
     train: str = "exec sleep 60",
     keeps_checkpoints: bool = False,
     restarts: Restarts = AT_ONCE,
+    engines: Mapping[str, str] | None = None,
+    on_change: Callable[[Sequence[Role]], None] | None = None,
+    on_trainer_line: Callable[[str], None] | None = None,
 ) -> AsyncGenerator[Stage]:
     """Runs the three; each script finds what it was told in its arguments."""
     started: Stage
@@ -86,8 +97,15 @@ async def stage(
         {"worker": lambda address: command("worker", work, address)},
         lambda address, resume: command("trainer", train, address, "resume" if resume else ""),
         trainer_keeps_checkpoints=keeps_checkpoints,
+        engines={
+            name: lambda name=name, script=script: command(name, script)
+            for name, script in (engines or {}).items()
+        },
+        engines_file=folder / "engines",
     )
-    supervisor = Supervisor(cast, restarts, tell)
+    supervisor = Supervisor(
+        cast, restarts, tell, on_change=on_change, on_trainer_line=on_trainer_line
+    )
     started = Stage(folder, supervisor, asyncio.create_task(supervisor.run()))
     started.running.add_done_callback(lambda _: notices.append(asyncio.ensure_future(notify())))
     try:
@@ -95,8 +113,7 @@ async def stage(
     finally:
         started.running.cancel()
         await asyncio.wait([started.running])
-        trainer, workers, server, _ = supervisor.started
-        await break_off([*trainer, *workers, *server])
+        await break_off([process for stage in supervisor.started for process in stage])
 
 
 async def test_the_run_is_over_when_the_trainer_has_ended_well(tmp_path: Path) -> None:
@@ -105,6 +122,55 @@ async def test_the_run_is_over_when_the_trainer_has_ended_well(tmp_path: Path) -
         assert run.events[0] == ("server", "starting")
         assert run.events[1] == ("server", "serves at 127.0.0.1:77")
         assert run.events[-1] == ("trainer", "done")
+
+
+async def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with stage(
+        tmp_path, train="echo a line; exit 0", on_change=full, on_trainer_line=full
+    ) as run:
+        await run.running
+        assert run.events[-1] == ("trainer", "done")
+        run.supervisor.ended()
+
+
+def test_events_are_told_where_they_cannot_be_written() -> None:
+    told: list[tuple[str, str]] = []
+    tell = log_events(Path("/dev/full"), lambda who, what: told.append((who, what)))
+    tell("up", "stopping")
+    assert told == [("up", "stopping")]
+
+
+def test_events_are_written_where_they_cannot_be_told(tmp_path: Path) -> None:
+    def full(who: str, what: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log_events(tmp_path / "events.log", full)("up", "stopping")
+    assert (tmp_path / "events.log").read_text().endswith(" up: stopping\n")
+
+
+async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.demo.supervisor.WRITE_AGAIN_SECONDS", 0.01)
+    write, full = Process.write, True
+
+    async def written(process: Process, files: Mapping[Path, str]) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await write(process, files)
+
+    monkeypatch.setattr(Process, "write", written)
+    async with stage(tmp_path, engines={"engine": SERVE}) as run:
+        await run.told("server", "is not told of its engines yet: [Errno 28]")
+        await asyncio.sleep(0.1)
+        assert not run.running.done()
+        full = False
+        async with asyncio.timeout(20):
+            while (tmp_path / "engines").read_text() != "127.0.0.1:77\n":
+                await asyncio.sleep(0.01)
 
 
 async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> None:

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import PolicyOutput
+from penstock.trainer.batching import MAX_TREE_TOKENS
 from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.planning import StepPlan
-from tests.test_batching import context, group, plan, read, trajectory, written
+from penstock.trainer.token_model import TokenModel
+from tests.test_batching import context, cut, group, plan, read, trajectory, written
 from tests.test_trainer_checkpoint import state, weights
 from tests.test_trainer_end_to_end import (
     configure,
@@ -277,3 +280,65 @@ async def test_a_run_tells_the_figures_of_its_algorithm(model: Path, tmp_path: P
         assert step["clip_fraction"] == step["clip_fraction_low"] == 0.0
         assert math.isfinite(step["kl_reference"])
     assert json.loads(json.dumps(steps)) == steps
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+}
+WINDOW = 16
+MOST = MAX_TREE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "shares"),
+    [
+        ("mistral", {"sliding_window": WINDOW}, False),
+        ("mistral", {"sliding_window": MOST - 1}, False),
+        ("mistral", {"sliding_window": MOST}, True),
+        ("mistral", {"sliding_window": None}, True),
+        ("qwen2", {"sliding_window": WINDOW}, True),
+        (
+            "qwen2",
+            {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+            False,
+        ),
+        (
+            "qwen2",
+            {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+            True,
+        ),
+        ("gemma3_text", {"sliding_window": WINDOW}, False),
+        ("gemma3_text", {"sliding_window": WINDOW, "layer_types": ["full_attention"] * 2}, True),
+        ("llama4_text", {"attention_chunk_size": WINDOW, "num_local_experts": 1}, False),
+    ],
+)
+def test_no_prefixes_are_shared_where_a_layer_attends_to_less_than_a_tree(
+    architecture: str, fields: dict[str, Any], shares: bool
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **SMALL, **fields)
+    tokens = TokenModel(AutoModelForCausalLM.from_config(config), autocast=False)
+    assert tokens.supports_trees() is shares
+    # Whichever it is, for the reason that it is so.
+    prompt = [n % 50 + 3 for n in range(2 * WINDOW)]
+    each = read(
+        group(
+            trajectory([context(prompt), written([9, 8, 7])], 1.0),
+            trajectory([context(prompt), written([5, 9])], 0.0),
+        )
+    )
+    tree, chains = (
+        torch.cat([tokens.logprobs(batch) for batch in cut([each], 1000, share)]).sort().values
+        for share in (True, False)
+    )
+    if fields.get("sliding_window") != MOST - 1:
+        assert torch.allclose(tree, chains, atol=1e-4) is shares

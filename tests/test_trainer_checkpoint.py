@@ -25,8 +25,10 @@ from penstock.trainer.checkpoint import (
 )
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
+from penstock.trainer.figures import aggregate, scalars
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.planning import StepPlan, plan_step
+from penstock.trainer.step_record import FIGURES, StepRecord
 from tests.tiny_model import make_tiny_model
 
 
@@ -181,6 +183,9 @@ def test_without_a_gradient_nothing_moves(model: Path) -> None:
     result = policy.step(nothing)
     assert not result.applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
+    # A learning rate of zero would draw what is shown of the run down to it.
+    line = StepRecord(1, result=result).line()
+    assert "learning_rate" not in scalars(FIGURES, aggregate(FIGURES, [line]))
     # Neither does the schedule.
     assert policy.step(plan(0)).learning_rate == pytest.approx(1e-3 / 5)
 

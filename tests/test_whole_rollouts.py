@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.client import WorkerSettings, connect
 from penstock.client.calls import Calls, Patience
 from penstock.client.plugins import modules
 from penstock.client.plugins.slime_functions import SingletonMeta, get_async_loop
+from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
 from penstock.wire.agent_marks import read_unwanted
 from tests.harness import Exchange, hello, serve
@@ -35,7 +37,10 @@ class Trainer:
     """Takes groups for one step, as a trainer does that rejects what is of no use."""
 
     exchange: Exchange
+    worker: WholeRollout
     kept: list[str] = field(default_factory=list[str])
+    group_ids: set[str] = field(default_factory=set[str])
+    """Of those that were kept."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
 
     async def gather(self, count: int) -> None:
@@ -48,6 +53,7 @@ class Trainer:
                 for trajectory in group.trajectories:
                     check_sampled(trajectory)
                 self.kept.append(group.task_id)
+                self.group_ids.add(group.group_id)
                 continue
             self.dropped[group.task_id] = why
             rejection = {"delivery_ids": [delivery.delivery_id], "rejection": {"reason": why}}
@@ -78,7 +84,7 @@ async def at_work(
         )
         lines = ["", f"custom_rm_path = '{FUNCTIONS}.length_reward'"]
         if generate:
-            lines.append(f"custom_generate_function_path = '{FUNCTIONS}.{generate}'")
+            lines.append(f"custom_generate_function_path = '{generate}'")
         path.write_text(path.read_text().replace("reward_key = 'score'", "") + "\n".join(lines))
         settings = WorkerSettings(64)
         reward, whole = f"{FUNCTIONS}:length_reward", f"{FUNCTIONS}:{function}"
@@ -88,7 +94,8 @@ async def at_work(
             await client.submit_tasks(tasks(20, 2))
         running = asyncio.ensure_future(worker.run())
         try:
-            yield Trainer(exchange)
+            assert isinstance(worker, WholeRollout)
+            yield Trainer(exchange, worker)
             assert not running.done()
         finally:
             worker.stop()
@@ -125,6 +132,36 @@ async def test_more_is_asked_for_than_is_admitted(tmp_path: Path, tokenizer: Pat
     assert sorted(trainer.kept) == ["t0", "t1"]
 
 
+made: Counter[int] = Counter()
+
+
+async def first_fails(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """The first attempt at each prompt fails, however often it is made."""
+    from slime.rollout.sglang_rollout import generate  # type: ignore[import-not-found]
+
+    made[sample.index] += 1
+    done = await generate(args, sample, sampling_params)
+    if sample.index % args.n_samples_per_prompt == 0:
+        done.status = type(done).Status.FAILED
+    return done
+
+
+async def test_an_attempt_that_comes_again_alone_fails_and_nothing_of_it_is_remembered(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    made.clear()
+    work = at_work(
+        *(tmp_path, tokenizer, "one_by_one"),
+        max_lag=4,
+        generate="tests.test_whole_rollouts.first_fails",
+        first_kept=0,
+    )
+    async with work as trainer:
+        await asyncio.wait_for(trainer.gather(4), 30)
+        assert set(made.values()) == {1}
+        assert not {group_id for group_id, _ in trainer.worker._alone} & trainer.group_ids
+
+
 @pytest.mark.parametrize("takes_nothing", [True, False])
 @pytest.mark.parametrize("shares_loop", [False, True])
 async def test_groups_in_flight_are_made_while_none_is_admitted(
@@ -137,7 +174,7 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
     work = at_work(
         *(tmp_path, tokenizer, "fully_async"),
         max_lag=0,
-        generate="slow_second",
+        generate=f"{FUNCTIONS}.slow_second",
         takes_nothing=takes_nothing,
         shares_loop=shares_loop,
     )

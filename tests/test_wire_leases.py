@@ -240,18 +240,22 @@ async def test_leases_that_run_out_together_wait_for_the_journal_together(
 ) -> None:
     count = 20
     journal = harness.serving.closing._journal
-    append, waiting, go_on = journal.append, 0, asyncio.Event()
+    begin_append, waiting, go_on = journal.begin_append, 0, asyncio.Event()
 
-    async def slow(records: Any, **fields: Any) -> Any:
-        nonlocal waiting
-        waiting += records[0].WhichOneof("record") == "leases_expired"
-        await go_on.wait()
-        return await append(records, **fields)
+    def slow(records: Any, **fields: Any) -> Any:
+        async def end() -> Any:
+            nonlocal waiting
+            appending = begin_append(records, **fields)
+            waiting += records[0].WhichOneof("record") == "leases_expired"
+            await go_on.wait()
+            return await appending
+
+        return asyncio.ensure_future(end())
 
     await submit(harness, *(f"task-{number}" for number in range(count)))
     async with leasing(harness, count) as call:
         first = {(await take(call)).trajectory_id for _ in range(count)}
-        monkeypatch.setattr(journal, "append", slow)
+        monkeypatch.setattr(journal, "begin_append", slow)
         harness.pass_lease_time()
         await until(lambda: waiting == count)
         go_on.set()

@@ -79,8 +79,8 @@ class CriticConfig(Section):
 
     learning_rate: float = Field(default=1e-5, gt=0)
     """Its learning rate, the same at every step; the rest of its optimizer is the policy's."""
-    clip: float | None = Field(default=0.2, gt=0)
-    """How far an update moves a value with its whole gradient; unset for no such bound."""
+    clip: Annotated[float, Field(gt=0)] | Literal["none"] = 0.2
+    """How far an update moves a value with its whole gradient; "none" for no such bound."""
 
 
 class Gae(Section):
@@ -302,6 +302,14 @@ class AlgorithmConfig(Section):
     """What makes up for data of another policy."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """How much of the entropy is taken from the loss."""
+
+    @property
+    def reads_behaviour(self) -> bool:
+        """Whether anything but a figure is made of the log-probabilities that tokens were sampled with."""
+        correction = self.correction
+        if not isinstance(correction, Uncorrected) or isinstance(self.kl, KlInReward):
+            return True
+        return correction.ratio_to == "behaviour" and not isinstance(self.loss, Reinforce)
 
     @model_validator(mode="before")
     @classmethod

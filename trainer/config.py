@@ -151,7 +151,8 @@ class TrainConfig(Section):
     """Whether several ranks add up their gradients after each micro-batch instead of once an update: each
     then holds a share of the gradients instead of all of them, and sends more."""
     share_prefixes: bool = True
-    """Whether tokens that siblings have in common are computed once."""
+    """Whether tokens that siblings have in common are computed once; never in a model whose layers attend
+    within a window or a chunk of fewer than 4096 tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -268,6 +269,22 @@ class TrainerConfig(Section):
         if attempts is not None and attempts < size:
             raise ValueError(
                 f"groups.attempts must be data.group_size = {size} at least, got {attempts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _behaviour_is_not_truncated(self) -> TrainerConfig:
+        sampling = self.data.sampling
+        truncated = [f"top_p = {sampling.top_p}"] if sampling.top_p < 1 else []
+        truncated += [f"top_k = {sampling.top_k}"] if sampling.top_k > 0 else []
+        if truncated and self.algorithm.reads_behaviour:
+            raise ValueError(
+                f"data.sampling.{' and '.join(truncated)} cannot be had with this algorithm: tokens then "
+                "come with the log-probabilities of a truncated distribution, each above the policy's own, "
+                "and the ratio, the correction or the KL in the reward is made of both. Leave it out (an "
+                "[[evaluation]] may have it), or have the algorithm make nothing of them: "
+                'algorithm.correction.level = "off" with ratio_to = "proximal", or with '
+                'algorithm.loss.kind = "reinforce"; and no algorithm.kl.kind = "reward"'
             )
         return self
 

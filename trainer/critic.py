@@ -117,7 +117,7 @@ class Critic:
                 self._values(lesson.batch),
                 lesson.old_values_N,
                 lesson.targets_N,
-                clip=self._config.clip,
+                clip=None if self._config.clip == "none" else self._config.clip,
             )
             loss = loss_N.sum() / counts.tokens
             torch.autograd.backward(loss)

@@ -20,9 +20,11 @@ class SamplingConfig(Section):
     max_tokens: int = Field(default=256, ge=1)
     """Upper bound on policy tokens in one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; one keeps every token."""
+    """Nucleus; one keeps every token. For training less goes only with algorithms that do not read the
+    log-probabilities that tokens were sampled with; docs/algorithms.md."""
     top_k: int = Field(default=0, ge=0)
-    """Tokens to choose from; zero means no limit."""
+    """Tokens to choose from; zero means no limit. For training a limit goes only where `top_p` below one
+    does."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn."""
 

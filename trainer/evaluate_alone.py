@@ -130,15 +130,14 @@ class Measuring:
     async def _work(self, indices: Iterator[int]) -> None:
         """Consumes places in the data, which others consume too; produces measured prompts."""
         for index in indices:
-            task = make_task(
-                self._source.problem(index), f"{self._id}-{index}", index, self._extent
-            )
+            problem = self._source.problem(index)
+            task = make_task(problem, f"{self._id}-{index}", index, self._extent)
             samples = range(self._extent.samples_per_prompt)
             if self._functions.per_group:
                 ended = await self._judge_together(task)
             else:
                 ended = await asyncio.gather(*(self._judge(task, sample) for sample in samples))
-            self._measured.append(_measure(task.data_source, ended))
+            self._measured.append(_measure(problem.counted_under, ended))
             self._on_prompt()
 
     async def _judge(self, task: Task, sample: int) -> tuple[AskedTrajectory, Outcome | Failed]:

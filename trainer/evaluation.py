@@ -23,6 +23,8 @@ What a failure does:
                                   another version sampled meanwhile, and asks again
     nothing comes               after `patience_seconds` with the server there it ends with what it has;
                                   what comes later is refused
+    a server is full            it is asked for room again; after `patience_seconds` of that the evaluation
+                                  ends with what it has
     the run is asked to stop    the evaluation is left, without a record, and the switch waits no longer
     the trainer dies            the same. The one that resumes reads in `metrics.jsonl` what has a record:
                                   what was due since and has none begins on the weights it resumes with,
@@ -56,7 +58,7 @@ from penstock.trainer.evaluation_record import (
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.handover import keep_trying
 from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.problem import Finite, Source
+from penstock.trainer.sources.problem import Finite, Problem, Source
 from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import describe_problem
 from penstock.trainer.together import together
@@ -124,9 +126,8 @@ class EvaluationSet:
         self.current: _Measurement | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def build_task(self, asked: Asked) -> task_service_pb2.Task:
-        """The task of a prompt. Raises ConfigInvalid where the data cannot be read."""
-        problem = self.source.problem(asked.index)
+    def build_task(self, asked: Asked, problem: Problem) -> task_service_pb2.Task:
+        """The task of a prompt, which asks for this problem."""
         task = describe_problem(problem, self.system_prompt, self.sampling)
         task.task_id, task.index = asked.task_id, asked.index
         task.purpose = trajectory_pb2.PURPOSE_EVAL
@@ -269,18 +270,21 @@ class Evaluator:
         prompts = current.prompts
         while not prompts.done:
             fresh = prompts.next()
-            if fresh:
-                await self._submit_all(one, current, fresh)
-            if not await self._comes(one, current):
-                log.warning(
-                    "evaluation %s: nothing came for %g s; it ends with %d of %d prompts. Is there a "
-                    "worker that takes evaluations?",
-                    one.config.name,
-                    one.config.patience_seconds,
-                    len(prompts.measured),
-                    prompts.count,
-                )
-                return False
+            if fresh and not await self._submit_all(one, current, fresh):
+                why = "a server was full"
+            elif not await self._comes(one, current):
+                why = "nothing came. Is there a worker that takes evaluations?"
+            else:
+                continue
+            log.warning(
+                "evaluation %s ends with %d of %d prompts: for %g s %s",
+                one.config.name,
+                len(prompts.measured),
+                prompts.count,
+                one.config.patience_seconds,
+                why,
+            )
+            return False
         return True
 
     async def _comes(self, one: EvaluationSet, current: _Measurement) -> bool:
@@ -300,23 +304,34 @@ class Evaluator:
 
     async def _submit_all(
         self, one: EvaluationSet, current: _Measurement, asked: Sequence[Asked]
-    ) -> None:
-        """Each prompt to its server, and the demand for its group as soon as that has it."""
+    ) -> bool:
+        """Each prompt to its server, and the demand for its group as soon as that has it; False where one
+        stays full for too long."""
 
         async def submit(server: int) -> None:
             await keep_trying(
-                self._streams[server].ready, lambda: self._submit(one, current, server, asked)
+                self._streams[server].ready,
+                lambda: self._submit(one, current, server, asked),
+                full_seconds=one.config.patience_seconds,
             )
             self._demand()
 
-        await together(submit(server) for server in range(len(self._streams)))
+        try:
+            await together(submit(server) for server in range(len(self._streams)))
+        except ServerFull:
+            return False
+        return True
 
     async def _submit(
         self, one: EvaluationSet, current: _Measurement, server: int, asked: Iterable[Asked]
     ) -> None:
         """Submits those of some prompts that are this server's."""
-        tasks = [one.build_task(p) for p in asked if self._server_of(p) == server]
-        current.data_sources.update((task.task_id, task.data_source) for task in tasks)
+        tasks: list[task_service_pb2.Task] = []
+        for prompt in asked:
+            if self._server_of(prompt) == server:
+                problem = one.source.problem(prompt.index)
+                current.data_sources[prompt.task_id] = problem.counted_under
+                tasks.append(one.build_task(prompt, problem))
         if tasks:
             await self._submit_tasks(server, tasks)
 

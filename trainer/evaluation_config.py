@@ -72,8 +72,9 @@ class EvaluationConfig(MixableConfig):
     passes_from: float = 1.0
     """Reward from which on an answer counts as right, for pass@k."""
     patience_seconds: float = Field(default=900.0, gt=0)
-    """Longest time without a result while the server is there; after it the evaluation ends with what it
-    has, and says so. A pinned one would hold training up for ever where no worker takes evaluations."""
+    """Longest time without a result, or that a server which is full is asked for room, while the server is
+    there; after it the evaluation ends with what it has, and says so. A pinned one would hold training up
+    for ever where no worker takes evaluations."""
 
     @model_validator(mode="after")
     def _is_due_at_some_time(self) -> EvaluationConfig:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.trainer.errors import ServerLost, SwitchRejected, WeightsRefused
+from penstock.trainer.errors import ServerFull, ServerLost, SwitchRejected, WeightsRefused
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.publisher import Publisher
@@ -164,17 +165,29 @@ class Handover:
 
 
 async def keep_trying(
-    ready: Callable[[], Awaitable[None]], attempt: Callable[[], Awaitable[T]]
+    ready: Callable[[], Awaitable[None]],
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    full_seconds: float = math.inf,
 ) -> T:
     """Until it succeeds; each time the server is `ready` first. One that is full is left alone for as long
-    as it asks."""
+    as it asks.
+
+    Raises ServerFull where it is still full after `full_seconds` of waiting for room.
+    """
     pause = RETRY_SECONDS
     while True:
         await ready()
         try:
             return await attempt()
+        except ServerFull as error:
+            if full_seconds <= 0:
+                raise
+            log.warning("%s; trying again", error)
+            wait = min(max(pause, error.retry_after_seconds), full_seconds)
+            full_seconds -= wait
         except ServerLost as error:
             log.warning("%s; trying again", error)
-            least = error.retry_after_seconds
-        await asyncio.sleep(max(pause, least))
+            wait = max(pause, error.retry_after_seconds)
+        await asyncio.sleep(wait)
         pause = min(2 * pause, LONGEST_RETRY_SECONDS)

@@ -67,7 +67,9 @@ class StepResult:
     )
     loss: float = figure(0.0, PER_UPDATE, "", "Loss of an update.")
     grad_norm: float = figure(0.0, PER_UPDATE, "", "Norm of an update's gradient, before clipping.")
-    learning_rate: float = figure(0.0, LAST, "", "Of the last update.")
+    learning_rate: float | None = figure(
+        None, LAST, "", "Of the last update; null where there was none."
+    )
     clip_fraction: float = figure(
         0.0, PER_TOKEN, "share", "Tokens whose ratio was out of its bounds."
     )

@@ -88,7 +88,9 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
             log.warning("nothing to resume from in %s; beginning at step 1", folder)
     share_prefixes = config.train.share_prefixes and policy.supports_trees()
     if config.train.share_prefixes and not share_prefixes:
-        log.warning("this model cannot share prefixes: its attention ignores the mask it is given")
+        log.warning(
+            "this model cannot share prefixes: its layers do not attend as the mask of a tree says"
+        )
     passed_over = checkpoint.passed_over if checkpoint is not None else 0
     # Before anything reads or adds to it.
     written_step = keep_until(run.out, state.step)

@@ -222,7 +222,7 @@ class TaskFeeder:
         if index is None:
             return UNKNOWN_SOURCE
         found = self._data_sources.get(index)
-        return _name_of(self._source.problem(index)) if found is None else found
+        return self._source.problem(index).counted_under if found is None else found
 
     def _index(self, task_id: str) -> int | None:
         """Its place in the data, which is known to have been submitted from now on."""
@@ -323,7 +323,7 @@ class TaskFeeder:
         tasks: list[task_service_pb2.Task] = []
         for index in indices:
             problem = self._source.problem(index)
-            self._data_sources[index] = _name_of(problem)
+            self._data_sources[index] = problem.counted_under
             tasks.append(
                 build_task(
                     problem,
@@ -342,12 +342,6 @@ def _calls(indices: Sequence[int], again: str = "") -> Iterable[tuple[Sequence[i
     """As many as one call takes, together."""
     for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
         yield indices[begin : begin + MOST_TASKS_PER_CALL], again
-
-
-def _name_of(problem: Problem) -> str:
-    """Of where a problem is from; what a row says itself stands."""
-    said = problem.metadata.get("data_source")
-    return said if isinstance(said, str) else problem.data_source
 
 
 async def submit_tasks(

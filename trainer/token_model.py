@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from penstock.trainer.batching import MicroBatch
+from penstock.trainer.batching import MAX_TREE_TOKENS, MicroBatch
 
 # Between positions of one tree and the same sequences one by one; rounding alone stays far below.
 TREE_TOLERANCE = 1e-3
@@ -27,6 +27,8 @@ ENTROPY_ROWS_CPU = 4
 ENTROPY_ROWS = 1024
 # Below it a probability is zero in float32, and its logarithm must not be infinite.
 LEAST_LOGPROB = -1e4
+# What bounds how far back a layer attends, with a part of the names of the layers that it bounds.
+BOUNDS = {"sliding_window": "sliding", "attention_chunk_size": "chunked"}
 
 
 class Output(Protocol):
@@ -35,9 +37,17 @@ class Output(Protocol):
     logits: Tensor
 
 
+class SavedConfig(Protocol):
+    """The part of transformers' PreTrainedConfig that is used here."""
+
+    def get_text_config(self) -> object: ...
+
+
 class CausalModel(Protocol):
     """The part of transformers' PreTrainedModel that is used here."""
 
+    @property
+    def config(self) -> SavedConfig: ...
     def __call__(
         self,
         *,
@@ -184,9 +194,12 @@ class TokenModel:
     def supports_trees(self) -> bool:
         """Whether the model computes a prefix tree as it computes its sequences one by one.
 
-        It does unless its attention ignores the mask it is given, or its layers carry a state from
-        position to position.
+        It does unless its attention ignores the mask it is given, its layers carry a state from position
+        to position, or attend to fewer positions than a tree has: such a layer takes the mask of a tree as
+        it is, in place of its own.
         """
+        if attends_within(MAX_TREE_TOKENS, self.model.config.get_text_config()):
+            return False
         device = self.device
         ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]], device=device)
         ancestors = [[0, 1, 2, 3], [0, 1, 4, 5, 6]]
@@ -216,6 +229,18 @@ class TokenModel:
             return inputs
         hidden_BTH = inputs[0]
         return (hidden_BTH.flatten(0, 1)[self._sources_M].unsqueeze(0),)
+
+
+def attends_within(length: int, config: object) -> bool:
+    """Whether a layer of a model with this configuration attends to part of so many positions only: within
+    a window, or a chunk."""
+    windowed = bool(getattr(config, "use_sliding_window", True))
+    used = {"sliding_window": windowed, "attention_chunk_size": True}
+    kinds = cast("Sequence[str] | None", getattr(config, "layer_types", None))
+    if kinds is not None:
+        used = {bound: any(kind in one for one in kinds) for bound, kind in BOUNDS.items()}
+    bounds = [cast("int | None", getattr(config, bound, None)) for bound in used if used[bound]]
+    return any(bound is not None and bound < length for bound in bounds)
 
 
 def at_temperatures(logits_MV: Tensor, temperatures_M: Tensor) -> Tensor:

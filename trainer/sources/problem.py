@@ -17,7 +17,13 @@ class Problem:
     metadata: dict[str, object]
     """What a reward needs, as JSON."""
     data_source: str
-    """Name of the source, for metrics."""
+    """Name of the source."""
+
+    @property
+    def counted_under(self) -> str:
+        """What its rewards are counted under: the name of its source, or what its row says itself."""
+        said = self.metadata.get("data_source")
+        return said if isinstance(said, str) else self.data_source
 
 
 class Source(Protocol):

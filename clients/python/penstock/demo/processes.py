@@ -4,6 +4,9 @@ Whatever happens to the process that starts them, nothing stays behind: an ordin
 each of them and then its whole process group; one that is killed takes them along, because the kernel was
 asked to.
 
+What a process prints is read whatever becomes of its log: one whose pipe nobody reads stands still. A full
+disk costs the lines that it has no room for, and a line of any length is told, in parts.
+
 `Running` is what the rest of the code sees of a process, be it one of this machine (`Process`) or of
 another (`ray_placement`).
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -20,7 +24,9 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol
+from typing import IO, BinaryIO, ParamSpec, Protocol
+
+logger = logging.getLogger(__name__)
 
 # What a process does first: it has the kernel end it when its parent ends, and becomes its program. As a
 # program of its own, because Python code between fork and exec can meet locks that threads held, gRPC's
@@ -46,6 +52,9 @@ SECONDS_FOR_LAST_WORDS = 5.0
 
 LOG_LINES_SHOWN = 25
 LONGEST_LINE_BYTES = 1 << 20
+"""What is longer goes on as further lines."""
+
+Parameters = ParamSpec("Parameters")
 
 
 class ProcessFailed(Exception):
@@ -159,7 +168,7 @@ class Process:
         To be called with a running event loop.
         """
         write_files(command.files)
-        log = command.log.open("ab")
+        log = command.log.open("ab", buffering=0)
         output = None if command.inherits_terminal else subprocess.PIPE
         process = _spawn(command, output, log, signal.SIGTERM)
         return cls(command, process, _copy_to_log(process.stdout, log, on_line))
@@ -253,9 +262,10 @@ def _spawn(
 async def _copy_to_log(
     output: IO[bytes] | None, log: BinaryIO, on_line: Callable[[str], None] | None
 ) -> None:
+    write = going_on(log_writer(log), str(log.name))
+
     async def take(line: bytes) -> None:
-        log.write(line)
-        log.flush()
+        write(line)
         if on_line is not None:
             on_line(line.decode(errors="replace").rstrip("\n"))
 
@@ -272,20 +282,61 @@ async def _copy_both(process: subprocess.Popen[bytes], take: Take) -> None:
 
 async def _copy(output: IO[bytes], take: Take) -> None:
     """Consumes an output until it ends; produces its lines."""
-    lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+    reader = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(lines), output
+        lambda: asyncio.StreamReaderProtocol(reader), output
     )
-    async for line in lines:
+    while line := await _next_line(reader):
         await take(line)
 
 
+async def _next_line(reader: asyncio.StreamReader) -> bytes:
+    """Its end included; empty where there is no more."""
+    try:
+        return await reader.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError:
+        return await reader.readexactly(LONGEST_LINE_BYTES) + b"\n"
+
+
+def log_writer(log: IO[bytes]) -> Callable[[bytes], None]:
+    """Writes all of what it is given to a log that is not buffered. Raises OSError."""
+
+    def write(data: bytes) -> None:
+        # Where room runs out, a part of it is written.
+        while data:
+            data = data[log.write(data) :]
+
+    return write
+
+
+def going_on(act: Callable[Parameters, object], what: str) -> Callable[Parameters, None]:
+    """The same for what nothing depends on. An OSError, as of a full disk, goes no further: it is logged
+    under the name `what`, and the next one only where it has worked in between."""
+    fails = False
+
+    def going(*args: Parameters.args, **named: Parameters.kwargs) -> None:
+        nonlocal fails
+        try:
+            act(*args, **named)
+        except OSError as error:
+            if not fails:
+                logger.warning("%s: %s; what comes is left out until that is over", what, error)
+            fails = True
+        else:
+            fails = False
+
+    return going
+
+
 def write_files(files: Mapping[Path, str]) -> None:
-    """Each is as it was, or whole."""
+    """Each is as it was, or whole, and nobody else's to read: there may be secrets in it."""
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Others of this host may write the same.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.touch(mode=0o600)
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
 

@@ -36,7 +36,7 @@ from penstock.demo import children
 from penstock.demo.cluster_config import Cluster, Share
 from penstock.demo.keeper import Keeper, for_nodes
 from penstock.demo.placement import PlacementFailed
-from penstock.demo.processes import THIS_HOST, Command, Running, ending
+from penstock.demo.processes import THIS_HOST, Command, Running, ending, going_on, log_writer
 from penstock.demo.ranked_process import RankedProcess, rank_environments, rank_name
 from penstock.server.parent_death import die_with
 
@@ -315,22 +315,21 @@ class RayProcess:
     async def _live(self, on_line: OnLine | None) -> int:
         """From the actor's start to the process's end; produces its log and lines."""
         ray = _ray()
-        with self.command.log.open("ab") as log:
+        with self.command.log.open("ab", buffering=0) as log:
+            write = going_on(log_writer(log), str(self.command.log))
             try:
-                return await self._follow(log.write, log.flush, on_line)
+                return await self._follow(write, on_line)
             except ray.exceptions.RayError as error:
                 said = str(error)
                 found = WHY.search(said)
                 self._lost = found[0] if found else said.partition("\n")[0]
-                log.write(f"{said}\nlost its actor: {self._lost}\n".encode())
+                write(f"{said}\nlost its actor: {self._lost}\n".encode())
                 return -signal.SIGKILL
             finally:
                 self.begun.set()
                 ray.kill(self.actor)
 
-    async def _follow(
-        self, write: Callable[[bytes], int], flush: Callable[[], None], on_line: OnLine | None
-    ) -> int:
+    async def _follow(self, write: Callable[[bytes], None], on_line: OnLine | None) -> int:
         actor = self.actor
         if not self._one_node:
             self.host = await actor.address.remote()
@@ -340,11 +339,10 @@ class RayProcess:
             lines: list[bytes] = await actor.read.remote()
             if not lines:
                 return await actor.status.remote()
-            for line in lines:
-                write(line)
-                if on_line is not None:
+            write(b"".join(lines))
+            if on_line is not None:
+                for line in lines:
                     on_line(line.decode(errors="replace").rstrip("\n"))
-            flush()
 
     def _ask(self, answer: Awaitable[None]) -> None:
         asking = asyncio.create_task(self._unless_lost(answer))

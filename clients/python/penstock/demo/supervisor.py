@@ -22,6 +22,9 @@ States of each process (`State`), once it has begun its work:
 Each start after the first waits twice as long as the one before it, and there are only so many within a
 time (`Restarts`): a process that cannot live must not hide behind being restarted for ever.
 
+A disk that is full ends no process that runs: what is told of them is left out while there is no room for
+it, and the hub's file is written as soon as there is.
+
 Where and how a process is started is the `Placement`'s business. Nothing here stops processes: whoever runs
 a `Supervisor` ends what it `started`, in the order that suits.
 """
@@ -39,13 +42,23 @@ from enum import StrEnum
 from pathlib import Path
 
 from penstock.demo.placement import LocalPlacement, Placement
-from penstock.demo.processes import Command, FirstMatch, ProcessFailed, Running, explain, last_lines
+from penstock.demo.processes import (
+    Command,
+    FirstMatch,
+    ProcessFailed,
+    Running,
+    explain,
+    going_on,
+    last_lines,
+)
 
 SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
 """The line a server prints once it serves, with its address; the engine prints addresses too."""
 
 BAD_CONFIGURATION = 2
 """Exit status of every `penstock` command that cannot use what it was told."""
+
+WRITE_AGAIN_SECONDS = 1.0
 
 Tell = Callable[[str, str], None]
 """Takes one event: who, and what became of it."""
@@ -184,8 +197,8 @@ class Supervisor:
         self._tell = tell
         self._placement = placement or LocalPlacement()
         self._on_serving = on_serving
-        self._on_trainer_line = on_trainer_line
-        self._on_change = on_change
+        self._on_trainer_line = on_trainer_line and going_on(on_trainer_line, "the trainer's lines")
+        self._on_change = on_change and going_on(on_change, "the state of the processes")
         self._listens: str | None = None
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._writing = asyncio.Lock()
@@ -247,8 +260,16 @@ class Supervisor:
 
     async def _write_engines_file(self) -> None:
         async with self._writing:
-            if self._cast.engines and self._server.process is not None:
-                await self._server.process.write(self._engines_file())
+            failed = False
+            while self._cast.engines and self._server.process is not None:
+                try:
+                    await self._server.process.write(self._engines_file())
+                    return
+                except OSError as error:
+                    if not failed:
+                        self._tell(self._server.name, f"is not told of its engines yet: {error}")
+                    failed = True
+                    await asyncio.sleep(WRITE_AGAIN_SECONDS)
 
     def _add_roles(self, address: str) -> None:
         for name, command in self._cast.workers.items():
@@ -357,12 +378,17 @@ def _last_words(process: Running, status: int) -> str:
 
 
 def log_events(path: Path, tell: Tell) -> Tell:
-    """Tells, and appends each event to a file."""
+    """Tells, and appends each event to a file; goes on without where that fails."""
 
-    def log(who: str, what: str) -> None:
+    def append(who: str, what: str) -> None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         with path.open("a") as file:
             file.write(f"{moment} {who}: {what}\n")
-        tell(who, what)
+
+    acts = (going_on(append, str(path)), going_on(tell, "the console"))
+
+    def log(who: str, what: str) -> None:
+        for act in acts:
+            act(who, what)
 
     return log

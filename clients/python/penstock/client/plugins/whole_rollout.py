@@ -89,8 +89,9 @@ class WholeRollout:
         self._groups: dict[str, _Group] = {}
         """Those of which an attempt is leased, until each is closed."""
         self._ready: deque[_Group] = deque()
-        self._alone: Counter[str] = Counter()
-        """Attempts of these groups that failed here, and are to come again."""
+        self._alone: Counter[tuple[str, int]] = Counter()
+        """Places in groups whose attempt failed here and is to come again; below zero where it came before
+        the answer to its close."""
         self._arrived = asyncio.Condition()
         self._ended: Exception | None = None
         """What ended the leasing; whoever asks for a group hears of it."""
@@ -243,8 +244,8 @@ class WholeRollout:
         """Consumes leases; waits for more; produces whole groups; is unblocked by closes."""
         try:
             async for attempt in leases:
-                if self._alone[attempt.group_id]:
-                    self._alone[attempt.group_id] -= 1
+                if self._comes_alone(attempt):
+                    self._count_alone(attempt, -1)
                     await self._close(attempt, _SIBLINGS_GONE)
                     continue
                 group = self._groups.setdefault(attempt.group_id, _Group(attempt.task.group_size))
@@ -256,6 +257,20 @@ class WholeRollout:
                         self._arrived.notify_all()
         except Exception as error:
             await self._end_leasing(error)
+
+    def _comes_alone(self, attempt: Attempt) -> bool:
+        """Whether it failed here before, and its siblings did not."""
+        group = self._groups.get(attempt.group_id)
+        # What the function has is closed while leases are received: its close may not be answered yet.
+        is_closing = group is not None and group.given and attempt.sample_index in group.attempts
+        return is_closing or self._alone[attempt.group_id, attempt.sample_index] > 0
+
+    def _count_alone(self, attempt: Attempt, change: int) -> None:
+        """Keeps nothing of a place for which nothing is to come: there is no end of groups."""
+        place = attempt.group_id, attempt.sample_index
+        self._alone[place] += change
+        if self._alone[place] == 0:
+            del self._alone[place]
 
     async def _end_leasing(self, error: Exception) -> None:
         async with self._arrived:
@@ -344,10 +359,13 @@ class WholeRollout:
         try:
             closed = await attempt.trajectory.close(outcome)
             self._statistics.add(outcome, count)
-            self._alone[attempt.group_id] += closed.retried
+            self._count_alone(attempt, int(closed.retried))
         except PenstockError as error:
             logger.info("attempt %s is lost: %s", attempt.trajectory.trajectory_id, error)
             self._statistics.add(None, count)
+            # Whether it comes again nobody says; where it has, that is settled.
+            if self._alone[attempt.group_id, attempt.sample_index] < 0:
+                del self._alone[attempt.group_id, attempt.sample_index]
         group = self._groups.get(attempt.group_id)
         if group is not None and group.attempts.get(attempt.sample_index) is attempt:
             del group.attempts[attempt.sample_index]
