@@ -88,9 +88,6 @@ class Session:
     credit: int = 0
     evaluation_credit: int = 0
     half_closed: bool = False
-    notices: deque[trainer_service_pb2.Notice] = field(
-        default_factory=lambda: deque[trainer_service_pb2.Notice](maxlen=MAX_NOTICES)
-    )
     switches: asyncio.Queue[trainer_service_pb2.SwitchWeights | None] = field(
         default_factory=lambda: asyncio.Queue[trainer_service_pb2.SwitchWeights | None](
             MAX_WAITING_SWITCHES
@@ -131,6 +128,8 @@ class TrainerServicer:
         self._turns = turns
         self._journal = journal
         self._drop_in_hand = drop_in_hand
+        self._notices: deque[trainer_service_pb2.Notice] = deque(maxlen=MAX_NOTICES)
+        """Those that no stream has taken yet: one that is lost with them leaves them to the next."""
         self._session: Session | None = None
         self._run_id = ""
         self._epoch = 0
@@ -271,7 +270,9 @@ class TrainerServicer:
                     self._turns.abort_soon(record.turn)
                 self._store.forget(record.trajectory_id)
         message = f"run {run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
-        session.notices.append(Notice(reason=reason, message=message))
+        # Those of before are of what is gone.
+        self._notices.clear()
+        self._notices.append(Notice(reason=reason, message=message))
         await self._journal.append([run_replaced(run_id)])
 
     async def _read(
@@ -366,9 +367,7 @@ class TrainerServicer:
             # What was selected is known to the gate no longer: it is in its place before anything is waited
             # for, which may be in vain.
             records = [
-                record
-                for group_id in selection.late
-                for record in self._discard_late(session, group_id)
+                record for group_id in selection.late for record in self._discard_late(group_id)
             ]
             chosen = [
                 *selection.taken,
@@ -381,26 +380,34 @@ class TrainerServicer:
                 await self._journal.append(records)
             for group in groups:
                 await self._send(session, group)
-            notices = [
-                *session.notices,
-                *(
-                    Notice(
-                        reason=dropped.reason,
-                        message=dropped.message,
-                        group_id=dropped.group_id,
-                        task_id=dropped.task_id,
-                    )
-                    for dropped in self._buffer.read_drops()
-                ),
-            ]
-            session.notices.clear()
-            for notice in notices:
-                await session.send(ExchangeResponse(notice=notice))
-            if groups or selection.late or notices:
+            self._note_drops()
+            noticed = bool(self._notices)
+            await self._send_notices(session)
+            if groups or selection.late or noticed:
                 continue  # Something was awaited: look again before waiting for a change.
             if session.half_closed:
                 return
             await self._changed.wait()
+
+    def _note_drops(self) -> None:
+        """Takes up what the buffer was given of groups that no message can carry."""
+        for dropped in self._buffer.read_drops():
+            self._notices.append(
+                Notice(
+                    reason=dropped.reason,
+                    message=dropped.message,
+                    group_id=dropped.group_id,
+                    task_id=dropped.task_id,
+                )
+            )
+
+    async def _send_notices(self, session: Session) -> None:
+        while self._notices:
+            notice = self._notices[0]
+            await session.send(ExchangeResponse(notice=notice))
+            # Another stream may have begun meanwhile, and taken it.
+            if self._notices and self._notices[0] is notice:
+                self._notices.popleft()
 
     async def _send(self, session: Session, group: BufferedGroup) -> None:
         """Delivers a group; one that cannot be read again is dropped, and its task waits anew."""
@@ -417,7 +424,7 @@ class TrainerServicer:
                 self._queue.resubmit(group.task)
                 records.append(task_accepted(group.task, first=True))
             await self._journal.append(records)
-            session.notices.append(
+            self._notices.append(
                 Notice(
                     reason=error.reason,
                     message=error.message,
@@ -450,7 +457,7 @@ class TrainerServicer:
         self._run_id, self._epoch = run_id, trainer_epoch
         self._fence_uploads(trainer_epoch)
 
-    def _discard_late(self, session: Session, group_id: str) -> list[Record]:
+    def _discard_late(self, group_id: str) -> list[Record]:
         """Drops a group for its age; returns what the journal is to know of that."""
         group = self._buffer.discard(group_id)
         contract = self._admission.contract
@@ -466,7 +473,7 @@ class TrainerServicer:
             f"group {group_id} holds tokens of version {group.oldest_version}, "
             f"the trainer is at {self._admission.trainer_version}"
         )
-        session.notices.append(
+        self._notices.append(
             Notice(reason=reason, message=message, group_id=group_id, task_id=group.task_id)
         )
         return records

@@ -315,6 +315,8 @@ async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next
         await until(lambda: not harness.serving.trainer.connected)
         disk.go_on.set()
         exchange = await hello(harness.wire, 2, weight_version=2, **contract)
+        # What became of the others that stream had not taken, either.
+        assert (await exchange.receive("notice")).task_id == "old"
         exchange.send(demand=Demand(group_count=2))
         assert (await exchange.receive("delivery")).group.task_id == "new"
         exchange.call.cancel()

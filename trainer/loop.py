@@ -280,9 +280,9 @@ class TrainingLoop:
         task_id = notice.task_id
         if self._evaluator is not None and self._evaluator.dropped(task_id, notice.reason):
             return
-        # Without an id, as an older server sends it, it may be any; others are an agent's, or of an
-        # evaluation that is over.
-        if not task_id or self._tasks.is_own(task_id):
+        # Without an id, as an older server sends it, it may be any; others are an agent's, of an evaluation
+        # that is over, or were told before on a stream that was lost.
+        if not task_id or self._tasks.awaits(task_id):
             group.create_task(self._give_up(server, notice))
 
     async def _give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:

@@ -185,9 +185,10 @@ class TaskFeeder:
         index = self._index(task_id)
         return True if index is None else self._indices.take(index)
 
-    def is_own(self, task_id: str) -> bool:
-        """Whether it is one of this run's, of its data."""
-        return self._index(task_id) is not None
+    def awaits(self, task_id: str) -> bool:
+        """Whether a group of this task may still come: it is of this run's data, and not settled."""
+        index = self._index(task_id)
+        return index is not None and self._indices.is_outstanding(index)
 
     def settled(self, task_id: str) -> None:
         """A group of this task was trained or refused; it need not be asked for again."""
