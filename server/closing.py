@@ -22,7 +22,7 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,10 +231,8 @@ class Closing:
         """Begins to write down what became of attempts of a group, in the order in which they were settled;
         what it returns waits for that, and offers the group where the last of them completed it."""
         for one in settled:
-            for trajectory_id in one.discarded:
-                self._forget_attempt(trajectory_id)
             if one.discarded:
-                records.append(trajectories_forgotten(one.discarded))
+                records.append(trajectories_forgotten(self._forget_attempts(one.discarded)))
             if one.left_out:
                 records += self._leave_out(one)
         completed = settled[-1].completed
@@ -275,6 +273,8 @@ class Closing:
             self._buffer.add(buffered)
         elif stored:
             self._journal.release(stored[-1])
+            # After it, also where a compaction has come between: it was held, and so it was copied.
+            self._journal.begin_append([group_dropped(buffered.group_id, "RUN_REPLACED")])
         self._queue.handed_over(buffered.group_id)
 
     def _leaves_hand(self, buffered: BufferedGroup) -> bool:
@@ -292,15 +292,11 @@ class Closing:
 
     def _leave_out(self, settled: Settled) -> list[Record]:
         """Ends what a group was completed without."""
-        for trajectory_id in settled.left_out:
-            record = self._store.find(trajectory_id)
-            if record is not None:
-                self._abort_soon(record)
-            self._store.forget(trajectory_id)
+        forgotten = self._forget_attempts(settled.left_out)
         self.left_out += len(settled.left_out)
         return [
             leases_expired(settled.taken_back, retried=False),
-            trajectories_forgotten(settled.left_out),
+            trajectories_forgotten(forgotten),
         ]
 
     def _abort_soon(self, record: TrajectoryRecord) -> None:
@@ -361,11 +357,16 @@ class Closing:
         group = decode_group(await held.payload.read())
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
 
-    def _forget_attempt(self, trajectory_id: str) -> None:
-        record = self._store.find(trajectory_id)
-        if record is not None:
-            for member in record.with_branches():
-                self._store.forget(member.trajectory_id)
+    def _forget_attempts(self, trajectory_ids: Iterable[str]) -> list[str]:
+        """Forgets trajectories and all that branch from them, whose turns end; returns their ids."""
+        found = (self._store.find(trajectory_id) for trajectory_id in trajectory_ids)
+        members = [
+            member for record in found if record is not None for member in record.with_branches()
+        ]
+        for member in members:
+            self._abort_soon(member)
+            self._store.forget(member.trajectory_id)
+        return [member.trajectory_id for member in members]
 
     async def settled(self) -> None:
         """Waits until everything that was closed is written down."""
@@ -417,7 +418,7 @@ class Closing:
         if settled.final:
             records = self._close_expired(attempt, trajectory_id, record)
         else:
-            self._forget_attempt(trajectory_id)
+            self._forget_attempts([trajectory_id])
         return [*records, leases_expired(lost, retried=not settled.final)]
 
     def _close_expired(

@@ -36,6 +36,7 @@ from penstock.server.conversation import Message, Tool
 
 if TYPE_CHECKING:
     from penstock.server.trajectory_store import TrajectoryRecord
+    from penstock.server.turns import Turn
 
 DIGEST_BYTES = 16
 HELD_MESSAGE_BYTES = 320
@@ -168,7 +169,7 @@ def match_after(
         return None
     count = own[turn_index]
     last = count == len(history.messages)
-    if last and (turn.in_flight or turn.resumable):
+    if last and (turn.in_flight or _cut_off(turn)):
         return None
     kind = MatchKind.CONTINUED if last and not turn.in_flight else MatchKind.BRANCHED
     return Match(kind, record, history.messages[count - 1].token_end, count, tuple(messages))
@@ -215,7 +216,7 @@ def _match_one(
     held = [] if history is None else history.messages
     exact = all(mine.exact == wanted[index].exact for index, mine in enumerate(held[:common]))
     continued = MatchKind.CONTINUED if exact else MatchKind.REALIGNED
-    if turn is not None and turn.resumable and common == len(wanted):
+    if turn is not None and _cut_off(turn) and common == len(wanted):
         before = len(held) - (held[-1].written if held else 0)
         if common == before:
             return Match(continued, record, record.token_count, common, ())
@@ -224,6 +225,11 @@ def _match_one(
     whole = idle and 0 < count == len(held)
     kind = continued if whole else MatchKind.BRANCHED
     return Match(kind, record, token_count, count, tuple(messages[count:]))
+
+
+def _cut_off(turn: Turn) -> bool:
+    """Whether there is more of it to come; of one that found its context full there never was any."""
+    return turn.resumable and turn.budget > 0
 
 
 def _common(record: TrajectoryRecord, wanted: Sequence[HeldMessage], tools: bytes) -> int:

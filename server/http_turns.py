@@ -165,12 +165,21 @@ class AgentTurns:
         answer.note.followers += 1
         try:
             yield answer
+        except DomainError:
+            if asked.attempt_id and self._withdrawn(answer):
+                self._refused.add(asked.digest)
+            raise
         finally:
             answer.note.followers -= 1
             if answer.finished is None and not answer.note.followers:
                 self._turns.abort_soon(answer.turn)
             if not asked.attempt_id:
                 self._rollouts.forget_soon(answer.turn)
+
+    def _withdrawn(self, answer: Answer) -> bool:
+        """Whether its turn failed before its first token, and is as if it had never been asked for."""
+        record = answer.turn.record
+        return answer.finished is None and self._store.find(record.trajectory_id) is not record
 
     def _lock(self, attempt_id: str) -> asyncio.Lock:
         lock = self._locks.get(attempt_id)
@@ -363,16 +372,23 @@ class AgentTurns:
             await self._turns.record_again(turn)
 
     async def _go_on(self, answer: Answer) -> None:
-        """Has a turn that was aborted go on, unless another request has done so."""
+        """Has a turn that was aborted go on, as soon as there is room for it, unless another request has
+        done so."""
         turn, record = answer.turn, answer.turn.record
+        while record.turn is turn and turn.resumable:
+            resumption = _resumption(record, not answer.how.final_only)
+            try:
+                await self._opening.extend(resumption, answer.trace)
+            except DomainError as full:
+                if full.retry_after_seconds is None:
+                    raise
+                await asyncio.sleep(full.retry_after_seconds)
         if record.turn is not turn:
             raise DomainError(
                 Reason.TURN_IN_FLIGHT,
                 f"another caller has gone on with {record.trajectory_id}",
                 {"trajectory_id": record.trajectory_id},
             )
-        if turn.resumable:
-            await self._opening.extend(_resumption(record, not answer.how.final_only), answer.trace)
 
 
 def _answered_order(note: Answered) -> tuple[bool, int, float]:

@@ -293,7 +293,8 @@ class Opening:
         turn.budget = budget
         if request.HasField("sampling_params"):
             record.sampling = turn.sampling = sampling
-        if record.history is not None:
+        # One that found its context full had nothing written.
+        if record.history is not None and turn.budget:
             record.history.drop_written()
         turn.stream_interval = how.interval
         turn.span, turn.trace_headers = _start_span(record, turn.index, context)

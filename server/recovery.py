@@ -262,6 +262,7 @@ class Recovered:
                 # Branches that were closed before it stay so, and those that were closed with it do not.
                 if mark is not None and mark.outcome_digest == digest:
                     del self.closed[trajectory_id]
+                    self.expired.pop(trajectory_id, None)
             for member in members:
                 if member.trajectory_id not in self.closed:
                     member.outcome = None

@@ -47,7 +47,8 @@ class Parts:
         self.store.restore(found.trajectories.values(), found.closed.items())
         for record in found.trajectories.values():
             root = self.store.root_of(record) if record.parent_trajectory_id else None
-            attempt = None if root is None else self.queue.attempt_of(root.trajectory_id)
+            # Also of one whose lease ran out for good: it waits for its siblings.
+            attempt = None if root is None else self.queue.held(root.trajectory_id)
             if attempt is not None:
                 attempt.branches.add(record.trajectory_id)
         self.own.restore()

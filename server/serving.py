@@ -367,10 +367,13 @@ class Serving:
         self.admission.trainer_awaited = awaiting
         await self.switch.await_trainer(awaiting)
 
+        # By itself: what else was found is of use no longer, and may be large.
+        left_version = found.weight_version
+
         def state() -> Iterator[SnapshotItem]:
             # Until its trainer has published again, this is still the middle of its run.
             waits = self.switch.awaiting_trainer
-            version = self.switch.active_version or (found.weight_version if waits else 0)
+            version = self.switch.active_version or (left_version if waits else 0)
             return self.parts.snapshot(self._starts, version)
 
         await self._journal.start(state)

@@ -308,6 +308,10 @@ class TaskQueue:
         self.leases.refuse_expired(trajectory_id)
         return self._attempts.get(trajectory_id)
 
+    def held(self, trajectory_id: str) -> Attempt | None:
+        """The attempt that a trajectory id stands for now, whatever is remembered of it."""
+        return self._attempts.get(trajectory_id)
+
     def renew(self, trajectory_id: str) -> bool:
         """Extends a lease; False where it has run out or never was."""
         attempt = self._attempts.get(trajectory_id)

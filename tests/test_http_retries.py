@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from penstock.server.errors import DomainError
+from penstock.wire.reasons import Reason
 from tests.fakes import FakeEngine
 from tests.harness import Harness, serve, until
 
@@ -72,6 +75,27 @@ async def test_the_retry_of_a_vote_that_was_refused_gets_a_sample_of_its_own(tmp
         again = (await http.post(url, json=BODY, headers=RETRY)).json()["id"]
     assert len(set(votes)) == 4
     assert again in votes
+
+
+async def test_the_retry_of_a_vote_that_failed_before_its_first_token_is_a_vote_again(
+    tmp_path: Path,
+):
+    async with (
+        serve(tmp_path, "http.listen=127.0.0.1:0") as server,
+        httpx.AsyncClient(timeout=20) as http,
+    ):
+        url = f"{server.http}/attempts/a/chat/completions"
+        votes = [(await http.post(url, json=BODY)).json()["id"] for _ in range(2)]
+        generate = server.engine.generate
+
+        async def fail(_: object) -> Any:
+            raise DomainError(Reason.WEIGHTS_INCONSISTENT, "of several versions")
+
+        server.engine.generate = fail  # type: ignore[method-assign]
+        assert (await http.post(url, json=BODY)).status_code == 503
+        server.engine.generate = generate  # type: ignore[method-assign]
+        votes.append((await http.post(url, json=BODY, headers=RETRY)).json()["id"])
+    assert len(set(votes)) == 3
 
 
 class Late(FakeEngine):

@@ -12,7 +12,9 @@ import httpx
 import openai
 import pytest
 
+from penstock.server.errors import DomainError
 from penstock.wire import codec
+from penstock.wire.reasons import Reason
 from tests.fakes import decode_bytes, expected_tokens
 from tests.harness import (
     AbortRequest,
@@ -367,6 +369,56 @@ async def test_a_turn_that_finds_its_context_full_leaves_what_is_held_as_it_was(
         await ask(agent, [USER, said, USER])
     assert kinds(server) == {"new": 1, "continued": 2}
     assert not branches(server, "a")
+
+
+async def test_the_message_before_a_full_turn_outlives_its_abort_and_its_retry(server: Harness):
+    async with client(server, "a") as agent, httpx.AsyncClient(timeout=20) as http:
+        said = {"role": "assistant", "content": await ask(agent, [USER])}
+        url = f"{server.http}/attempts/a/chat/completions"
+        full = body(messages=[USER, said, {"role": "user", "content": "x" * 600}])
+        await server.serving.switch.await_trainer(True)
+        lost = asyncio.create_task(http.post(url, json=full))
+        record = server.serving.store.find("a")
+        assert record is not None
+        await until(lambda: record.turn is not None and record.turn.index == 1)
+        lost.cancel()
+        await until(lambda: record.turn is not None and not record.turn.in_flight)
+        await server.serving.switch.await_trainer(False)
+        again = await http.post(url, json=full, headers={"x-stainless-retry-count": "1"})
+        assert again.json()["choices"][0]["finish_reason"] == "length"
+        await ask(agent, [USER, said, USER])
+    assert not branches(server, "a")
+    assert record.turn_count == 2
+
+
+async def test_an_answer_that_was_aborted_goes_on_as_soon_as_there_is_room(tmp_path: Path):
+    settings = ("http.listen=127.0.0.1:0", f"journal.folder={tmp_path / 'journal'}")
+    async with serve(tmp_path, *settings, step_seconds=0.005) as server:
+        journal: Any = server.serving._journal
+        check_room, refused = journal.check_room, 0
+
+        def full(_: int) -> None:
+            nonlocal refused
+            refused += 1
+            journal.check_room = check_room
+            raise DomainError(Reason.DISK_FULL, "full", {}, retry_after_seconds=0.05)
+
+        async with client(server, "a", max_retries=0) as agent:
+            answer = await agent.chat.completions.create(
+                model="m",
+                messages=[USER],
+                max_tokens=60,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            await anext(answer)
+            journal.check_room = full
+            await server.serving.turns.abort(server.serving.turns.in_flight)
+            async for chunk in answer:
+                assert chunk.object == "chat.completion.chunk"
+        record = server.serving.store.find("a")
+        assert record is not None and record.turn is not None
+        assert (record.turn.policy_token_count, refused) == (60, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -4,6 +4,8 @@ whoever looks between, or is killed there, finds all of it."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from penstock.server.errors import DomainError
 from penstock.server.group_bytes import decode_group
+from penstock.server.journal import step_final
 from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.server.recovery import Recovered
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
@@ -151,6 +155,28 @@ async def test_a_detached_turn_whose_lease_runs_out_ends_and_its_attempt_is_made
         call.cancel()
 
 
+async def test_an_attempt_with_a_branch_that_ran_out_waits_for_its_sibling_over_a_restart(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "s", "leases.max_attempts=1") as harness:
+        await submit(harness, "task")
+        call, (first, second) = await lease(harness, 2)
+        await harness.generate(first.trajectory_id)
+        branch = {"prompt": (1, 2, 3, 9), "parent_trajectory_id": first.trajectory_id}
+        await harness.generate("branch", **branch)
+        (group,) = harness.serving.queue.groups
+        group.attempts[0].deadline -= 3600
+        harness.serving.queue.deadline_sooner.notify()
+        await until(lambda: group.attempts[0].final)
+        await harness.serving._journal.append(())
+        left = killed(tmp_path / "s")
+        call.cancel()
+    async with on_disk(left) as harness:
+        await work(harness, second, 0.5)
+        expired = ("LEASE_EXPIRED", 0.0)
+        assert await delivered(harness) == [expired, expired, ("", 0.5)]
+
+
 async def test_no_id_that_an_agent_takes_is_that_of_an_attempt_that_was_never_opened(
     tmp_path: Path,
 ) -> None:
@@ -199,6 +225,25 @@ async def test_a_race_is_over_in_one_place(tmp_path: Path) -> None:
         assert await delivered(harness) == [("", 0.75), ("", 0.5)]
         assert await harness.complete(second.trajectory_id, 0.5)
         assert (await submit(harness, "race")).duplicate_count == 1
+
+
+async def test_what_branched_from_an_attempt_that_a_race_leaves_out_is_forgotten_with_it(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "s", "leases.max_attempts=1") as harness:
+        await submit(harness, "race", group_size=3, finish_count=2)
+        call, (first, second, third) = await lease(harness, 3)
+        await harness.generate(first.trajectory_id)
+        branch = {"prompt": (1, 2, 3, 9), "parent_trajectory_id": first.trajectory_id}
+        await harness.generate("branch", **branch)
+        await harness.fail(first.trajectory_id)
+        await work(harness, second)
+        await work(harness, third)
+        assert not harness.serving.store.records() and not harness.serving.store.byte_count
+        left = killed(tmp_path / "s")
+        call.cancel()
+    async with on_disk(left) as harness:
+        assert not harness.serving.store.records()
 
 
 def cut_last(folder: Path, kind: str) -> None:
@@ -293,6 +338,51 @@ async def test_a_group_that_is_being_written_down_goes_with_its_run(tmp_path: Pa
         assert not list(harness.serving.buffer.groups)
 
 
+async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "s") as harness:
+        journal: Any = harness.serving._journal
+        exchange = await hello(harness.wire, 1, run_id="first")
+        await submit(harness, "task", group_size=1)
+        call, (given,) = await lease(harness, 1)
+        await harness.generate(given.trajectory_id)
+        may_write, write, write_batch = (
+            threading.Event(),
+            journal._segments.write,
+            journal._write_batch,
+        )
+
+        def late(payloads: Any) -> Any:
+            may_write.wait()
+            return write(payloads)
+
+        async def then_compact(batch: Any) -> None:
+            await write_batch(batch)
+            if len(batch) > 1:
+                journal._pace.press()
+
+        journal._segments.write = late
+        journal.begin_append([step_final(0)])
+        await until(lambda: not journal._pending)
+        last = asyncio.ensure_future(harness.complete(given.trajectory_id))
+        await until(lambda: len(journal._pending) == 1)
+        coming = asyncio.ensure_future(hello(harness.wire, 2, run_id="second"))
+        # The group and the end of its run, in one batch, and a compaction right behind.
+        await until(lambda: len(journal._pending) == 2)
+        journal._write_batch = then_compact
+        may_write.set()
+        await last
+        second = await coming
+        await until(lambda: journal.compactions > 0)
+        await journal.append(())
+        left = killed(tmp_path / "s")
+        for stream in (exchange, second):
+            stream.call.cancel()
+        call.cancel()
+    async with on_disk(left) as harness:
+        assert not list(harness.serving.buffer.groups)
+        assert not harness.serving.admission.outstanding
+
+
 @pytest.mark.parametrize("late_policy", [DROP, REQUEUE], ids=["drop", "requeue"])
 async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next(
     tmp_path: Path, late_policy: Any
@@ -362,6 +452,18 @@ async def test_the_middle_of_a_run_is_known_over_any_number_of_starts(tmp_path: 
             assert harness.serving.switch.awaiting_trainer
             await compact(harness)
             left = killed(left, start)
+
+
+async def test_what_was_found_in_the_journal_is_not_kept_beside_what_was_made_of_it(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "s") as harness:
+        await harness.generate("open")
+        left = killed(tmp_path / "s")
+    async with on_disk(left) as harness:
+        gc.collect()
+        assert not [found for found in gc.get_objects() if isinstance(found, Recovered)]
+        assert harness.serving.store.find("open") is not None
 
 
 async def test_an_upload_that_is_repeated_is_fenced_like_the_first(tmp_path: Path) -> None:
