@@ -81,7 +81,7 @@ class Session:
 
     trainer_epoch: int
     resume_step: int
-    """The last step that the trainer's state contained when it began."""
+    """The last step that the trainer's state is known to contain: when it began, and by its receipts."""
     write: Write
     ended: asyncio.Future[None]
     """Fails with what ends the session from outside."""
@@ -339,10 +339,13 @@ class TrainerServicer:
         if refused:
             self.drops.count(receipt.rejection.reason or "REFUSED", len(groups))
         if refused or receipt.step <= session.resume_step:
-            # Of no use to the step that gathers now, either: a receipt that was lost with the stream before
-            # had them delivered again, and they must not keep the places of others.
+            # Of no use to the step that gathers now, either: a receipt that was lost with the stream before,
+            # or that names deliveries of before, had them delivered again, and they must not keep the
+            # places of others.
             for group in groups:
                 self._admission.vacate(group.group_id)
+        if not groups or any(group.training for group in groups):
+            session.resume_step = max(session.resume_step, receipt.step)
         group_ids = tuple(group.group_id for group in groups if group.training)
         measured_ids = tuple(group.group_id for group in groups if not group.training)
         records = [groups_receipted(group_ids, receipt.step)]

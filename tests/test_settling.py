@@ -28,6 +28,7 @@ from tests.harness import (
     Failure,
     GenerateRequest,
     Harness,
+    LeaseTasksRequest,
     Outcome,
     StreamOptions,
     header,
@@ -409,6 +410,49 @@ async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next
         assert (await exchange.receive("notice")).task_id == "old"
         exchange.send(demand=Demand(group_count=2))
         assert (await exchange.receive("delivery")).group.task_id == "new"
+        exchange.call.cancel()
+        call.cancel()
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [{"max_lag": 0}, {"max_lag": 2, "late_policy": trainer_service_pb2.LATE_POLICY_WAIT}],
+    ids=["synchronous", "wait"],
+)
+async def test_a_stream_that_is_lost_while_a_step_computes_takes_no_place_of_the_next(
+    tmp_path: Path, contract: Any
+) -> None:
+    contract = {**contract, "groups_per_step": 2}
+    async with on_disk(tmp_path / "s") as harness:
+        exchange = await hello(harness.wire, 1, **contract)
+        await submit(harness, *(f"task-{number}" for number in range(8)), group_size=1)
+        call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=8))
+
+        async def take(count: int) -> list[Any]:
+            exchange.send(demand=Demand(group_count=count))
+            return [await exchange.receive("delivery") for _ in range(count)]
+
+        for _ in range(2):
+            await work(harness, await call.read())
+        batch = await take(2)
+        exchange.call.cancel()
+        await until(lambda: not harness.serving.trainer.connected)
+        exchange = await hello(harness.wire, 2, **contract)
+        # The step is done: its weights, and the receipt of what had come by the stream before.
+        await harness.upload(1, trainer_epoch=2, staged=True)
+        exchange.send(switch_weights={"weight_version": 1})
+        await exchange.receive("weight_receipt")
+        receipt = {"delivery_ids": [delivery.delivery_id for delivery in batch], "step": 1}
+        exchange.send(receipt=receipt)
+        again = await take(2)
+        assert {one.group.task_id for one in again} == {one.group.task_id for one in batch}
+        receipt["delivery_ids"] = [delivery.delivery_id for delivery in again]
+        exchange.send(receipt=receipt)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                await work(harness, await call.read())
+            fresh = await take(2)
+        assert not {one.group.task_id for one in fresh} & {one.group.task_id for one in batch}
         exchange.call.cancel()
         call.cancel()
 
