@@ -339,8 +339,8 @@ class TrainerServicer:
         if refused:
             self.drops.count(receipt.rejection.reason or "REFUSED", len(groups))
         if refused or receipt.step <= session.resume_step:
-            # Of no use to the step that gathers now, either: a receipt that was lost with the stream before,
-            # or that names deliveries of before, had them delivered again, and they must not keep the
+            # Of no use to the step that gathers now, either: a receipt that was lost with the stream before
+            # it, or that names deliveries of that, had them delivered again, and they must not keep the
             # places of others.
             for group in groups:
                 self._admission.vacate(group.group_id)

@@ -162,6 +162,30 @@ async def test_an_attempt_that_comes_again_alone_fails_and_nothing_of_it_is_reme
         assert not {group_id for group_id, _ in trainer.worker._alone} & trainer.group_ids
 
 
+async def first_scores_nothing(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """The first attempt at each prompt is worth no number."""
+    from slime.rollout.sglang_rollout import generate  # type: ignore[import-not-found]
+
+    done = await generate(args, sample, sampling_params)
+    if sample.index % args.n_samples_per_prompt == 0:
+        done.reward = float("nan")
+    return done
+
+
+async def test_a_reward_that_is_not_finite_fails_its_attempt_only(
+    tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    work = at_work(
+        *(tmp_path, tokenizer, "one_by_one"),
+        max_lag=4,
+        generate="tests.test_whole_rollouts.first_scores_nothing",
+        first_kept=0,
+    )
+    async with work as trainer:
+        await asyncio.wait_for(trainer.gather(2), 30)
+    assert "failed with VALUE_ERROR: the outcome cannot be sent: a reward must be" in caplog.text
+
+
 @pytest.mark.parametrize("takes_nothing", [True, False])
 @pytest.mark.parametrize("shares_loop", [False, True])
 async def test_groups_in_flight_are_made_while_none_is_admitted(

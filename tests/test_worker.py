@@ -130,15 +130,49 @@ async def test_what_is_no_finite_number_is_a_failure(penstock, server, value, re
     assert reasons(server) == {reason: 1}
 
 
-async def test_metadata_that_cannot_be_sent_is_a_failure(penstock, server):
+def nested(depth: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ENDLESS: dict[str, object] = {}
+ENDLESS["itself"] = ENDLESS
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        *({"when": object()}, {"number": 10**400}, {"text": "\ud83d"}, None),
+        *({"deep": nested(60)}, {"deep": nested(5000)}, ENDLESS),
+    ],
+    ids=["type", "number", "text", "none", "deep", "deeper", "endless"],
+)
+async def test_metadata_that_cannot_be_sent_fails_its_attempt_only(penstock, server, metadata):
+    add_tasks(server, 2)
+    server.script.max_attempts = 1
+
+    async def agent(task, trajectory):
+        if task.task_id == "task-0":
+            return Outcome(1.0, metadata=metadata)
+        await server.wait_until(lambda: bool(server.outcomes))
+        return 0.5
+
+    await penstock.work(agent, concurrency=2, attempts=2)
+    assert reasons(server) == {"VALUE_ERROR": 1} and rewards(server) == [0.5]
+
+
+async def test_a_failure_whose_texts_are_no_utf_8_is_sent_all_the_same(penstock, server):
     add_tasks(server, 1)
     server.script.max_attempts = 1
 
     async def agent(task, trajectory):
-        return Outcome(1.0, metadata={"when": object()})
+        return Failed("CUT \ud83d", "cut \ud83d")
 
     await penstock.work(agent, attempts=1)
-    assert reasons(server) == {"TYPE_ERROR": 1}
+    (failure,) = [outcome.failure for _, outcome in server.outcomes]
+    assert (failure.reason, failure.message) == ("CUT ?", "cut ?")
 
 
 async def test_plain_functions_run_in_threads_and_may_take_turns(penstock, server):

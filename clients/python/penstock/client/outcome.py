@@ -52,10 +52,26 @@ class Closed:
 
 
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
-    """An outcome as a message. Raises ValueError for a reward that is not finite."""
-    if isinstance(outcome, Failed):
-        reason = outcome.reason[:_REASON_LENGTH]
-        return _Outcome(failure=_Failure(reason=reason, message=outcome.message))
+    """An outcome as a message. Raises ValueError for a reward that is not finite, and for whatever else
+    cannot be sent."""
+    try:
+        return _write_failed(outcome) if isinstance(outcome, Failed) else _write_scored(outcome)
+    except Exception as error:
+        # The values are the agent's own: of any type, nested without end, or beyond any float.
+        raise ValueError(f"the outcome cannot be sent: {error}") from error
+
+
+def as_utf8(text: str) -> str:
+    """A text with each lone surrogate replaced, such as a file name may hold: they are no UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def _write_failed(failed: Failed) -> trajectory_pb2.Outcome:
+    reason = as_utf8(failed.reason[:_REASON_LENGTH])
+    return _Outcome(failure=_Failure(reason=reason, message=as_utf8(failed.message)))
+
+
+def _write_scored(outcome: Outcome) -> trajectory_pb2.Outcome:
     numbers = (outcome.reward, *outcome.turn_rewards)
     if not all(math.isfinite(number) for number in numbers):
         raise ValueError(f"a reward must be finite, not {outcome.reward}")

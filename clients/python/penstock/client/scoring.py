@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeVar, cast
 
 from penstock.client.blocking import BlockingTrajectory, is_async, run_in_thread
 from penstock.client.errors import PenstockError
-from penstock.client.outcome import Failed, Outcome
+from penstock.client.outcome import Failed, Outcome, as_utf8
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
@@ -101,6 +101,4 @@ def as_failed(error: BaseException) -> Failed:
     """An exception as data: its reason in UPPER_SNAKE_CASE, and its message."""
     named = error.reason if isinstance(error, PenstockError) else ""
     reason = named or re.sub(_WORD_BOUNDARY, "_", type(error).__name__).upper()
-    # Lone surrogates, such as a file name may hold, are no UTF-8.
-    message = str(error)[:_MESSAGE_LENGTH].encode(errors="replace").decode()
-    return Failed(reason, message)
+    return Failed(reason, as_utf8(str(error)[:_MESSAGE_LENGTH]))

@@ -298,9 +298,9 @@ class Worker:
             outcome = own
         try:
             closed = await trajectory.close(outcome)
-        except (PenstockError, TypeError, ValueError) as error:
+        except (PenstockError, ValueError) as error:
             # The outcome itself may be what cannot be sent, such as metadata that JSON does not have.
-            refused = isinstance(error, InvalidRequest | TypeError | ValueError)
+            refused = isinstance(error, InvalidRequest | ValueError)
             # Not where the server was full all the while: the outcome is as good as it was.
             refused |= isinstance(error, Overloaded) and error.retry_after_seconds is None
             if refused and isinstance(outcome, Outcome):

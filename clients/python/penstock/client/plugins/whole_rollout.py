@@ -350,8 +350,7 @@ class WholeRollout:
                 episode.returned = [sample]
             outcome = await episode.settle()
         except Exception as error:
-            outcome = as_failed(error)
-            logger.warning("an attempt failed with %s: %s", outcome.reason, outcome.message)
+            outcome = _failed(error)
         await self._close(attempt, outcome)
 
     async def _close(self, attempt: Attempt, outcome: Outcome | Failed) -> None:
@@ -360,7 +359,10 @@ class WholeRollout:
             closed = await attempt.trajectory.close(outcome)
             self._statistics.add(outcome, count)
             self._count_alone(attempt, int(closed.retried))
-        except PenstockError as error:
+        except (PenstockError, ValueError) as error:
+            if isinstance(error, ValueError) and isinstance(outcome, Outcome):
+                # The outcome itself is what cannot be sent, such as a reward that is not finite.
+                return await self._close(attempt, _failed(error))
             logger.info("attempt %s is lost: %s", attempt.trajectory.trajectory_id, error)
             self._statistics.add(None, count)
             # Whether it comes again nobody says; where it has, that is settled.
@@ -386,3 +388,9 @@ class WholeRollout:
 
 def _ordered(group: _Group) -> list[Attempt]:
     return [group.attempts[index] for index in sorted(group.attempts)]
+
+
+def _failed(error: Exception) -> Failed:
+    failed = as_failed(error)
+    logger.warning("an attempt failed with %s: %s", failed.reason, failed.message)
+    return failed
