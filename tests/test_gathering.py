@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,15 +79,30 @@ class Servers:
         self.refused.append(group.group_id)
 
 
+class Trained(Settling):
+    """A feeder of tasks of which some were trained, by other groups."""
+
+    def __init__(self, *task_ids: str) -> None:
+        super().__init__()
+        self._trained = task_ids
+
+    def take(self, task_id: str) -> bool:
+        return task_id not in self._trained
+
+
 def groups(*numbers: int) -> list[Any]:
     return [outcomes(number, 0, 1).group for number in numbers]
 
 
 @contextlib.contextmanager
 def gathering(
-    folder: Path, servers: Servers, *ahead: tuple[int, ...], **group_config: object
+    folder: Path,
+    servers: Servers,
+    *ahead: tuple[int, ...],
+    trained: tuple[str, ...] = (),
+    **group_config: object,
 ) -> Iterator[Gatherer]:
-    """`ahead` are the groups of each step that the trainer before did."""
+    """`ahead` are the groups of each step that the trainer before did, `trained` tasks that are done."""
     config = TrainerConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -106,7 +122,7 @@ def gathering(
         yield Gatherer(
             config,
             exchanges=servers,  # type: ignore[arg-type]
-            tasks=Settling(),  # type: ignore[arg-type]
+            tasks=Trained(*trained),  # type: ignore[arg-type]
             handover=Reachable(),  # type: ignore[arg-type]
             ledger=ledger,
             compute=compute,
@@ -116,6 +132,11 @@ def gathering(
 
 async def take(gatherer: Gatherer, step: int) -> list[str]:
     gatherer.demand(step)
+    return await gather(gatherer, step)
+
+
+async def gather(gatherer: Gatherer, step: int) -> list[str]:
+    """The groups of a step that was demanded."""
     async with asyncio.timeout(20):
         batch: Batch | None = await gatherer.gather(StepRecord(step))
     assert batch is not None
@@ -179,3 +200,39 @@ async def test_steps_of_a_run_that_was_divided_otherwise_can_be_done_again(tmp_p
         assert sorted(await take(gatherer, 1)) == ["g0", "g1", "g2"]
         # From then on each has its part again.
         assert sorted(await take(gatherer, 2)) == ["g3", "g4", "g9"]
+
+
+async def test_a_group_that_is_refused_when_its_server_is_back_is_replaced(tmp_path: Path) -> None:
+    server = Server(*groups(0, 1, 2))
+    servers = Servers(Division(2, 1), server)
+    with gathering(tmp_path, servers, trained=("r/0",)) as gatherer:
+        gatherer.demand(1)
+        await gatherer.came_back(0)
+        assert servers.refused == ["g0"]
+        assert await gather(gatherer, 1) == ["g1", "g2"]
+        assert server.credit == 0
+
+
+async def test_what_is_looked_for_is_asked_for_when_its_server_is_back(tmp_path: Path) -> None:
+    server = Server(*groups(0, 1))
+    with gathering(tmp_path, Servers(Division(1, 1), server), (1,)) as gatherer:
+        gatherer.follow()
+        gatherer.demand(1)
+        await gatherer.came_back(0)
+        assert server.on_their_way == 1
+        assert await gather(gatherer, 1) == ["g1"]
+
+
+async def test_a_batch_is_gathered_while_others_are_refused(tmp_path: Path) -> None:
+    server, busy = Server(*groups(0, 1, 2)), threading.Event()
+    servers = Servers(Division(2, 1), server)
+    with gathering(tmp_path, servers, trained=("r/0",)) as gatherer:
+        gatherer.demand(1)
+        computing = asyncio.create_task(gatherer._compute.run(busy.wait, 20))
+        coming_back = asyncio.create_task(gatherer.came_back(0))
+        await asyncio.sleep(0)
+        assert await gather(gatherer, 1) == ["g1", "g2"]
+        assert not coming_back.done() and not servers.refused
+        busy.set()
+        await asyncio.gather(computing, coming_back)
+        assert servers.refused == ["g0"]

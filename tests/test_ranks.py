@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
+from penstock.trainer.ranks import LOCAL, PORT_BYTES, Leader, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
 from tests.rank_work import plan_for
 from tests.test_trainer_end_to_end import (
@@ -357,6 +362,33 @@ def test_a_rank_that_begins_when_rank_zero_has_gone_ends_at_once() -> None:
     for leader, status in ((os.getpid(), 0), (1, 1)):
         environment = {**os.environ, "PENSTOCK_LOCAL_RANKS": str(leader)}
         assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == status
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_rank_zero_listens_where_other_hosts_reach_it(
+    monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    """What they call it is a loopback address of another number here, as on Debian."""
+    handed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    led: queue.SimpleQueue[Leader] = queue.SimpleQueue()
+    monkeypatch.setattr(
+        "penstock.trainer.ranks._hand_round", lambda content: handed.put(bytes(content.tolist()))
+    )
+    monkeypatch.setattr("penstock.trainer.ranks.PARTING_SECONDS", 0.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    if local:
+        monkeypatch.setenv(LOCAL, str(os.getpid()))
+    threading.Thread(target=lambda: led.put(lead(2)), daemon=True).start()
+    said = handed.get(timeout=20)
+    port, key = int.from_bytes(said[:PORT_BYTES], "big"), said[PORT_BYTES:]
+    if local:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+    with Client(("127.0.1.1" if local else "127.0.0.1", port), authkey=key) as connection:
+        connection.send_bytes(b"1")
+        leader = led.get(timeout=20)
+        leader.end(0)
+        assert (connection.recv_bytes(), connection.recv_bytes()) == (b"end", b"0")
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": {"kind": "gae"}}])

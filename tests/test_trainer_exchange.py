@@ -12,6 +12,7 @@ import pytest
 
 from penstock.trainer.errors import ServerGone, SessionRefused, WeightsRefused
 from penstock.trainer.exchange import Contract, Exchange
+from penstock.trainer.known_groups import KnownGroups
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -248,6 +249,24 @@ async def test_a_refused_group_is_named_and_not_taken_again() -> None:
         exchange.demand(1)
         exchange.refuse(await exchange.next_group(), "ALL_FAILED", "nothing worked")
         assert (await exchange.next_group()).group_id == "good"
+
+
+def test_no_refusal_makes_a_trained_group_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.trainer.known_groups.REMEMBERED_GROUPS", 2)
+    known = KnownGroups({"t0": 1, "t1": 1, "t2": 2, "r0": 0, "r1": 0, "r2": 0})
+    for number in range(3, 6):
+        assert known.take(delivery(number, f"r{number}"))
+        known.settle(f"r{number}", 0)
+    names = ("t0", "t1", "t2", "r3", "r4", "r5")
+    assert [known.take(delivery(9, name)) for name in names] == [
+        True, False, False, True, False, False,
+    ]  # fmt: skip
+    answers = [known.answer(delivery(9, name), 1) for name in ("t1", "t2", "r5")]
+    assert [answer and (answer.step, answer.rejection.reason) for answer in answers] == [
+        (0, "TRAINED_BEFORE"),
+        (2, ""),
+        (0, "REFUSED_BEFORE"),
+    ]
 
 
 async def test_notices_are_logged_and_handed_on(caplog: pytest.LogCaptureFixture) -> None:

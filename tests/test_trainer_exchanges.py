@@ -139,6 +139,47 @@ async def test_a_server_that_is_lost_is_restored_by_itself_and_notices_say_whose
     assert restored == [1]
 
 
+async def test_who_waits_for_a_group_is_told_that_it_was_taken_elsewhere() -> None:
+    async def session(session: Session) -> None:
+        await greet(session)
+        for number, group in enumerate("ab"):
+            await session.receive("demand")
+            await session.send(delivery=delivery(number + 1, group))
+        with contextlib.suppress(StopAsyncIteration):
+            await anext(session.requests)
+
+    async with exchanging((session,)) as (one, _):
+        assert one.take_arrived(0) == []
+        one.servers[0].demand(1)
+        while not one.servers[0].arrived_count:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(one.next_group())
+        assert [group.group_id for group in one.take_arrived(0)] == ["a"]
+        assert await waiting is None
+        one.servers[0].demand(1)
+        assert (await one.next_group()).group_id == "b"
+
+
+async def test_notices_that_nobody_took_yet_are_kept() -> None:
+    async def session(session: Session) -> None:
+        await greet(session)
+        for name in ("g0", "g1"):
+            await session.send(notice=Notice(reason="GROUP_DROPPED", group_id=name))
+        await session.send(delivery=delivery(1, "after"))
+        with contextlib.suppress(StopAsyncIteration):
+            async for _ in session.requests:
+                pass
+
+    async with exchanging((session,)) as (one, _):
+        await one.next_group()
+        noticed: list[tuple[int, str]] = []
+        one.on_notice = lambda server, notice: noticed.append((server, notice.group_id))
+        assert noticed == [(0, "g0"), (0, "g1")]
+        # Once.
+        one.on_notice = lambda server, notice: noticed.append((server, notice.group_id))
+        assert len(noticed) == 2
+
+
 async def test_where_one_is_left_all_are_and_nothing_more_is_sent() -> None:
     stopping = asyncio.Event()
     told: list[str] = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import random
@@ -461,6 +463,18 @@ def test_what_was_changed_afterwards_is_never_taken(tmp_path: Path, name: str, s
     assert (tmp_path / "broken-step-00000002").is_dir()
 
 
+def test_a_checkpoint_has_its_name_durably_once_it_was_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The trainer that wrote it may have been killed before it synced the folder."""
+    assert restore(tmp_path) is None
+    save_checkpoint(tmp_path, state(1), write_two, keep=5)
+    synced: list[Path] = []
+    monkeypatch.setattr("penstock.trainer.checkpoint.sync_folder", synced.append)
+    assert restore(tmp_path) is not None
+    assert synced == [tmp_path]
+
+
 def test_as_many_checkpoints_are_kept_as_was_asked_for(tmp_path: Path) -> None:
     for step in range(1, 8):
         save_checkpoint(tmp_path, state(step), write_two, keep=3)
@@ -614,9 +628,50 @@ def test_what_came_out_otherwise_ends_it_there_but_for_refusals(
     with resumed(tmp_path, 1) as ledger:
         ledger.write(other)
         assert not ledger.ahead
+        with pytest.raises(RunFolderInUse):
+            Ledger(tmp_path)
     refused = RefusedEntry("r", "run/r", "ALL_FAILED")
     assert read_ledger(tmp_path / "ledger.jsonl") == [entry(1, "a"), refused, other]
     assert read_ledger(tmp_path / "ledger.jsonl", 1) == [entry(1, "a"), refused]
+
+
+class Killed(BaseException):
+    """What is on disk stays as it is."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(Killed, Killed), (OSError(errno.ENOSPC, "no room"), StorageFailed)]
+)
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_a_ledger_that_cannot_be_cut_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, error: Any, raised: Any
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    fill(tmp_path)
+    before = (tmp_path / "ledger.jsonl").read_bytes()
+    with resumed(tmp_path, 1) as ledger, monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        with pytest.raises(raised):
+            ledger.write(entry(2, "x"))
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+    with resumed(tmp_path, 1) as ledger:
+        assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
+        assert [refused.group_id for refused in ledger.refused] == ["r"]
+
+
+def test_lines_that_may_stand_are_durable_once_they_were_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The trainer that wrote them may have been killed before it synced them."""
+    fill(tmp_path)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    with resumed(tmp_path, 1) as ledger:
+        assert len(synced) == 1
+        ledger.write(entry(2, "b"))
+        assert len(synced) == 1
 
 
 def test_half_a_line_is_none(tmp_path: Path) -> None:
@@ -651,6 +706,19 @@ def test_one_trainer_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
         Ledger(tmp_path)
     first.close()
     Ledger(tmp_path).close()
+
+
+def test_who_opened_the_ledger_before_it_was_replaced_does_not_have_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def replaced(*arguments: Any, lock: Any = fcntl.flock) -> None:
+        (tmp_path / "new").touch()
+        (tmp_path / "new").rename(tmp_path / "ledger.jsonl")
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    with pytest.raises(RunFolderInUse, match="another trainer is writing to"):
+        Ledger(tmp_path)
 
 
 # Random states

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.trainer.ledger import FILE, Ledger
 from penstock.trainer.stopping import unless
 from tests.scripted_trainer_server import ScriptedServer, Session
 from tests.trainer_walk import WeightReceipt, delivery, greet, running, stage
@@ -121,6 +122,53 @@ async def test_a_step_that_computes_is_finished_and_saved_without_the_server(
         assert "receipt" not in server.heard
         # Nobody takes these weights: they are not even copied.
         assert run.policy.copies == copies
+
+
+class Going(ScriptedServer):
+    """Delivers a group for each demand, and takes every version."""
+
+    def __init__(self, active: int = 0) -> None:
+        super().__init__(self._serve)
+        self.info.active_weight_version = active
+        self.uploads += [stage] * 3
+
+    async def _serve(self, session: Session) -> None:
+        await greet(session, self.info.active_weight_version)
+        delivered = 0
+        async for request in session.requests:
+            kind = request.WhichOneof("message")
+            if kind == "demand":
+                await session.send(delivery=delivery(delivered))
+                delivered += 1
+            elif kind == "switch_weights":
+                version = request.switch_weights.weight_version
+                receipt = WeightReceipt(weight_version=version, active_weight_version=version)
+                await session.send(weight_receipt=receipt)
+
+
+async def test_a_step_that_is_done_again_without_the_server_leaves_the_ledger_as_it_was(
+    tmp_path: Path,
+) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    async with Going() as server, running(before, server.address, steps=3) as run:
+        await run.ends()
+    after.mkdir()
+    (after / FILE).write_bytes((before / FILE).read_bytes())
+    async with Going(active=3) as server, running(after, server.address) as run:
+        run.loop._ledger.resume(0)
+        run.policy.may_end.clear()
+        await asyncio.to_thread(run.policy.computing.wait, 60)
+        run.stopping.set()
+        await server.server.stop(0)
+        await run.exchange.left.wait()
+        run.policy.may_end.set()
+        await run.ends()
+        assert run.saved == STEP_ONE
+    assert (after / FILE).read_bytes() == (before / FILE).read_bytes()
+    ledger = Ledger(after)
+    ledger.resume(1)
+    ledger.close()
+    assert list(ledger.ahead) == [2, 3]
 
 
 async def test_with_its_server_there_a_stop_finishes_the_step_and_tells_the_server(

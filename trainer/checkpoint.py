@@ -14,7 +14,8 @@ What a failure does:
     killed before the name    the unfinished folder is removed by the next save; the newest is the
                                 one before
     killed after it           the checkpoint is whole, and perhaps not announced: the server delivers
-                                again what it contains, and the ledger says that it does
+                                again what it contains, and the ledger says that it does. `restore`
+                                syncs the parent, for the save may not have come to that
     no room, or the disk      the unfinished folder is removed, which gives its room back; the run
       fails: StorageFailed      ends, saying so, before anything was announced. The checkpoints
                                 before are as they were
@@ -37,7 +38,7 @@ import xxhash
 
 from penstock.trainer.errors import CheckpointUnusable, StorageFailed
 from penstock.wire.failpoints import hit
-from penstock.wire.folders import make_folder
+from penstock.wire.folders import make_folder, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 def restore(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole; None where there is none at all.
 
-    Those that are broken are set aside. Raises CheckpointUnusable where all of them are.
+    Those that are broken are set aside. Its name is durable on return, which a trainer that was killed may
+    not have come to see to. Raises CheckpointUnusable where all of them are broken, StorageFailed.
     """
     found = _checkpoints(folder)
     passed_over = 0
@@ -132,8 +134,12 @@ def restore(folder: Path) -> Checkpoint | None:
             log.error("BROKEN CHECKPOINT, going back to the one before: %s", error)
             passed_over = max(passed_over, int(checkpoint.name.rpartition("-")[2]))
             continue
-        for broken in (other for other in found if other > checkpoint):
-            _set_aside(broken)
+        try:
+            for broken in (other for other in found if other > checkpoint):
+                _set_aside(broken)
+            sync_folder(folder)
+        except OSError as error:
+            raise StorageFailed(f"{folder}: {error.strerror or error}") from error
         return Checkpoint(checkpoint, state, passed_over)
     if found:
         raise CheckpointUnusable(f"{folder}: none of the {len(found)} checkpoints is whole")

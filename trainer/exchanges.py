@@ -14,7 +14,7 @@ and awaited by itself. What all share is the version that the trainer holds: a s
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -26,6 +26,11 @@ from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 Restore = Callable[[int, trainer_service_pb2.Welcome], Awaitable[None]]
 """Brings a server up to date that came back with less than it had."""
+Heed = Callable[[int, trainer_service_pb2.Notice], None]
+"""Takes what a server noticed."""
+
+# As many as a server keeps for a trainer that is away.
+MAX_NOTICES = 1_000
 
 
 class Exchanges:
@@ -36,8 +41,12 @@ class Exchanges:
         self.division = division
         self.left = asyncio.Event()
         """The run stops without one of its servers, for good: nothing is sent to any."""
-        self.on_notice: Callable[[int, trainer_service_pb2.Notice], None] | None = None
+        self._on_notice: Heed | None = None
+        self._unheeded: deque[tuple[int, trainer_service_pb2.Notice]] = deque(maxlen=MAX_NOTICES)
+        """Notices that came while nobody took them: a server says each once."""
         self._news = asyncio.Event()
+        self._taken_elsewhere = False
+        """Whether `take_arrived` took what `next_group` has not heard of."""
         self._from: dict[str, int] = {}
         """The server of each group in hand, which is not that of its index where the servers were others
         when its task was submitted."""
@@ -61,6 +70,17 @@ class Exchanges:
         """Of each server."""
         return tuple(exchange.evaluations for exchange in self.servers)
 
+    @property
+    def on_notice(self) -> Heed | None:
+        """Called with each notice, and when it is set with the last 1,000 of those that came before."""
+        return self._on_notice
+
+    @on_notice.setter
+    def on_notice(self, heed: Heed | None) -> None:
+        self._on_notice = heed
+        while heed is not None and self._unheeded:
+            heed(*self._unheeded.popleft())
+
     async def open(self) -> bool:
         """Connects to all for the first time; False where the run is to stop before it has.
 
@@ -80,18 +100,25 @@ class Exchanges:
         """Half-closes all; returns when they have ended, or after the timeout."""
         await together(exchange.close() for exchange in self.servers)
 
-    async def next_group(self) -> trajectory_pb2.TrajectoryGroup:
-        """The next group that any of them delivered, each once."""
-        while True:
+    async def next_group(self) -> trajectory_pb2.TrajectoryGroup | None:
+        """The next group that any of them delivered, each once; None, once, where `take_arrived` took
+        some since."""
+        while not self._taken_elsewhere:
             for server, exchange in enumerate(self.servers):
                 if exchange.arrived_count:
                     return self._hand_over(server, await exchange.next_group())
             self._news.clear()
             await self._news.wait()
+        self._taken_elsewhere = False
+        return None
 
     def take_arrived(self, server: int) -> list[trajectory_pb2.TrajectoryGroup]:
-        """All that a server delivered and `next_group` has not brought."""
-        return [self._hand_over(server, group) for group in self.servers[server].take_arrived()]
+        """All that a server delivered and `next_group` has not brought; who waits there is told."""
+        taken = [self._hand_over(server, group) for group in self.servers[server].take_arrived()]
+        if taken:
+            self._taken_elsewhere = True
+            self._news.set()
+        return taken
 
     def server_of(self, group: trajectory_pb2.TrajectoryGroup) -> int:
         """The server that delivered a group in hand."""
@@ -121,8 +148,10 @@ class Exchanges:
         return group
 
     def _notice(self, server: int, notice: trainer_service_pb2.Notice) -> None:
-        if self.on_notice is not None:
-            self.on_notice(server, notice)
+        if self._on_notice is None:
+            self._unheeded.append((server, notice))
+        else:
+            self._on_notice(server, notice)
 
     def _leave(self) -> None:
         if self.left.is_set():

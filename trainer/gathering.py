@@ -22,6 +22,9 @@ The server delivers those groups again, among others that wait. While the gather
 ledger, it makes the same batches of them: what is not of the step at hand is put aside, and what is was
 not dropped then, so it is not dropped now. It stops
 where all that waited at the servers has come and a group is missing, because it was lost there.
+
+What a server that was lost and is back had delivered before is put aside at once, before anything is asked
+of it; what is refused of that, or is not of the step at hand, is made good by a demand like any other.
 """
 
 from __future__ import annotations
@@ -93,6 +96,8 @@ class Gatherer:
         self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
         """Groups in hand that no batch has taken yet, in the order they came in."""
         self._following = False
+        self._wanted: frozenset[str] = frozenset()
+        """Groups that the step at hand was made of before; empty where that does not matter."""
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
         self._filter = load_filter(config.groups.filter)
@@ -103,14 +108,21 @@ class Gatherer:
 
     async def came_back(self, server: int) -> None:
         """The server may have lost what it held: what it delivered before is in hand, and the tasks of
-        it are not to be made again."""
+        it are not to be made again. Raises StorageFailed."""
+        settled: list[trajectory_pb2.TrajectoryGroup] = []
+        # Nothing is awaited before all are aside and counted: a batch may be gathered meanwhile.
         for delivery in self._exchanges.take_arrived(server):
-            if await self._take(delivery, instead=False):
-                self._aside[delivery.group_id] = delivery
+            if self._take(delivery):
+                self._put_aside(delivery)
+            else:
+                settled.append(delivery)
+                self._exchanges.servers[server].demand(1)
+        for delivery in settled:
+            await self._refuse_settled(delivery, instead=False)
 
     def demand(self, step: int) -> None:
         """Grants each server the credit that its part of this step's batch needs."""
-        wanted = self._of(step)
+        wanted = self._wanted = self._of(step)
         aside = [group for name, group in self._aside.items() if not wanted or name in wanted]
         in_hand = Counter(map(self._exchanges.server_of, aside))
         for server, (exchange, part) in enumerate(
@@ -127,7 +139,7 @@ class Gatherer:
         Raises EverythingFailed, StorageFailed.
         """
         held = self._exchanges.held_version
-        wanted = self._of(record.step)
+        self._wanted = self._of(record.step)
         missing = list(self._parts)
         if record.step not in self._ledger.ahead:
             for entry in self._ledger.take_unfinished():
@@ -135,11 +147,11 @@ class Gatherer:
                     _count_dropped(record, entry.reason)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
         while len(found) < self._wanted_count:
-            if wanted and not wanted & self._aside.keys() and self._all_seen():
+            if self._wanted and not self._wanted & self._aside.keys() and self._all_seen():
                 log.warning("the server lost groups of step %d: taking others", record.step)
-                wanted = frozenset[str]()
+                self._wanted = frozenset()
                 continue
-            delivery = self._take_aside(wanted, missing) or await self._next(wanted, missing)
+            delivery = self._take_aside(missing) or await self._next(missing)
             if delivery is None:
                 if self._stopping.is_set():
                     return None
@@ -157,7 +169,7 @@ class Gatherer:
                 continue
             self._failed_in_a_row = 0
             # What this step was made of before, it is made of again.
-            if wanted or not await self._drop_useless(delivery, group, record):
+            if self._wanted or not await self._drop_useless(delivery, group, record):
                 missing[self._exchanges.server_of(delivery)] -= 1
                 found.append((delivery, self._weigh(delivery, group, record)))
         found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
@@ -172,33 +184,39 @@ class Gatherer:
         """Whether everything has come that waited at the servers when they were greeted."""
         return all(exchange.all_seen for exchange in self._exchanges.servers)
 
-    def _take_aside(
-        self, wanted: frozenset[str], missing: Sequence[int]
-    ) -> trajectory_pb2.TrajectoryGroup | None:
+    def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
         """One in hand that is for this batch; `missing` of each server's part."""
         for name, group in self._aside.items():
-            if name in wanted or (not wanted and missing[self._exchanges.server_of(group)] > 0):
+            if self._is_for_batch(group, missing):
                 return self._aside.pop(name)
         return None
 
-    async def _next(
-        self, wanted: frozenset[str], missing: Sequence[int]
-    ) -> trajectory_pb2.TrajectoryGroup | None:
-        """The next group that comes; None where it is not for this batch, or the run is to stop."""
+    def _is_for_batch(self, group: trajectory_pb2.TrajectoryGroup, missing: Sequence[int]) -> bool:
+        if self._wanted:
+            return group.group_id in self._wanted
+        return missing[self._exchanges.server_of(group)] > 0
+
+    async def _next(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
+        """The next group that comes; None where it is not for this batch, others were put aside
+        meanwhile, or the run is to stop."""
         if self._stopping.is_set():
             return None
         delivery = await unless(self._stopping, self._exchanges.next_group())
         if delivery is None:
             return None
-        if not await self._take(delivery, instead=True):
+        if not self._take(delivery):
+            await self._refuse_settled(delivery)
             return None
-        server = self._exchanges.server_of(delivery)
-        if delivery.group_id in wanted or (not wanted and missing[server] > 0):
+        if self._is_for_batch(delivery, missing):
             return delivery
-        self._aside[delivery.group_id] = delivery
-        if wanted:
-            self._look_on(server)
+        self._put_aside(delivery)
         return None
+
+    def _put_aside(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
+        """In hand, for a later turn or batch; where others are looked for, one of them is asked for."""
+        self._aside[delivery.group_id] = delivery
+        if self._wanted and delivery.group_id not in self._wanted:
+            self._look_on(self._exchanges.server_of(delivery))
 
     def _look_on(self, server: int) -> None:
         """What came from this server is not what is looked for: another from where some may wait still."""
@@ -208,14 +226,16 @@ class Gatherer:
                 exchange.demand(1)
                 return
 
-    async def _take(self, delivery: trajectory_pb2.TrajectoryGroup, *, instead: bool) -> bool:
-        """Whether its task is still to be trained; a group of another one is refused."""
+    def _take(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
+        """Whether its task is still to be trained; a group of another one is to be refused."""
         self._tasks.arrived(self._exchanges.server_of(delivery))
-        if self._tasks.take(delivery.task_id):
-            return True
+        return self._tasks.take(delivery.task_id)
+
+    async def _refuse_settled(
+        self, delivery: trajectory_pb2.TrajectoryGroup, *, instead: bool = True
+    ) -> None:
         message = f"another group of task {delivery.task_id} was trained, or refused"
         await self._refuse(delivery, TASK_SETTLED, message, instead=instead)
-        return False
 
     async def _drop_useless(
         self,

@@ -17,11 +17,13 @@ which the ledger does not say what it was made of.
 A run that resumes after step K finds the lines beyond K: `ahead`. Where it does one of those steps
 again with the same groups, and the very same weights come of it, the line stands. At the first step
 that comes out otherwise the file is cut there. That a group was refused stays true whatever the
-trainer goes back to, because the server has forgotten it: such lines are kept.
+trainer goes back to, because the server has forgotten it: such lines are kept. What is left is written to a
+file of its own, which takes the name once it is durable.
 
-What a failure does: a line that was half written when the process died is cut at the next start. Without
-room for a line the step is not published and the run ends, saying so. One trainer at a time writes to a
-folder: the ledger is locked for as long as it is open.
+What a failure does: a line that was half written when the process died is cut at the next start; the
+others are synced then, for they may not have been. A death while the file is cut leaves it as it was.
+Without room for a line the step is not published and the run ends, saying so. One trainer at a time
+writes to a folder: the ledger is locked for as long as it is open.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from penstock.wire.failpoints import hit
 from penstock.wire.folders import make_folder, sync_folder
 
 FILE = "ledger.jsonl"
+UNFINISHED = ".unfinished-ledger.jsonl"
 # What a server can still deliver of what the state contains is less than this.
 REMEMBERED = 65_536
 
@@ -63,7 +66,8 @@ class StepEntry:
     weight_version: int
     """Version of the weights it made."""
     weights: str
-    """Checksum of these weights as they are uploaded; empty where the server was away."""
+    """Checksum of these weights as they are uploaded; empty where the server was away, unless the step
+    was done again."""
     groups: tuple[TrainedGroup, ...]
     """In the order they were computed in."""
 
@@ -97,11 +101,10 @@ class Ledger:
         with _storage(self.path):
             make_folder(folder)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not _lock(self._descriptor, self.path):
                 os.close(self._descriptor)
-                raise RunFolderInUse(f"another trainer is writing to {folder}") from error
+                raise RunFolderInUse(f"another trainer is writing to {folder}")
+            (folder / UNFINISHED).unlink(missing_ok=True)
             sync_folder(folder)
         self._length = 0
         self.trained: dict[str, int] = {}
@@ -126,8 +129,7 @@ class Ledger:
         Raises CheckpointUnusable where it ends elsewhere now: then this is another run's ledger.
         """
         with _storage(self.path):
-            size = os.fstat(self._descriptor).st_size
-            content = os.pread(self._descriptor, size, 0) if size else b""
+            content = self.path.read_bytes()
         end = 0
         for entry, end in _lines(content):
             if isinstance(entry, RefusedEntry):
@@ -154,6 +156,8 @@ class Ledger:
             # What follows the last whole line is what a killed trainer had not finished.
             os.ftruncate(self._descriptor, end)
             os.lseek(self._descriptor, end, os.SEEK_SET)
+            # It may have died between a line and its sync, and lines that stand are not written again.
+            os.fdatasync(self._descriptor)
 
     def begin(self) -> None:
         """Empties the file: a run begins that resumes from nothing."""
@@ -194,24 +198,38 @@ class Ledger:
         self.ahead.clear()
         self._ends.clear()
         with _storage(self.path):
-            size = os.fstat(self._descriptor).st_size
-            rest = os.pread(self._descriptor, size - self._length, self._length)
-            kept = [entry for entry, _ in _lines(rest) if isinstance(entry, RefusedEntry)]
-            os.ftruncate(self._descriptor, self._length)
-            os.lseek(self._descriptor, self._length, os.SEEK_SET)
-        for entry in kept:
-            self._append(entry)
+            content = self.path.read_bytes()
+            beyond = (entry for entry, _ in _lines(content[self._length :]))
+            kept = [_line(entry) for entry in beyond if isinstance(entry, RefusedEntry)]
+            self._replace(content[: self._length] + b"".join(kept))
+
+    def _replace(self, content: bytes) -> None:
+        """Puts a file with this content in the place of the one that is open. Raises OSError."""
+        unfinished = self.path.with_name(UNFINISHED)
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            # Before it has the name: who finds it finds it locked.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_all(descriptor, content)
+            os.fsync(descriptor)
+            unfinished.rename(self.path)
+        except OSError:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        sync_folder(self.path.parent)
 
     def _append(self, entry: Entry) -> int:
         """Returns where the line ends."""
-        line = (json.dumps(_as_json(entry)) + "\n").encode()
+        line = _line(entry)
         with _storage(self.path):
             hit("ledger.before_append")
             begin = os.lseek(self._descriptor, 0, os.SEEK_CUR)
             try:
-                written = 0
-                while written < len(line):
-                    written += os.write(self._descriptor, line[written:])
+                _write_all(self._descriptor, line)
                 hit("ledger.before_fsync")
                 os.fdatasync(self._descriptor)
             except OSError:
@@ -242,6 +260,26 @@ def _lines(content: bytes) -> Iterator[tuple[Entry, int]]:
         except (ValueError, KeyError, TypeError):
             return
         begin = end
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether nobody else has the file; nor, where it was replaced since it was opened, the one that has
+    its name."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
+
+
+def _line(entry: Entry) -> bytes:
+    return (json.dumps(_as_json(entry)) + "\n").encode()
 
 
 def _as_json(entry: Entry) -> dict[str, object]:

@@ -35,7 +35,8 @@ A run is asked to stop by `stopping`, and ends in one of these ways:
                      receipts, checkpoint, conclude
     server away      computing is finished, and so is its step, but only here: the server hears
                      nothing of it. Checkpoint; the record as far as known. Whoever waits for the
-                     server (`Handover`) stops waiting as `Exchanges.left` is set
+                     server (`Handover`) stops waiting as `Exchanges.left` is set. A step that the ledger
+                     has ahead is compared with its line all the same
     server lost      as with the server there until the loss, from then on as with the server away
       after that
 
@@ -322,12 +323,15 @@ class TrainingLoop:
         begins with the copy is committed only after the note."""
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self._exchanges.held_version + 1
-        if self._exchanges.left.is_set():
+        left = self._exchanges.left.is_set()
+        # Nobody takes these weights, but where the step was done before, the ledger has their checksum:
+        # without it this line would be another one, which cuts off those of the steps that follow.
+        if left and record.step not in self._ledger.ahead:
             await self._note(_entry(batch, record, ""))
             return
         before = self._publisher.digest
         if result.applied or not self._publisher.filled_version:
-            await self._agreement.fill(record.weight_version, uploads=True)
+            await self._agreement.fill(record.weight_version, uploads=not left)
         else:
             self._publisher.relabel(record.weight_version)
         entry = _entry(batch, record, self._publisher.digest)

@@ -20,7 +20,8 @@ and are begun only by a command, so that nobody is in one while rank 0 waits for
 connections**, one from each rank to rank 0, carry commands one way and a failure the other way. They are
 silent for as long as rank 0 has nothing to say, and know no deadline: that a process has gone the kernel
 tells at once, whatever else this one is doing. Frames are bytes, never pickled; a key that rank 0 makes,
-and the group hands round, keeps out who is no rank.
+and the group hands round, keeps out who is no rank. Rank 0 listens at a port that the kernel chooses, at
+every address of its host; only at the loopback address where it has started the others itself.
 
 What a failure does; the run ends in each case, with an exit status that is not zero, and what is on disk
 is as after a kill -9, which all of it is written for:
@@ -343,7 +344,9 @@ def join_group(place: Place, local: LocalRanks | None) -> None:
 def lead(size: int) -> Leader:
     """Lets every other rank in. The group has been joined."""
     key = secrets.token_bytes(KEY_BYTES)
-    host = os.environ["MASTER_ADDR"]
+    # MASTER_ADDR is what other hosts call this one. Here its name may stand for a loopback address, as
+    # 127.0.1.1 on Debian; so ranks of several hosts are let in at all of its addresses.
+    host = os.environ["MASTER_ADDR"] if LOCAL in os.environ else ""
     with multiprocessing.connection.Listener((host, 0), backlog=size, authkey=key) as listener:
         port = cast("tuple[str, int]", listener.address)[1]
         _hand_round(_to_tensor(port.to_bytes(PORT_BYTES, "big") + key))
