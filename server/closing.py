@@ -52,7 +52,7 @@ from penstock.server.memory_budget import MemoryBudget
 from penstock.server.own_tasks import OwnTasks
 from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
 from penstock.server.reason_counts import ReasonCounts
-from penstock.server.requests import MAX_ID_LENGTH
+from penstock.server.requests import MAX_ID_LENGTH, check_depth
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_records import trajectory_opened
 from penstock.server.trajectory_store import (
@@ -493,6 +493,7 @@ def check_outcome(outcome: trajectory_pb2.Outcome) -> None:
                 "limit": MAX_OUTCOME_BYTES,
             },
         )
+    check_depth("outcome.metadata", outcome.metadata)
     kind = outcome.WhichOneof("result")
     if kind is None:
         raise FieldInvalid("outcome.result", "must be a reward or a failure")

@@ -33,6 +33,7 @@ class StreamState:
     first: int
     last: int
     """Place of the newest message that there ever was."""
+    byte_count: int
     config: dict[str, Any]
 
 
@@ -49,4 +50,6 @@ class Fetched:
 def state_in(table: dict[str, Any]) -> StreamState:
     """Of an answer that describes a stream."""
     state = table["state"]
-    return StreamState(int(state["first_seq"]), int(state["last_seq"]), table["config"])
+    return StreamState(
+        int(state["first_seq"]), int(state["last_seq"]), int(state["bytes"]), table["config"]
+    )

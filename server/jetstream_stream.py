@@ -68,6 +68,12 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
         raise JournalUnreadable(
             f"the stream {wanted['name']} is no journal's: {'; '.join(other)}; name another one"
         )
+    if state.byte_count > wanted["max_bytes"]:
+        # NATS would make it fit, and begin with what is oldest.
+        raise JournalUnreadable(
+            f"the stream {wanted['name']} holds {state.byte_count} bytes, for which journal.max_bytes = "
+            f"{max_bytes} is too small"
+        )
     if state.config.get("max_bytes") != wanted["max_bytes"]:
         await _make_room(connection, "STREAM.UPDATE", {**state.config, **wanted})
     return state

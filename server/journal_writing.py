@@ -107,15 +107,16 @@ class Segments:
 
     def rotate(self, number: int, at_least: int = 0) -> None:
         """Goes on in a new segment; the one before is durable then. Raises OSError."""
+        # First: without room for the next one the running segment stays as it is.
+        if self._spare is None or self._spare.room < at_least:
+            self._allocate_spare(at_least)
+        if self._spare is None:
+            raise OSError(errno.ENOSPC, "no room for another segment", str(self._folder))
         if self._writer is not None:
             self._writer.trim()
             self._writer.sync()
             self._writer.close()
             self.before = Place(self._writer.number, self._writer.end)
-        if self._spare is None or self._spare.room < at_least:
-            self._allocate_spare(at_least)
-        if self._spare is None:
-            raise OSError(errno.ENOSPC, "no room for another segment", str(self._folder))
         path = self._folder / f"{number:010d}.log"
         hit("journal.before_rotate")
         self._spare.begin(path, number, self.before)

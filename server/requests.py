@@ -6,8 +6,8 @@ Raises FieldInvalid (INVALID_ARGUMENT with BadRequest), TOKEN_OUT_OF_RANGE or MA
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from google.protobuf import duration_pb2, json_format, struct_pb2
@@ -38,6 +38,7 @@ MAX_FLUSH_SECONDS = 60.0
 MAX_CONCURRENCY = 65_536
 MAX_SELECTED = 100_000
 # Reading so many takes a tenth of a second, in which nobody else is answered.
+MAX_JSON_DEPTH = 24
 MAX_MESSAGES = 16_384
 
 ROLES = {
@@ -199,8 +200,29 @@ def messages(
     return found, tools
 
 
+def check_depth(field: str, value: struct_pb2.Struct) -> None:
+    """Raises FIELD_INVALID for a Struct that is nested so deeply that it could be read in the message that
+    it came in, and not in those that hold it later: protobuf reads 100 messages within one another, of
+    which a level of JSON takes three."""
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [inner for outer in level for inner in _nested(outer)]
+    if level:
+        raise FieldInvalid(field, f"must be less than {MAX_JSON_DEPTH} levels deep")
+
+
+def _nested(container: Any) -> Iterator[Any]:
+    # By name: the messages of the wire are of classes of their own.
+    is_list = container.DESCRIPTOR.name == "ListValue"
+    for value in container.values if is_list else container.fields.values():
+        kind = value.WhichOneof("kind")
+        if kind in ("struct_value", "list_value"):
+            yield getattr(value, kind)
+
+
 def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
     """A Struct as a JSON object, which knows neither NaN nor infinity."""
+    check_depth(field, value)
     try:
         return json_format.MessageToDict(value)
     except (ValueError, json_format.Error) as error:
@@ -235,6 +257,7 @@ def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
 def task(field: str, value: task_service_pb2.Task, vocab_size: int) -> None:
     """Checks a task; its prompt is rendered when a trajectory is opened for it."""
     identifier(f"{field}.task_id", value.task_id)
+    check_depth(f"{field}.metadata", value.metadata)
     purpose(f"{field}.purpose", value.purpose)
     if not 1 <= value.group_size <= MAX_GROUP_SIZE:
         raise FieldInvalid(

@@ -74,6 +74,8 @@ class Weights(Protocol):
 
     def has(self, weight_version: int) -> bool: ...
 
+    async def settled(self) -> None: ...
+
 
 @dataclass(eq=False)
 class Session:
@@ -232,6 +234,7 @@ class TrainerServicer:
         # Durable before it is told: no older trainer gets in after a restart either. In the journal's order
         # at the moment at which the groups wait again, so that no snapshot falls in between.
         await self._journal.append([session_began(self._run_id, self._epoch, hello.resume_step)])
+        await self._weights.settled()
         welcome = Welcome(
             active_weight_version=self._weights.active_version,
             # Those of evaluations come on a demand of their own, and not among the others.

@@ -69,8 +69,15 @@ class WeightStage:
         """
         self._check(manifest, length_bytes, base, expected)
         check_length(manifest, length_bytes)
-        payload = await self._memory.allocate(length_bytes)
-        return await self._begin(weight_version, manifest, payload, base, inline=True)
+        # Before anything is waited for: a switch may let go of the base meanwhile.
+        kept = None if base is None else base.retain()
+        try:
+            payload = await self._memory.allocate(length_bytes)
+        except BaseException:
+            if kept is not None:
+                kept.release()
+            raise
+        return await self._begin(weight_version, manifest, payload, kept, inline=True)
 
     async def begin_shared(
         self,
@@ -96,7 +103,8 @@ class WeightStage:
             raise
         if progress_offset_bytes is not None:
             return Upload.filling(weight_version, manifest, payload, progress_offset_bytes)
-        return await self._begin(weight_version, manifest, payload, base, inline=False)
+        kept = None if base is None else base.retain()
+        return await self._begin(weight_version, manifest, payload, kept, inline=False)
 
     async def begin_checkpoint(
         self, weight_version: int, manifest: Sequence[ManifestTensor], folder: str
@@ -207,9 +215,9 @@ class WeightStage:
         *,
         inline: bool,
     ) -> Upload:
+        """`base` is retained for it."""
         if base is None:
             return Upload(weight_version, manifest, payload, payload, None, (), inline=inline)
-        base.retain()
         try:
             places, length = _dense(manifest)
             target = await self._memory.allocate(length)

@@ -394,7 +394,9 @@ class WeightUploads:
 
     async def _change(self, announced: Announced, rounds: Rounds) -> tuple[Version, Switched]:
         try:
-            return await self._versions.change(announced, rounds.load)
+            return await self._versions.change(
+                announced, rounds.load, lambda: self._check_collective(announced)
+            )
         except WeightRefused as error:
             if self._slot.outdated:
                 raise self._slot.stale(announced.trainer_epoch) from error

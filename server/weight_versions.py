@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.adapter_versions import AdapterVersions
+from penstock.server.broadcast import Broadcast
 from penstock.server.engine import StagedWeights
 from penstock.server.errors import DomainError
 from penstock.server.held_weights import HeldWeights
@@ -70,6 +71,9 @@ class WeightVersions:
         self._staged: dict[int, tuple[Version, Staged]] = {}
         self._active: Version | None = None
         self._activating = asyncio.Lock()
+        self._taking: int | None = None
+        """The version that is switched to, until nothing of it is read from memory of its uploader."""
+        self._taken = Broadcast()
         self._switches = OwnTasks()
         self.on_staged: Callable[[int, int], None] | None = None
         """Called with an upload's bytes and its changed tensors, for metrics."""
@@ -215,6 +219,12 @@ class WeightVersions:
             )
         )
 
+    async def settled(self) -> None:
+        """Waits while what is active already is still read from memory of its uploader, who may write to
+        that as soon as it is told that it is."""
+        while self._taking == self.active_version:
+            await self._taken.wait()
+
     async def _activate(self, weight_version: int, in_flight: InFlight) -> Switched:
         async with self._activating:
             if weight_version == self.trusted_version:
@@ -228,6 +238,7 @@ class WeightVersions:
                 )
             # While it is loaded, newer uploads must not make it give way.
             staged.retain()
+            self._taking = weight_version
             try:
                 self.check_kind(version.announced)
                 switched = await self._load(version.announced, staged, in_flight)
@@ -241,6 +252,8 @@ class WeightVersions:
                 raise
             finally:
                 staged.release()
+                self._taking = None
+                self._taken.notify()
             await self._adopt(version, switched)
             return switched
 
@@ -291,13 +304,17 @@ class WeightVersions:
         except WeightRefused as error:
             raise DomainError(error.reason, error.message, error.metadata) from error
 
-    async def change(self, announced: Announced, load: Load) -> tuple[Version, Switched]:
-        """Has the engine take a version that was never staged, by `load` while it is paused.
+    async def change(
+        self, announced: Announced, load: Load, check: Callable[[], None]
+    ) -> tuple[Version, Switched]:
+        """Has the engine take a version that was never staged, by `load` while it is paused. `check` raises
+        where it may not: what it was announced for may have changed while another switch was waited for.
 
-        Raises what `load` does, and as `activate`.
+        Raises what these two do, and as `activate`.
         """
         async with self._activating:
             self.check_kind(announced)
+            check()
             try:
                 switched = await self._switch.change(
                     announced.weight_version,

@@ -29,6 +29,7 @@ from penstock.client import (
 from penstock.client.scoring import Agent, single_turn
 from penstock.server.attempts import Attempt
 from penstock.server.errors import DomainError
+from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, expected_tokens
 from tests.harness import Harness, hello, serve
@@ -175,6 +176,55 @@ async def test_a_branch_is_closed_with_its_parent(penstock: Client):
     await branch.turn("elsewhere", max_tokens=4)
     await trajectory.complete(1.0)
     assert not (await penstock.get_trajectory("sub-agent")).open
+
+
+async def test_a_close_ends_turns_that_would_resume_by_themselves(slow: Harness, monkeypatch):
+    async with client_of(slow) as penstock:
+        trajectory = penstock.trajectory(resume_aborted=True)
+        await trajectory.turn("go", max_tokens=4)
+        branch = trajectory.branch("sub-agent")
+        options = {"max_tokens": 400, "ignore_eos": True}
+        turns = [
+            asyncio.create_task(trajectory.turn("on", **options)),
+            asyncio.create_task(branch.turn("elsewhere", **options)),
+        ]
+        await until(lambda: len(slow.serving.turns.in_flight) == 2)
+        calls, complete, answers = trajectory._calls, trajectory._calls.complete_trajectory, []
+
+        async def complete_late(request):
+            # Longer than a turn takes to be resumed.
+            await asyncio.sleep(0.2)
+            answers.append("late")
+            return await complete(request)
+
+        monkeypatch.setattr(calls, "complete_trajectory", complete_late)
+        await trajectory.complete(1.0)
+        assert [(await turn).finish_reason for turn in turns] == [FinishReason.ABORTED] * 2
+        assert answers == ["late"]
+
+
+async def test_a_close_aborts_again_what_its_abort_overtook_and_not_without_end(
+    slow: Harness, monkeypatch
+):
+    async with client_of(slow) as penstock:
+        trajectory = penstock.trajectory()
+        turn = asyncio.create_task(trajectory.turn("go", max_tokens=400, ignore_eos=True))
+        await until(lambda: len(slow.serving.turns.in_flight) == 1)
+        abort, overtaken = trajectory._calls.abort, 12
+
+        async def abort_early(request, *, patient):
+            nonlocal overtaken
+            overtaken -= 1
+            if overtaken > 0:
+                return rollout_service_pb2.AbortResponse()
+            return await abort(request, patient=patient)
+
+        monkeypatch.setattr(trajectory._calls, "abort", abort_early)
+        with pytest.raises(NotAllowedNow, match="TURN_IN_FLIGHT"):
+            await trajectory.complete(1.0)
+        assert not turn.done()
+        await trajectory.complete(1.0)
+        assert (await turn).aborted and overtaken < 1
 
 
 async def test_work_fills_groups_that_a_trainer_is_sent(harness: Harness, penstock: Client):

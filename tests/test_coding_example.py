@@ -282,6 +282,27 @@ def test_an_agent_whose_endpoint_refuses_ends_with_an_error(endpoint: Any, tmp_p
     assert not (tmp_path / "result.json").exists()
 
 
+def test_the_policys_code_finds_no_tests_in_its_folders(endpoint: Any, tmp_path: Path) -> None:
+    looks = "import os\ndef add(a, b):\n    return [os.listdir('.'), os.listdir('..')]\n"
+    served = endpoint(*[f"```\n{looks}```"] * 3)
+    done = run_agent(tmp_path, served)
+    assert done.returncode == 0, done.stderr
+    for request in served.requests[1:]:
+        told = request["messages"][-1]["content"]
+        assert "returned [['solution.py'], ['solution-" in told and "task.json" not in told
+
+
+def test_nothing_that_the_policys_code_started_is_left_to_write_a_result(
+    endpoint: Any, tmp_path: Path
+) -> None:
+    hides = "import subprocess\nsubprocess.Popen(['sleep', '62.25'], start_new_session=True)\n"
+    hides += "def add(a, b):\n    return 0\n"
+    done = run_agent(tmp_path, endpoint(*[f"```\n{hides}```"] * 3))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "result.json").exists()
+    assert b"sleep\x0062.25\x00" not in running()
+
+
 async def test_penstock_runs_the_agent_against_its_own_endpoints(
     modules: Any, tmp_path: Path
 ) -> None:

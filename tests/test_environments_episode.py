@@ -185,7 +185,8 @@ async def test_what_is_no_environment_or_answers_wrongly_is_an_error():
         assert environment.closed
 
 
-async def test_a_step_that_takes_too_long_is_a_failure_and_not_an_outcome():
+@pytest.mark.parametrize("places", [0, 1, 2])
+async def test_a_step_that_takes_too_long_is_a_failure_and_not_an_outcome(places: int):
     release = threading.Event()
 
     class Stuck(Countdown):
@@ -193,15 +194,38 @@ async def test_a_step_that_takes_too_long_is_a_failure_and_not_an_outcome():
             release.wait(60)
             return super().step(action)
 
+    environment = Stuck()
+    playing = play(
+        environment,
+        task(),
+        as_trajectory(Policy(["a"])),
+        limits=EpisodeLimits(step_seconds=0.05),
+        threads=CallThreads(places) if places else None,
+    )
     try:
         with pytest.raises(StepTimeout, match=r"step took more than 0.05 s"):
-            await play(
-                Stuck(),
-                task(),
-                as_trajectory(Policy(["a"])),
-                limits=EpisodeLimits(step_seconds=0.05),
-                threads=CallThreads(2),
-            )
+            await asyncio.wait_for(playing, 20)
+        assert environment.closed
+    finally:
+        release.set()
+
+
+async def test_an_episode_that_is_cancelled_in_a_step_that_hangs_ends():
+    begun, release = threading.Event(), threading.Event()
+
+    class Stuck(Countdown):
+        def step(self, action: str) -> Step:
+            begun.set()
+            release.wait(60)
+            return super().step(action)
+
+    environment = Stuck()
+    playing = asyncio.create_task(play(environment, task(), as_trajectory(Policy(["a"]))))
+    try:
+        await asyncio.to_thread(begun.wait, 20)
+        playing.cancel()
+        assert await asyncio.wait([playing], timeout=20) == ({playing}, set())
+        assert playing.cancelled() and environment.closed
     finally:
         release.set()
 

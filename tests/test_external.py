@@ -134,6 +134,15 @@ async def test_a_group_reward_sees_the_folders_of_all_siblings(
             "TOOL_BROKE",
             "why",
         ),
+        (
+            python(
+                TURN + "deep = []\nfor _ in range(60): deep = [deep]\n"
+                "answer(reward=1.0, metadata=dict(deep=deep))"
+            ),
+            "result-file",
+            "VALUE_ERROR",
+            "the outcome cannot be sent",
+        ),
     ],
 )
 async def test_each_way_to_fail_is_data(

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import uuid
 from collections.abc import AsyncGenerator
@@ -191,11 +192,11 @@ async def test_a_sandbox_hides_the_workers_token(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text("penstock_secret")
     (tmp_path / "beside").write_text("shown")
+    folder = tmp_path / "work" / "attempt"
+    folder.mkdir(parents=True)
     sandbox = find_sandbox(
-        tmp_path, share_network=False, read=(tmp_path,), hidden=(tmp_path / "token",)
+        folder.parent, share_network=False, read=(tmp_path,), hidden=(tmp_path / "token",)
     )
-    folder = tmp_path / "attempt"
-    folder.mkdir()
     process = await asyncio.create_subprocess_exec(
         *sandbox.command(folder, [folder]),
         *("/bin/sh", "-c", f"cat {tmp_path}/beside; cat {tmp_path}/token"),
@@ -206,12 +207,41 @@ async def test_a_sandbox_hides_the_workers_token(
     assert b"shown" in output and b"penstock_secret" not in output
 
 
-@pytest.mark.parametrize(("start", "shown"), [(".", False), ("home", False), ("home/run", True)])
-def test_a_sandbox_shows_no_home_folder_by_the_way(
+@pytest.mark.parametrize("read", ["/tmp", ".", "linked", "shown", "shown/work/beside"])
+def test_a_sandbox_shows_no_other_attempt_though_it_shows_the_folder_they_are_in(
+    tmp_path: Path, locked: SandboxUse, read: str
+) -> None:
+    work = tmp_path / "shown" / "work"
+    for name in ("mine", "theirs", "beside"):
+        (work / name).mkdir(parents=True)
+    (tmp_path / "linked").symlink_to("shown")
+    sandbox = find_sandbox(work, share_network=False, read=(tmp_path / read,), hidden=())
+    look = f"ls {work} {tmp_path / 'linked' / 'work'}; touch it"
+    command = [*sandbox.command(work / "mine", [work / "mine"]), "/bin/sh", "-c", look]
+    seen = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    assert "mine" in seen and "theirs" not in seen
+    assert ("beside" in seen) == (read == "shown/work/beside")
+    assert (work / "mine" / "it").exists()
+
+
+async def test_a_folder_for_attempts_that_every_process_is_shown_is_refused(
+    server: Harness, tmp_path: Path, locked: SandboxUse
+) -> None:
+    with pytest.raises(WorkerMisconfigured, match=r"--work-folder .* name one within it"):
+        await run(server, tmp_path, "exit 0", sandbox=locked, read=(tmp_path / "work",))
+
+
+@pytest.mark.parametrize(
+    ("start", "shown"),
+    [(".", False), ("home", False), ("home/run", True), ("temporary", False)],
+)
+def test_a_sandbox_shows_no_home_folder_and_no_temporary_files_by_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, shown: bool
 ) -> None:
     (tmp_path / "home" / "run").mkdir(parents=True)
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path / start)
     assert agents._own_folder() == ([Path.cwd()] if shown else [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -175,6 +176,26 @@ async def test_one_call_at_a_time_tries_a_replica_that_failed() -> None:
     assert Counter(asked[1:]) == {"bad": 1, "good": 9}
     gate.set()
     await asyncio.gather(first, *calls)
+
+
+async def test_a_trial_that_takes_long_holds_up_no_replica_whose_time_is_over() -> None:
+    replicas = Replicas(["hangs", "good"], "round_robin", BackOff(first_seconds=0.05, jitter=0.0))
+    hangs, good = replicas.replicas
+    hangs.failures = 1
+    gate = asyncio.Event()
+
+    async def ask(url: str) -> str:
+        if url == "hangs":
+            await gate.wait()
+        return url
+
+    trial = asyncio.create_task(replicas.call(ask))
+    await asyncio.sleep(0)
+    good.failures, good.away_until = 1, time.monotonic() + 0.1
+    async with asyncio.timeout(10):
+        assert await replicas.call(ask) == "good"
+    gate.set()
+    assert await trial == "hangs"
 
 
 async def test_where_all_fail_the_patience_ends_it_and_says_why() -> None:

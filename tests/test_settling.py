@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format, struct_pb2
+from google.protobuf.message import DecodeError
 
 from penstock.server.errors import DomainError
 from penstock.server.group_bytes import decode_group
@@ -31,9 +33,13 @@ from tests.harness import (
     LeaseTasksRequest,
     Outcome,
     StreamOptions,
+    SubmitTasksRequest,
+    Task,
+    delta,
     header,
     hello,
     messages,
+    payload,
     sampling,
     send,
     sequence,
@@ -548,6 +554,101 @@ async def test_the_trainer_holds_a_version_that_it_uploads_again(tmp_path: Path)
         assert harness.serving.weights.active_version == 5
         assert harness.serving.admission.trainer_version == 5
         exchange.call.cancel()
+
+
+async def test_the_base_of_a_difference_stays_while_its_memory_is_made(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "s") as harness:
+        await harness.upload(1)
+        await harness.upload(2, staged=True)
+        memory: Any = harness.serving.weights._stage._memory
+        allocate, reached, go_on = memory.allocate, asyncio.Event(), asyncio.Event()
+
+        async def late(count: int) -> Any:
+            reached.set()
+            await go_on.wait()
+            return await allocate(count)
+
+        memory.allocate = late
+        sending = asyncio.ensure_future(send(harness, messages(*delta(3, 1))))
+        await reached.wait()
+        memory.allocate = allocate
+        await harness.serving.weights.activate(2, None)
+        go_on.set()
+        await sending
+        assert harness.serving.weights.active_version == 3
+        assert harness.serving.weights._stage.held_bytes == len(payload(0)[0])
+
+
+async def test_a_version_is_told_to_be_active_once_its_uploader_may_write_again(
+    tmp_path: Path,
+) -> None:
+    async with on_disk(tmp_path / "s") as harness:
+        exchange = await hello(harness.wire, 1)
+        held: Any = harness.serving.weights._held
+        replace, reached, go_on = held.replace, asyncio.Event(), asyncio.Event()
+
+        async def late(staged: Any) -> None:
+            reached.set()
+            await go_on.wait()
+            await replace(staged)
+
+        held.replace = late
+        await harness.upload(1, staged=True, trainer_epoch=1)
+        exchange.send(switch_weights={"weight_version": 1})
+        await reached.wait()
+        again = asyncio.ensure_future(hello(harness.wire, 2))
+        done, _ = await asyncio.wait([again], timeout=0.2)
+        assert not done
+        go_on.set()
+        second = await again
+        for stream in (exchange, second):
+            stream.call.cancel()
+
+
+@pytest.mark.parametrize("shape", ["lists", "objects"])
+async def test_what_agents_and_trainers_nest_can_be_read_wherever_it_is_held(
+    tmp_path: Path, shape: str
+) -> None:
+    def nested(depth: int) -> Any:
+        value: Any = 1
+        for _ in range(depth):
+            value = [value] if shape == "lists" else {"a": value}
+        return json_format.ParseDict({"x": value}, struct_pb2.Struct()).SerializeToString()
+
+    async with on_disk(tmp_path / "s") as harness:
+        await submit(harness, "task", group_size=1)
+        call, (given,) = await lease(harness, 1)
+        await harness.generate(given.trajectory_id)
+        for depth in (60, 29, 24, 23):
+            outcome = Outcome(reward=0.5)
+            task = Task(task_id=f"deep-{depth}", group_size=1, tokens=sequence([1]))
+            try:
+                outcome.metadata.MergeFromString(nested(depth))
+                task.metadata.MergeFromString(nested(depth))
+            except DecodeError:
+                continue
+            closing = CompleteTrajectoryRequest(trajectory_id=given.trajectory_id, outcome=outcome)
+            calls = (
+                lambda c=closing: harness.wire.CompleteTrajectory(c),
+                lambda t=task: harness.wire.SubmitTasks(SubmitTasksRequest(tasks=[t])),
+            )
+            for ask in calls:
+                if depth == 23:
+                    await ask()
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await ask()
+                assert read_failure(refused.value).reason in ("FIELD_INVALID", "MALFORMED_MESSAGE")
+        exchange = await hello(harness.wire, 1)
+        exchange.send(demand=Demand(group_count=1))
+        await exchange.receive("delivery")
+        left = killed(tmp_path / "s")
+        exchange.call.cancel()
+        call.cancel()
+    async with on_disk(left) as harness:
+        queue = harness.serving.queue
+        assert queue.pending_count + queue.open_group_count == 1
+        assert len(list(harness.serving.buffer.groups)) == 1
 
 
 async def test_a_turn_is_resumed_only_where_there_is_room_for_what_it_may_still_write(

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weight_switch import InFlight
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
@@ -342,6 +343,23 @@ async def test_a_newer_trainer_ends_the_rounds_of_an_older_one(harness: Harness,
         await harness.upload(1, trainer_epoch=2)
     assert (await old.failure(old.call.read())).reason == "STALE_EPOCH"
     await serves(harness, 1 if way == "upload" else 0)
+
+
+async def test_a_patch_is_for_what_is_active_when_it_is_its_turn(slow: Harness) -> None:
+    await slow.upload(1)
+    await join(slow, "sparse_nccl")
+    await slow.upload(2, staged=True)
+    turn = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(60)))
+    await slow.sampled("t")
+    switch = asyncio.ensure_future(slow.serving.weights.activate(2, InFlight.DRAIN))
+    await asyncio.sleep(0)
+    call = Call(slow, 3, "sparse_nccl", base_weight_version=1, tensors=specs(NAMES[:1]))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call.begin()
+    assert read_failure(refused.value).reason == "BASE_VERSION_MISMATCH"
+    await switch
+    await turn
+    assert slow.serving.weights.trusted_version == 2
 
 
 async def test_one_thing_at_a_time(harness: Harness) -> None:

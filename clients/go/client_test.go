@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -194,6 +195,51 @@ func TestWhatAnAgentReturnsAsAnErrorIsItsAttemptsFailure(t *testing.T) {
 				t.Fatal(outcome)
 			}
 		})
+	}
+}
+
+func TestAFailureIsToldInAsManyCharactersAsAServerTakes(t *testing.T) {
+	ctx := context.Background()
+	trajectory := connect(t, environment(t, "ADDRESS"), penstock.Options{}).Trajectory("", penstock.TrajectoryOptions{})
+	if _, err := trajectory.Turn(ctx, penstock.Text("x"), penstock.MaxTokens(2)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := trajectory.Fail(ctx, strings.Repeat("é", 300), "cut \xc3"); err != nil {
+		t.Fatal(err)
+	}
+	held, err := trajectory.Get(ctx)
+	if err != nil || held.Outcome == nil || held.Outcome.Failure == nil {
+		t.Fatal(held, err)
+	}
+	if told := held.Outcome.Failure; told.Reason != strings.Repeat("é", 256) || told.Message != "cut \ufffd" {
+		t.Fatal(told)
+	}
+}
+
+func TestACloseAbortsATurnOfWhichItDoesNotKnow(t *testing.T) {
+	ctx := context.Background()
+	client := connect(t, environment(t, "ADDRESS"), penstock.Options{})
+	trajectory := client.Trajectory("", penstock.TrajectoryOptions{})
+	begun, ended := make(chan struct{}), make(chan error, 1)
+	go func() {
+		first := sync.OnceFunc(func() { close(begun) })
+		for _, err := range trajectory.Stream(ctx, penstock.Text("x"), penstock.MaxTokens(400),
+			penstock.IgnoreEOS(true), penstock.FlushEvery(time.Millisecond)) {
+			if err != nil {
+				ended <- err
+				return
+			}
+			first()
+		}
+		ended <- nil
+	}()
+	<-begun
+	other := client.Trajectory(trajectory.TrajectoryID, penstock.TrajectoryOptions{})
+	if _, err := other.Complete(ctx, penstock.Reward(1)); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err != nil || !trajectory.LastTurn().Aborted() {
+		t.Fatal(err, trajectory.LastTurn())
 	}
 }
 

@@ -115,7 +115,7 @@ func isUnavailable(err error) bool {
 // Failed is an episode that could not be scored: an agent returns it as its error, and the server has the
 // attempt made again, up to a bound.
 type Failed struct {
-	// Machine-readable, UPPER_SNAKE_CASE.
+	// Machine-readable, UPPER_SNAKE_CASE; a server is told at most 256 characters of it.
 	Reason string
 	// For a person.
 	Message string
@@ -133,6 +133,11 @@ func asFailed(err error) *Failed {
 	if reason == "" {
 		reason = "AGENT_ERROR"
 	}
-	message := []rune(strings.ToValidUTF8(err.Error(), "\ufffd"))
-	return &Failed{reason, string(message[:min(len(message), 1000)])}
+	return &Failed{reason, shortened(err.Error(), 1000)}
+}
+
+// shortened is the beginning of a text, in so many characters, as UTF-8.
+func shortened(text string, longest int) string {
+	characters := []rune(strings.ToValidUTF8(text, "\ufffd"))
+	return string(characters[:min(len(characters), longest)])
 }

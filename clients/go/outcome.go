@@ -3,11 +3,15 @@ package penstock
 import (
 	"fmt"
 	"math"
+	"strings"
 
 	"google.golang.org/protobuf/types/known/structpb"
 
 	penstockv1 "penstock/v1"
 )
+
+// Longest reason of a failure that a server takes, in characters.
+const reasonLength = 256
 
 // Outcome is how an episode ended, as its agent judged it.
 type Outcome struct {
@@ -36,7 +40,9 @@ type Closed struct {
 
 func writeOutcome(outcome Outcome) (*penstockv1.Outcome, error) {
 	if failed := outcome.Failure; failed != nil {
-		failure := &penstockv1.Failure{Reason: failed.Reason, Message: failed.Message}
+		failure := &penstockv1.Failure{
+			Reason: shortened(failed.Reason, reasonLength), Message: strings.ToValidUTF8(failed.Message, "\ufffd"),
+		}
 		return &penstockv1.Outcome{Result: &penstockv1.Outcome_Failure{Failure: failure}}, nil
 	}
 	for _, number := range append([]float64{outcome.Reward}, outcome.TurnRewards...) {

@@ -14,6 +14,9 @@ import (
 	penstockv1 "penstock/v1"
 )
 
+// Aborts of one trajectory's turns, after which its close is refused: somebody goes on taking turns.
+const closingAborts = 8
+
 // TurnOption says how to take a turn. What samples holds for this turn and those after it.
 type TurnOption func(*turnOptions)
 
@@ -222,7 +225,7 @@ func (t *Trajectory) Complete(ctx context.Context, outcome Outcome) (Closed, err
 		return Closed{}, err
 	}
 	request := &penstockv1.CompleteTrajectoryRequest{TrajectoryId: t.TrajectoryID, Outcome: written}
-	answer, err := unary(ctx, t.calls, patient, t.calls.tasks.CompleteTrajectory, request)
+	answer, err := t.complete(ctx, request)
 	if err != nil {
 		return Closed{}, err
 	}
@@ -261,7 +264,33 @@ func (t *Trajectory) abortUnfinished(ctx context.Context) error {
 	if t.progress == nil {
 		return nil
 	}
-	_, err := t.calls.abortTurn(ctx, patient, t.TrajectoryID, "closing")
+	return t.abortClosing(ctx, t.TrajectoryID)
+}
+
+// complete sends its close. A request for a turn may have been on its way when its abort overtook it.
+func (t *Trajectory) complete(
+	ctx context.Context, request *penstockv1.CompleteTrajectoryRequest,
+) (*penstockv1.CompleteTrajectoryResponse, error) {
+	aborted := map[string]int{}
+	for {
+		answer, err := unary(ctx, t.calls, patient, t.calls.tasks.CompleteTrajectory, request)
+		var refused *Error
+		if !errors.As(err, &refused) || refused.Reason != "TURN_IN_FLIGHT" {
+			return answer, err
+		}
+		busy := orElse(refused.Metadata["trajectory_id"], t.TrajectoryID)
+		if aborted[busy] == closingAborts {
+			return nil, err
+		}
+		aborted[busy]++
+		if err := t.abortClosing(ctx, busy); err != nil {
+			return nil, err
+		}
+	}
+}
+
+func (t *Trajectory) abortClosing(ctx context.Context, trajectoryID string) error {
+	_, err := t.calls.abortTurn(ctx, patient, trajectoryID, "closing")
 	if isCode(err, codes.NotFound) {
 		return nil
 	}

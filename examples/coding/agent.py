@@ -16,6 +16,7 @@ from typing import Any
 
 from judge import Verdict, judge
 from openai import BadRequestError, OpenAI
+from reaper import adopt_descendants, end_descendants
 
 TURNS = int(os.environ.get("CODING_TURNS", "3"))
 RETRY = "Write the whole function again, corrected, between ```python and ```."
@@ -25,7 +26,11 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 def main() -> None:
     """One attempt: the task from its file, the reward into its file."""
-    task = json.loads(Path(os.environ["PENSTOCK_TASK_FILE"]).read_text())
+    adopt_descendants()
+    file = Path(os.environ["PENSTOCK_TASK_FILE"])
+    task = json.loads(file.read_text())
+    # It holds the tests, and is where the policy's code can look.
+    file.unlink()
     result = solve(OpenAI(), os.environ["PENSTOCK_MODEL"], task, Path.cwd())
     Path(os.environ["PENSTOCK_RESULT_FILE"]).write_text(json.dumps(result))
 
@@ -48,6 +53,8 @@ def solve(client: OpenAI, model: str, task: Mapping[str, Any], folder: Path) -> 
             break
         turns += 1
         verdict = judge(problem, extract_code(content), folder)
+        # Or it might write a result of its own, after this one's.
+        end_descendants()
         errors += bool(verdict.error)
         if verdict.solved:
             break

@@ -2,8 +2,8 @@
 
 The tests are the data set's: they run here, and the function they call is in another process
 (`candidate.py`), which is told arguments and answers with values. So code can pass a test only by
-returning what the test wants: it sees neither the tests nor the result. Each `assert` is one check, and
-counts by itself.
+returning what the test wants. It is shown neither the tests nor the result; code that means to can still
+read the data set where it is installed. Each `assert` is one check, and counts by itself.
 
     no code ──► 0     it parses ──► PARSES     it defines the function ──► + DEFINES
     checks ──► + CHECKS x share passed     all of them ──► + SOLVED
@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -138,7 +139,7 @@ class Candidate:
         return ast.literal_eval(what)
 
     def end(self) -> None:
-        """Ends it and whatever it has started."""
+        """Ends it and what it has started in its group."""
         # It leads a group of its own, which may outlive it. Its number is its own until it is waited for.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -167,7 +168,8 @@ class Candidate:
 
 
 def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = SECONDS) -> Verdict:
-    """Writes `solution.py` into the folder and checks it. Raises nothing for any code."""
+    """Writes `solution.py` into an empty folder within this one and checks it there. Raises nothing for any
+    code."""
     function = str(problem["entry_point"])
     if not code.strip():
         return Verdict(error="There is no code in your answer. Write it between ```python and ```.")
@@ -175,7 +177,7 @@ def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = 
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Verdict(error=f"Your code does not parse: {error}")
-    path = folder / "solution.py"
+    path = Path(tempfile.mkdtemp(prefix="solution-", dir=folder)) / "solution.py"
     # A lone surrogate, which a string of Python may hold, is no UTF-8.
     path.write_text(preamble(problem) + "\n" + code, encoding="utf-8", errors="replace")
     candidate = Candidate(path, function, time.monotonic() + seconds)

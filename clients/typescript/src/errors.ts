@@ -73,7 +73,8 @@ const LEAVES: Partial<Record<status, typeof PenstockError>> = {
   [status.PERMISSION_DENIED]: AccessDenied,
 };
 
-const TOO_LARGE = /larger than max|metadata size exceeds/;
+/** As the gRPC of this side says it, and that of others. */
+const TOO_LARGE = /larger than|metadata size exceeds/;
 
 /** The leaf for an error that gRPC raised, with what its details say. */
 export function fromService(error: ServiceError): PenstockError {

@@ -18,7 +18,7 @@ export interface Outcome {
 /** An episode that could not be scored: the server has the attempt made again, up to a bound. May be
  * returned or thrown by an agent. */
 export class Failed extends Error {
-  /** `reason` is machine-readable, UPPER_SNAKE_CASE. */
+  /** `reason` is machine-readable, UPPER_SNAKE_CASE; a server is told at most 256 characters of it. */
   constructor(
     readonly reason: string,
     message = "",
@@ -27,6 +27,9 @@ export class Failed extends Error {
     this.name = "Failed";
   }
 }
+
+/** Longest reason of a failure that a server takes. */
+const REASON_LENGTH = 256;
 
 /** What an agent may return. */
 export type Score = number | boolean | Outcome | Failed;
@@ -42,8 +45,8 @@ export interface Closed {
 /** Whether an outcome or the wire's could be sent at all. Throws RangeError, TypeError. */
 export function writeOutcome(outcome: Outcome | Failed): WireOutcome {
   if (outcome instanceof Failed) {
-    const { reason, message } = outcome;
-    return WireOutcome.fromPartial({ result: { $case: "failure", value: { reason, message } } });
+    const value = { reason: asUtf8(outcome.reason.slice(0, REASON_LENGTH)), message: asUtf8(outcome.message) };
+    return WireOutcome.fromPartial({ result: { $case: "failure", value } });
   }
   const numbers = [outcome.reward, ...(outcome.turnRewards ?? [])];
   if (!numbers.every(Number.isFinite)) throw new RangeError(`a reward must be finite, not ${outcome.reward}`);
@@ -60,6 +63,11 @@ export function writeOutcome(outcome: Outcome | Failed): WireOutcome {
     throw new TypeError(`the outcome holds what JSON does not have: ${(error as Error).message}`);
   }
   return written;
+}
+
+/** A text with each lone surrogate replaced: they are no UTF-8. */
+function asUtf8(text: string): string {
+  return text.replace(/\p{Surrogate}/gu, "\ufffd");
 }
 
 export function readOutcome(outcome: WireOutcome | undefined): Outcome | Failed | undefined {
@@ -92,7 +100,5 @@ export function asFailed(error: unknown): Failed {
   const known = error instanceof Error ? error : new Error(String(error));
   const named = known instanceof PenstockError ? known.reason : "";
   const words = known.name.replace(/(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])/g, "_");
-  // Lone surrogates are no UTF-8.
-  const message = known.message.slice(0, 1000).replace(/\p{Surrogate}/gu, "\ufffd");
-  return new Failed(named || words.toUpperCase(), message);
+  return new Failed(named || words.toUpperCase(), known.message.slice(0, 1000));
 }

@@ -1,12 +1,16 @@
 /** A trajectory: turns with text, messages or tokens; abort, resume, outcome. */
 
 import type { Calls, TurnRequest } from "./calls.js";
-import { NotFound } from "./errors.js";
+import { NotAllowedNow, NotFound } from "./errors.js";
 import { ContinueRequest, GenerateRequest, StreamOptions } from "./gen/penstock/v1/rollout_service.js";
+import type { CompleteTrajectoryRequest } from "./gen/penstock/v1/task_service.js";
 import { type Closed, type Failed as Failure, Failed, type Outcome, writeOutcome } from "./outcome.js";
 import { type Observation, type Sampling, type Task, type Tool, writePrompt, writeSampling } from "./prompt.js";
 import { abortTurn, turnStream } from "./turnStream.js";
 import { type Segment, type TrajectoryRecord, type Turn, TurnProgress, countOf, readTrajectory } from "./turns.js";
+
+/** Aborts of one trajectory's turns, after which its close is refused: somebody goes on taking turns. */
+const CLOSING_ABORTS = 8;
 
 /** How to take a turn. What samples holds for this turn and those after it. */
 export interface TurnOptions extends Sampling {
@@ -56,7 +60,7 @@ export class Trajectory {
   outcome: Outcome | Failed | undefined;
   /** Set when its close was confirmed. */
   closed = false;
-  /** Whether a turn that was aborted from outside, as by a weight update, goes on by itself. */
+  /** Whether a turn that was aborted from outside, as by a weight update, goes on by itself; a close ends that. */
   resumeAborted: boolean;
   private sampling: Sampling;
   private chat: boolean;
@@ -133,7 +137,7 @@ export class Trajectory {
     const written = writeOutcome(outcome);
     this.outcome = outcome;
     await this.abortUnfinished();
-    const closed = await this.calls.completeTrajectory({ trajectoryId: this.trajectoryId, outcome: written });
+    const closed = await this.completed({ trajectoryId: this.trajectoryId, outcome: written });
     this.closed = true;
     this.onClosed?.(this.trajectoryId);
     return closed;
@@ -153,12 +157,33 @@ export class Trajectory {
     return branch;
   }
 
+  /** Sends its close. A request for a turn may have been on its way when its abort overtook it. */
+  private async completed(request: CompleteTrajectoryRequest): Promise<Closed> {
+    const aborted = new Map<string, number>();
+    for (;;) {
+      try {
+        return await this.calls.completeTrajectory(request);
+      } catch (error) {
+        if (!(error instanceof NotAllowedNow) || error.reason !== "TURN_IN_FLIGHT") throw error;
+        const busy = error.metadata.trajectory_id || this.trajectoryId;
+        const count = aborted.get(busy) ?? 0;
+        if (count === CLOSING_ABORTS) throw error;
+        aborted.set(busy, count + 1);
+        await this.abortClosing(busy);
+      }
+    }
+  }
+
   /** The server closes nothing of which a turn is in flight. */
   private async abortUnfinished(): Promise<void> {
+    this.resumeAborted = false;
     for (const branch of this.branches) await branch.abortUnfinished();
-    if (!this.progress) return;
+    if (this.progress) await this.abortClosing(this.trajectoryId);
+  }
+
+  private async abortClosing(trajectoryId: string): Promise<void> {
     try {
-      await abortTurn(this.calls, this.trajectoryId, "closing", { patient: true });
+      await abortTurn(this.calls, trajectoryId, "closing", { patient: true });
     } catch (error) {
       if (!(error instanceof NotFound)) throw error;
     }
@@ -182,7 +207,7 @@ export class Trajectory {
       trajectoryId: this.trajectoryId,
       progress,
       resume: this.resumption(streamOptions),
-      resumeAborted: this.resumeAborted,
+      resumeAborted: () => this.resumeAborted,
       leased: this.task !== undefined,
       policyCountBefore: this.turns.reduce((count, turn) => count + countOf(turn.segments), 0),
       ...(signals.length ? { signal: AbortSignal.any(signals) } : {}),

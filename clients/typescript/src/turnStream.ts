@@ -36,8 +36,8 @@ export interface TurnRun {
   progress: TurnProgress;
   /** `Continue` without an observation. */
   resume: TurnRequest;
-  /** Whether an aborted turn goes on by itself. */
-  resumeAborted: boolean;
+  /** Whether the turn, which was aborted, goes on by itself. */
+  resumeAborted: () => boolean;
   /** Whether the trajectory is a lease's own. */
   leased: boolean;
   /** Tokens of the turns before this one. */
@@ -97,7 +97,7 @@ export async function* turnStream(run: TurnRun, known: boolean): AsyncGenerator<
       continue;
     }
     fruitless = progress.tokenCount > before ? 0 : fruitless + 1;
-    if (!progress.finished?.aborted || !run.resumeAborted || fruitless >= FRUITLESS_RESUMES) return;
+    if (!progress.finished?.aborted || !run.resumeAborted() || fruitless >= FRUITLESS_RESUMES) return;
     progress.finished = undefined;
     request = run.resume;
   }

@@ -47,7 +47,13 @@ export async function work(calls: Calls, options: WorkerOptions, agent: Agent): 
   const statistics: Statistics = { rewarded: 0, failed: 0, lost: 0 };
   const leases = new Leases(calls, { ...options, concurrency, resumeAborted: true });
   const running = new Map<string, Promise<void>>();
-  const stop = () => leases.stopLeasing();
+  let wake = (): void => undefined;
+  const stop = () => {
+    leases.stopLeasing();
+    wake();
+  };
+  /** Waits until an attempt ends, or the signal is aborted. */
+  const news = () => Promise.race([...running.values(), new Promise<void>((resolve) => (wake = resolve))]);
   if (signal?.aborted) stop();
   signal?.addEventListener("abort", stop, { once: true });
   try {
@@ -57,12 +63,12 @@ export async function work(calls: Calls, options: WorkerOptions, agent: Agent): 
       const id = attempt.trajectory.trajectoryId;
       const ended = new AttemptRun(leases, attempt, options, statistics).run(agent);
       running.set(id, ended.finally(() => running.delete(id)));
-      if (running.size >= concurrency) await Promise.race([...running.values(), aborted(signal)]);
+      if (running.size >= concurrency && !signal?.aborted) await news();
     }
-    stop();
+    leases.stopLeasing();
     while (running.size > 0) {
       if (!signal?.aborted) {
-        await Promise.race([...running.values(), aborted(signal)]);
+        await news();
         continue;
       }
       if (await within(drainMs, running)) break;
@@ -152,11 +158,6 @@ function rejected(signal: AbortSignal): Promise<never> {
   // Where nobody waits for it any more.
   waiting.catch(() => undefined);
   return waiting;
-}
-
-async function aborted(signal: AbortSignal | undefined): Promise<void> {
-  if (signal) await rejected(signal).catch(() => undefined);
-  else await new Promise(() => undefined);
 }
 
 /** Whether all of them have ended within a time. */

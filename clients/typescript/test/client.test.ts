@@ -5,17 +5,20 @@
  */
 
 import assert from "node:assert/strict";
+import { getEventListeners } from "node:events";
 import { after, test } from "node:test";
 import { setTimeout as sleep } from "node:timers/promises";
 import {
   AccessDenied,
   type Agent,
+  type Closed,
   CredentialsUnusable,
   Failed,
   InvalidRequest,
   NotAllowedNow,
   NotFound,
   type Outcome,
+  Overloaded,
   ServerUnavailable,
   type WorkerOptions,
   connect,
@@ -142,6 +145,35 @@ test("what an agent throws is its attempt's failure", async () => {
   }
 });
 
+test("a failure is told in as many characters as a server takes, all of them UTF-8", async () => {
+  const trajectory = client.trajectory();
+  await trajectory.turn("x", { maxTokens: 2 });
+  await trajectory.fail("R".repeat(300), "cut \ud83d");
+  const { outcome } = await trajectory.get();
+  assert.ok(outcome instanceof Failed);
+  assert.deepEqual([outcome.reason, outcome.message], ["R".repeat(256), "cut \ufffd"]);
+});
+
+test("what is larger than a message may be is not sent again and again", async () => {
+  const begun = performance.now();
+  const large = client.submitTasks([{ taskId: "large", prompt: "x".repeat(68e6) }]);
+  await assert.rejects(large, (error) => error instanceof Overloaded && error.retryAfterMs === undefined);
+  assert.ok(performance.now() - begun < 10_000);
+});
+
+test("a worker that goes on for long listens to its signal once", async () => {
+  const attempts = 8;
+  await client.submitTasks(
+    Array.from({ length: attempts }, (_, i) => ({ taskId: `listens-${i}`, prompt: "x", sampling: { maxTokens: 1 } })),
+  );
+  const { signal } = new AbortController();
+  const counts: number[] = [];
+  const onAttempt = () => counts.push(getEventListeners(signal, "abort").length);
+  await client.worker({ concurrency: 2, attempts, signal, onAttempt }, () => 1);
+  assert.deepEqual(counts, Array(attempts).fill(1));
+  assert.equal(getEventListeners(signal, "abort").length, 0);
+});
+
 test("an attempt has its time", async () => {
   const agent: Agent = ({ trajectory }) => trajectory.turn(undefined, { maxTokens: 400, ignoreEos: true }).then(() => 1);
   const told = await outcomeOf(agent, { attemptMs: 300 });
@@ -157,6 +189,36 @@ test("a worker that is stopped gives back what runs", async () => {
   };
   const told = await outcomeOf(agent, { signal: stopping.signal, drainMs: 50 });
   assert.equal((told as Failed).reason, "WORKER_STOPPED");
+});
+
+test("a close ends a turn that would resume by itself", async () => {
+  const trajectory = client.trajectory(undefined, { resumeAborted: true });
+  const turn = trajectory.turn("x", { maxTokens: 400, ignoreEos: true });
+  await sleep(100);
+  const { calls } = trajectory as unknown as { calls: { completeTrajectory: (request: unknown) => Promise<Closed> } };
+  const complete = calls.completeTrajectory.bind(calls);
+  let answers = 0;
+  calls.completeTrajectory = async (request) => {
+    // Longer than a turn takes to be resumed.
+    await sleep(200);
+    answers++;
+    return complete(request);
+  };
+  try {
+    await trajectory.complete(1);
+  } finally {
+    calls.completeTrajectory = complete;
+  }
+  assert.ok((await turn).aborted);
+  assert.equal(answers, 1);
+});
+
+test("a close aborts a turn of which it does not know", async () => {
+  const trajectory = client.trajectory();
+  const turn = trajectory.turn("x", { maxTokens: 400, ignoreEos: true });
+  await sleep(100);
+  await client.trajectory(trajectory.trajectoryId).complete(1);
+  assert.ok((await turn).aborted);
 });
 
 test("a closed trajectory is refused as one", async () => {

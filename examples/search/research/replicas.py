@@ -157,14 +157,14 @@ class Replicas:
     async def _wait(self, ends_at: float) -> bool:
         """Until a replica may be asked; whether that is before the end."""
         now = self._clock()
-        soonest = min(replica.away_until for replica in self.replicas)
         if self.choose_is_possible():
             return True
         if now >= ends_at:
             return False
         self._changed.clear()
         # A replica on trial may be back at any time: its call's end wakes us.
-        until = min(soonest, ends_at) if soonest > now else ends_at
+        away = (each.away_until for each in self.replicas if not each.on_trial)
+        until = min(ends_at, *away)
         try:
             async with asyncio.timeout(max(until - now, 0.0)):
                 await self._changed.wait()

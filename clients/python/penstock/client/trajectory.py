@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
 ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
 StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
+
+# Aborts of one trajectory's turns, after which its close is refused: somebody goes on taking turns.
+_CLOSING_ABORTS = 8
 
 
 class Trajectory:
@@ -54,7 +58,7 @@ class Trajectory:
         self.sample_index = sample_index
         self.parent_trajectory_id = parent_trajectory_id
         self.resume_aborted = resume_aborted
-        """Whether an aborted turn is resumed before it is given to the caller."""
+        """Whether an aborted turn is resumed before it is given to the caller; a close ends that."""
         self.turns: list[Turn] = []
         """Turns so far; an aborted one is the last until it is resumed."""
         self.outcome: Outcome | Failed | None = None
@@ -165,7 +169,10 @@ class Trajectory:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Closed:
-        """Closes it with a reward; durable when answered. Raises ValueError unless it is finite."""
+        """Closes it with a reward; durable when answered.
+
+        Raises ValueError for what cannot be sent, such as a reward that is not finite.
+        """
         if not isinstance(reward, Outcome):
             reward = Outcome(float(reward), metrics or {}, metadata or {})
         return await self.close(reward)
@@ -218,23 +225,30 @@ class Trajectory:
     async def _complete(
         self, request: task_service_pb2.CompleteTrajectoryRequest
     ) -> task_service_pb2.CompleteTrajectoryResponse:
-        """Of branches that another process made only the server knows, and says which still has a turn."""
+        """Aborts each turn that the server says is in flight: of branches that another process made only it
+        knows, and a request for a turn may have been on its way when its abort overtook it."""
+        aborted = Counter[str]()
         while True:
             try:
                 return await self._calls.complete_trajectory(request)
             except NotAllowedNow as error:
-                busy = error.metadata.get("trajectory_id", "")
-                if not (self.driven_elsewhere and error.reason == Reason.TURN_IN_FLIGHT and busy):
+                busy = error.metadata.get("trajectory_id") or self.trajectory_id
+                if error.reason != Reason.TURN_IN_FLIGHT or aborted[busy] == _CLOSING_ABORTS:
                     raise
-                await abort_turn(self._calls, busy, "closing", patient=True)
+                aborted[busy] += 1
+                await self._abort_closing(busy)
 
     async def _abort_unfinished(self) -> None:
         """The server closes nothing of which a turn is in flight."""
+        self.resume_aborted = False
         for branch in self._branches:
             await branch._abort_unfinished()
         if self._progress is not None or self.driven_elsewhere:
-            with contextlib.suppress(NotFound):
-                await abort_turn(self._calls, self.trajectory_id, "closing", patient=True)
+            await self._abort_closing(self.trajectory_id)
+
+    async def _abort_closing(self, trajectory_id: str) -> None:
+        with contextlib.suppress(NotFound):
+            await abort_turn(self._calls, trajectory_id, "closing", patient=True)
 
     async def _run(self, stream: AsyncGenerator[SegmentView]) -> Turn:
         async with contextlib.aclosing(stream) as segments:
@@ -257,7 +271,7 @@ class Trajectory:
             progress,
             resume,
             kind=self._kind,
-            resume_aborted=self.resume_aborted,
+            resume_aborted=lambda: self.resume_aborted,
             leased=self.task is not None,
             policy_count_before=sum(len(turn.token_ids) for turn in self.turns),
         )

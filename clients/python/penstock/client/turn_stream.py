@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass, replace
 
 import grpc
@@ -77,12 +77,12 @@ class TurnStream:
         resume: TurnRequest,
         *,
         kind: PromptKind | None,
-        resume_aborted: bool,
+        resume_aborted: Callable[[], bool],
         leased: bool,
         policy_count_before: int,
     ) -> None:
-        """`leased` is whether the trajectory is a lease's own; `policy_count_before` counts the tokens
-        of the turns before this one."""
+        """`resume_aborted` is asked whenever the turn was aborted; `leased` is whether the trajectory is a
+        lease's own; `policy_count_before` counts the tokens of the turns before this one."""
         self._calls = calls
         self._trajectory_id = trajectory_id
         self._progress = progress
@@ -148,7 +148,7 @@ class TurnStream:
     def _goes_on(self, fruitless: int) -> bool:
         turn = self._progress.finished
         aborted = turn is not None and turn.aborted
-        return aborted and self._resume_aborted and fruitless < _FRUITLESS_RESUMES
+        return aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES
 
     async def _stand(self, timeout: float | None) -> _Stand:
         """Where a turn stands whose stream was lost; the module says what follows."""

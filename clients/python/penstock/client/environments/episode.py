@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -127,7 +128,10 @@ class _Calls:
             raise EnvironmentInvalid(f"step returns a Step, not a {type(step).__name__}")
         return step
 
-    async def close(self) -> None:
+    async def close(self, *, at_once: bool = False) -> None:
+        """`at_once` waits for no place among the threads, which a call that hangs may hold for ever."""
+        if at_once:
+            self._threads = CallThreads(1)
         if callable(getattr(self._environment, "close", None)):
             await self.call("close")
 
@@ -157,8 +161,12 @@ async def play(
         begun = time.monotonic()
         shown = await calls.call("reset", seed=episode.seed, options=episode.options)
         ended = await _take_turns(calls, _opening(task, shown), trajectory, limits, course, begun)
-    finally:
-        await calls.close()
+    except BaseException:
+        # Whatever a close may do now, the attempt failed with what came before.
+        with suppress(Exception):
+            await calls.close(at_once=True)
+        raise
+    await calls.close()
     return course.outcome(ended, episode.seed, name or episode.name or type(environment).__name__)
 
 

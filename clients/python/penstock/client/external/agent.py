@@ -349,17 +349,23 @@ class ExternalProcesses:
             await asyncio.to_thread(remove_folder, folder)
 
     def _find_sandbox(self, root: Path) -> Sandbox | None:
-        """Raises CommandUnusable where one is required and there is none."""
+        """Raises CommandUnusable where one is required and there is none, or it could not hide attempts."""
         settings, security = self._settings, self._security
         if settings.sandbox is SandboxUse.OFF:
             self._unlocked = "by --sandbox off"
             return None
         secrets = (security.token_file, security.key, settings.token_file)
+        shown = (*_own_folder(), *settings.read)
+        if root in (path.resolve() for path in shown):
+            raise CommandUnusable(
+                f"--work-folder {root} is a folder that every process is shown, and so are the attempts of "
+                "others in it: name one within it, or elsewhere"
+            )
         try:
             return find_sandbox(
                 root,
                 share_network=settings.network is Network.HOST,
-                read=(*_own_folder(), *settings.read),
+                read=shown,
                 hidden=[path for path in secrets if path is not None],
             )
         except SandboxMissing as error:
@@ -391,9 +397,11 @@ class ExternalProcesses:
 
 
 def _own_folder() -> list[Path]:
-    """The folder that the worker was started in, unless it shows a home folder, and the secrets in it."""
+    """The folder that the worker was started in, unless it shows a home folder and the secrets in it, or
+    the temporary files, and the attempts of other workers among them."""
     here = Path.cwd()
-    return [] if Path.home().resolve().is_relative_to(here) else [here]
+    private = (Path.home(), Path(tempfile.gettempdir()))
+    return [] if any(path.resolve().is_relative_to(here) for path in private) else [here]
 
 
 def _write_output(path: Path, output: str) -> None:

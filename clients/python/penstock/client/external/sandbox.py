@@ -5,12 +5,12 @@ Within it the process is in namespaces of its own. It sees, under the paths of o
 | what | how |
 |---|---|
 | /usr /bin /sbin /lib* /opt /etc, the interpreter's folders | read only |
-| the folder the worker was started in, unless a home folder is in it, and what `--read` names | read only |
+| the folder the worker was started in, if no home or /tmp is in it, and what `--read` names | read only |
 | its own folder | writable; its HOME |
 | /tmp, /dev/shm | empty, its own; gone at the end |
 | /proc | its own processes |
 | the worker's own token and key | there, and not to be read |
-| everything else, such as home folders and other attempts | not there |
+| everything else, such as home folders and other attempts | not there, wherever attempts are |
 
 Its network is a loopback of its own, at which the worker serves what the attempt may reach; with
 `--network host` it is the host's. It has no capabilities and gains none. When its keeper ends, all of it
@@ -44,6 +44,8 @@ class Sandbox:
     """Folders and files that are visible beside the system's."""
     hidden: Sequence[Path] = field(default_factory=tuple[Path, ...])
     """Files that cannot be read within it, though the folder they are in is visible."""
+    root: Path | None = None
+    """The folder of all attempts, which is empty within it."""
 
     def command(self, folder: Path, places: Sequence[Path]) -> list[str]:
         """What goes before a command that works in `folder` and may write to all of `places`."""
@@ -53,7 +55,7 @@ class Sandbox:
         # First, so that what is shown below them stays to be seen.
         arguments += ["--tmpfs", "/tmp", "--tmpfs", "/dev/shm"]
         for path in _visible(self.read):
-            arguments += _shown(path)
+            arguments += [*_shown(path), *self._emptied(path)]
         if self.share_network:
             # Where /etc/resolv.conf leads to on many machines.
             arguments += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
@@ -63,6 +65,12 @@ class Sandbox:
             if path.exists():
                 arguments += ["--ro-bind", "/dev/null", str(path.resolve())]
         return [*arguments, "--chdir", str(folder), "--"]
+
+    def _emptied(self, path: Path) -> list[str]:
+        """Hides the attempts below a path that is shown. What is shown below them is mounted later."""
+        if self.root is None or not self.root.resolve().is_relative_to(path.resolve()):
+            return []
+        return ["--tmpfs", str(path / self.root.resolve().relative_to(path.resolve()))]
 
     def check(self, folder: Path) -> None:
         """Runs something in it. Raises SandboxMissing."""
@@ -79,14 +87,14 @@ class Sandbox:
 
 
 def find_sandbox(
-    folder: Path, *, share_network: bool, read: Sequence[Path], hidden: Sequence[Path]
+    root: Path, *, share_network: bool, read: Sequence[Path], hidden: Sequence[Path]
 ) -> Sandbox:
-    """The machine's sandbox, tried out in `folder`. Raises SandboxMissing."""
+    """The machine's sandbox for attempts in `root`, tried out there. Raises SandboxMissing."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxMissing("bwrap is not installed (Debian: bubblewrap)")
-    sandbox = Sandbox(program, share_network, read, hidden)
-    sandbox.check(folder)
+    sandbox = Sandbox(program, share_network, read, hidden, root)
+    sandbox.check(root)
     return sandbox
 
 

@@ -362,7 +362,8 @@ class WholeRollout:
         except (PenstockError, ValueError) as error:
             if isinstance(error, ValueError) and isinstance(outcome, Outcome):
                 # The outcome itself is what cannot be sent, such as a reward that is not finite.
-                return await self._close(attempt, _failed(error))
+                await self._close(attempt, _failed(error))
+                return
             logger.info("attempt %s is lost: %s", attempt.trajectory.trajectory_id, error)
             self._statistics.add(None, count)
             # Whether it comes again nobody says; where it has, that is settled.
