@@ -27,7 +27,6 @@ from typing import Any, cast
 import grpc
 import httpx
 import pytest
-import pytest_asyncio
 
 from penstock.wire.channel import client_options
 from tests.faults.fake_server import ServerProcess, fake_server
@@ -62,6 +61,8 @@ BUDGET_MIB = 128
 """The servers' `limits.memory_bytes`."""
 TASK_TOKENS = 10_000
 """Of the prompt of each task that is leased: 40 KB."""
+TASKS_MIB = 512
+"""`limits.memory_bytes` where all of these have to have room at once."""
 TASKS_EACH = 700
 """For each caller that does not read: more than the buffers on the way to it hold."""
 BATCH = 100
@@ -98,12 +99,6 @@ async def connected(server: ServerProcess) -> AsyncGenerator[Harness]:
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:
         unused = cast("Any", None)
         yield Harness(unused, unused, server.port, Wire(channel), channel)
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def others(server: ServerProcess) -> AsyncGenerator[Harness]:
-    async with connected(server) as harness:
-        yield harness
 
 
 async def take_turns(harness: Harness, seconds: float) -> float:
@@ -231,11 +226,17 @@ async def test_speed_and_memory(
     report.survived("F8 fake", name, count, "callers", figures)
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_memory(
+async def test_memory(report: Report, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Of streams whose messages are large: what is not read is not even leased."""
+    settings = (*SETTINGS, f"limits.memory_bytes={TASKS_MIB << 20}")
+    with fake_server(tmp_path, *settings, step_seconds=0.004, options=OPTIONS) as server:
+        async with connected(server) as others:
+            await look_at_memory(server, others, report, request)
+
+
+async def look_at_memory(
     server: ServerProcess, others: Harness, report: Report, request: pytest.FixtureRequest
 ) -> None:
-    """Of streams whose messages are large: what is not read is not even leased."""
     count = min(report.count, STREAMS) if report.count else QUICK_STREAMS
     name, node = "unread leases", request.node.nodeid
     wire: Any = others.wire
