@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 Durability = Literal["fsync", "process"]
 
 
+class NoRoom(Exception):
+    """The disk has no room for the next segment, and nothing was written."""
+
+
 class Segments:
     """Appends to one segment after the other."""
 
@@ -75,7 +79,9 @@ class Segments:
         return needed <= self.free_bytes
 
     def write(self, payloads: Sequence[Payload]) -> list[Stored]:
-        """Appends payloads, as durable as is asked for. Raises OSError."""
+        """Appends payloads, as durable as is asked for. Raises NoRoom, after which they may be tried again,
+        and OSError."""
+        self._provide(payloads)
         places: list[Stored] = []
         part: list[Payload] = []
         length = 0
@@ -97,6 +103,25 @@ class Segments:
             self._writer.rely()
         self._make_spare()
         return places
+
+    def _provide(self, payloads: Sequence[Payload]) -> None:
+        """Sees to it that there is a next segment where these do not fit into the running one. Raises
+        NoRoom."""
+        assert self._writer is not None
+        room, firsts = self._writer.room, list[int]()
+        for length in (frame_length(payload_length(payload)) for payload in payloads):
+            if length > room:
+                firsts.append(length)
+                room = max(self._room.segment_bytes - HEADER.size - CLOSING_BYTES, length)
+            room -= length
+        if not firsts:
+            return
+        if self._spare is None or self._spare.room < firsts[0]:
+            self._allocate_spare(firsts[0])
+        # Those after it are made as they are come to.
+        others = sum(max(self._room.segment_bytes, length) for length in firsts[1:])
+        if self._spare is None or others > self.free_bytes:
+            raise NoRoom
 
     def _write_part(self, payloads: list[Payload]) -> list[Stored]:
         writer = self._writer

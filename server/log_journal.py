@@ -65,7 +65,7 @@ from penstock.server.journal_segment import (
     read_payload,
 )
 from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
-from penstock.server.journal_writing import Durability, Segments
+from penstock.server.journal_writing import Durability, NoRoom, Segments
 from penstock.wire.failpoints import hit
 from penstock.wire.folders import make_folder
 from penstock.wire.reasons import Reason
@@ -74,6 +74,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ROOM_SECONDS = 1.0
+"""After which a disk without room for another segment is asked again."""
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What keeps a file from being read, and says nothing of what is in it."""
 
@@ -247,6 +249,13 @@ class LogJournal:
                 await self._write_batch(batch)
                 if self._compaction_due():
                     await self._begin_compaction()
+            except NoRoom:
+                if self._closing:
+                    self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), batch)
+                    return
+                # It waits, and what comes meanwhile: who asks first is refused.
+                self._pending = [*batch, *self._pending]
+                asyncio.get_running_loop().call_later(ROOM_SECONDS, self._wake.set)
             except Exception as error:  # Of any kind: otherwise no append would ever end again.
                 self._fail(error, batch)
                 return

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.server import journal_segment
+from penstock.server import journal_segment, log_journal
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
     JournalRecord,
@@ -297,6 +297,61 @@ async def test_a_disk_without_room_refuses_before_anything_is_begun(
         await journal.append([record("receipt")], hold_last=True)
         monkeypatch.undo()
     assert (await names_in(tmp_path))[-1] == "receipt"
+
+
+async def test_what_is_appended_without_asking_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_journal, "ROOM_SECONDS", 0.02)
+    async with opened(tmp_path) as (journal, _):
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "posix_fallocate", full)
+            disk.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0)))
+            appends = [
+                asyncio.ensure_future(
+                    journal.append([record(f"{number}", 300_000)], hold_last=True)
+                )
+                for number in range(20)
+            ]
+            _, waiting = await asyncio.wait(appends, timeout=0.3)
+            assert waiting
+            with pytest.raises(DomainError) as refused:
+                journal.check_room(1)
+            assert refused.value.reason is Reason.DISK_FULL
+        async with asyncio.timeout(20):
+            await asyncio.gather(*appends)
+        assert not journal.failed.done()
+    assert set(map(str, range(20))) <= set(await names_in(tmp_path))
+
+
+async def test_a_disk_that_stays_full_ends_with_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = make(tmp_path)
+    async for _ in journal.replay():
+        pass
+    await journal.start(list)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "posix_fallocate", full)
+        disk.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0)))
+        appends = [
+            asyncio.ensure_future(journal.append([record(f"{number}", 300_000)]))
+            for number in range(20)
+        ]
+        await asyncio.wait(appends, timeout=0.2)
+        async with asyncio.timeout(20):
+            await journal.close()
+        ended = await asyncio.gather(*appends, return_exceptions=True)
+    failed = [str(number) for number, end in enumerate(ended) if isinstance(end, DomainError)]
+    assert failed and not set(failed) & set(await names_in(tmp_path))
 
 
 async def test_after_a_failed_fsync_nothing_is_answered_any_more(
