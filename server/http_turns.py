@@ -37,6 +37,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import grpc
+
 from penstock.server.caller_limits import Callers
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.history import Match, MatchKind, hold, match, match_after, tools_digest
@@ -379,10 +381,11 @@ class AgentTurns:
             resumption = _resumption(record, not answer.how.final_only)
             try:
                 await self._opening.extend(resumption, answer.trace)
-            except DomainError as full:
-                if full.retry_after_seconds is None:
+            except DomainError as refusal:
+                full = refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+                if not full or refusal.retry_after_seconds is None:
                     raise
-                await asyncio.sleep(full.retry_after_seconds)
+                await asyncio.sleep(refusal.retry_after_seconds)
         if record.turn is not turn:
             raise DomainError(
                 Reason.TURN_IN_FLIGHT,
