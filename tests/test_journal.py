@@ -271,18 +271,22 @@ async def test_a_folder_that_is_made_is_durable_in_the_one_it_is_in(
 # Room
 
 
+def fill_disk(patch: pytest.MonkeyPatch) -> None:
+    """From now on it has no room for another file."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    nothing_free = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
+    patch.setattr(os, "posix_fallocate", full)
+    patch.setattr(os, "statvfs", lambda _: nothing_free)
+
+
 async def test_a_disk_without_room_refuses_before_anything_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as (journal, _):
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        monkeypatch.setattr(
-            os, "statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
-        )
+        fill_disk(monkeypatch)
         written = 0
         while True:
             try:
@@ -304,13 +308,8 @@ async def test_what_is_appended_without_asking_waits_for_room(
 ) -> None:
     monkeypatch.setattr(log_journal, "ROOM_SECONDS", 0.02)
     async with opened(tmp_path) as (journal, _):
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
         with monkeypatch.context() as disk:
-            disk.setattr(os, "posix_fallocate", full)
-            disk.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0)))
+            fill_disk(disk)
             appends = [
                 asyncio.ensure_future(
                     journal.append([record(f"{number}", 300_000)], hold_last=True)
@@ -336,12 +335,8 @@ async def test_a_disk_that_stays_full_ends_with_its_journal(
         pass
     await journal.start(list)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as disk:
-        disk.setattr(os, "posix_fallocate", full)
-        disk.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0)))
+        fill_disk(disk)
         appends = [
             asyncio.ensure_future(journal.append([record(f"{number}", 300_000)]))
             for number in range(20)
