@@ -73,6 +73,7 @@ BUDGET_BYTES = 8 << 20
 SPEED = 0.95
 QUICK_SPEED = 0.5
 """What a run too short to say more asks for."""
+PATIENCE_SECONDS = 30.0
 NUMBERS = itertools.count()
 
 
@@ -343,13 +344,16 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
                 for _ in range(count)
             ]
             clock = asyncio.get_running_loop().time
-            end, answered, files = clock() + seconds, 0, before.files
-            while clock() < end:
+            begun, answered, files = clock(), 0, before.files
+            end = begun + seconds
+            # On a busy machine the first is cut off later.
+            while clock() < end or (not cut_off and clock() < end + PATIENCE_SECONDS):
                 assert (await http.post(url, json=asked)).status_code == 200
                 answered += 1
                 now = server.footprint()
                 peak = max(peak, now, key=lambda one: one.resident_bytes)
                 files = max(files, now.files)
+            lasted = clock() - begun
             for task in unread:
                 assert not task.done(), task.exception()
                 task.cancel()
@@ -365,8 +369,8 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
         report.failed("F8 fake", name, report.seed, node, 0, 1)
     assert grown <= budget
     figures = (
-        f"for {seconds:.0f} s; cut off {cut_off.total()} times; "
-        f"{answered / seconds:.0f} answers a second to another; "
+        f"for {lasted:.0f} s; cut off {cut_off.total()} times; "
+        f"{answered / lasted:.0f} answers a second to another; "
         f"{grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}; {files} files"
     )
     report.survived("F8 fake", name, count, "callers", figures)
