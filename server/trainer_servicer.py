@@ -225,7 +225,7 @@ class TrainerServicer:
     ) -> None:
         replaced, self._run_id = self._run_id, hello.run_id
         if replaced and replaced != hello.run_id:
-            await self._drop_run(replaced, session)
+            await self._drop_run(replaced)
         self._admission.agree(contract, hello.weight_version)
         again = self._buffer.resume(hello.resume_step)
         self._admission.restore(
@@ -253,7 +253,7 @@ class TrainerServicer:
             await self.on_session()
         await session.send(ExchangeResponse(welcome=welcome))
 
-    async def _drop_run(self, run_id: str, session: Session) -> None:
+    async def _drop_run(self, run_id: str) -> None:
         """Another run begins: what the one before left is of no use to it, and is counted."""
         reason = "RUN_REPLACED"
         buffered = self._buffer.drop_all()
@@ -398,14 +398,13 @@ class TrainerServicer:
     def _note_drops(self) -> None:
         """Takes up what the buffer was given of groups that no message can carry."""
         for dropped in self._buffer.read_drops():
-            self._notices.append(
-                Notice(
-                    reason=dropped.reason,
-                    message=dropped.message,
-                    group_id=dropped.group_id,
-                    task_id=dropped.task_id,
-                )
-            )
+            self._note(dropped.reason, dropped.message, dropped.group_id, dropped.task_id)
+
+    def _note(self, reason: str, message: str, group_id: str, task_id: str) -> None:
+        """What the trainer is to be told of a group."""
+        self._notices.append(
+            Notice(reason=reason, message=message, group_id=group_id, task_id=task_id)
+        )
 
     async def _send_notices(self, session: Session) -> None:
         while self._notices:
@@ -429,15 +428,9 @@ class TrainerServicer:
             if group.task is not None:
                 self._queue.resubmit(group.task)
                 records.append(task_accepted(group.task, first=True))
+            # Before anything is waited for: who is told may be another stream.
+            self._note(error.reason, error.message, group.group_id, group.task_id)
             await self._journal.append(records)
-            self._notices.append(
-                Notice(
-                    reason=error.reason,
-                    message=error.message,
-                    group_id=group.group_id,
-                    task_id=group.task_id,
-                )
-            )
             # What it was taken for is still asked for.
             if group.training:
                 session.credit += 1
@@ -479,9 +472,7 @@ class TrainerServicer:
             f"group {group_id} holds tokens of version {group.oldest_version}, "
             f"the trainer is at {self._admission.trainer_version}"
         )
-        self._notices.append(
-            Notice(reason=reason, message=message, group_id=group_id, task_id=group.task_id)
-        )
+        self._note(reason, message, group_id, group.task_id)
         return records
 
     async def _switch(self, session: Session) -> None:
