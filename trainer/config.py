@@ -341,7 +341,9 @@ def render_config(config: TrainerConfig) -> str:
 def _explain(path: Path, error: ValidationError) -> str:
     lines: list[str] = []
     for problem in error.errors(include_url=False, include_context=False):
-        field = ".".join(str(part) for part in problem["loc"]) or "the file"
+        # What is wrong between sections names them itself.
+        field = "".join(f"{part}." for part in problem["loc"])[:-1]
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
-        lines.append(f"{field}: {problem['msg']}{got}")
+        said = str(problem["msg"]).removeprefix("Value error, ")
+        lines.append(f"{field}: {said}{got}" if field else said)
     return redact(f"{path}: " + "; ".join(lines))
