@@ -73,3 +73,20 @@ def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Store
         reading.bytes_by_segment[number] = reader.end
         before = reader
     check_last(before)
+
+
+def forget_cached(path: Path) -> None:
+    """Makes durable what the page cache holds of a file and lets go of it: what is read next comes from the
+    disk. Raises OSError where it cannot be made durable.
+
+    Where an fsync failed, Linux takes the pages for written all the same: they stay as they are in memory,
+    and a later fsync succeeds (Rebello and others, "Can Applications Recover from fsync Failures?", 2020).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)

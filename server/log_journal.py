@@ -23,8 +23,10 @@ has it yet. One that fails is tried again, after ten times as long as it took. W
 one is made that would not be worth it otherwise: what counted at the last one may be of no use by now.
 
 What a failure does. A write or an fsync that fails leaves it open what is on the disk: nothing is answered
-any more, `failed` says why, and the server stops. What was answered before is there. A record that is not
-what was written is never handed out.
+any more, `failed` says why, and the server stops. What was answered before is there. After an fsync that
+failed the page cache may still show what the disk does not hold, and nothing would write it again; so who
+starts next reads the last segment from the disk (`forget_cached`), and what is not there was answered to
+nobody. A record that is not what was written is never handed out.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from penstock.server.journal import (
     Stored,
     no_way_to_give,
 )
-from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.server.journal_files import Reading, find_files, forget_cached, read_records
 from penstock.server.journal_room import Room
 from penstock.server.journal_segment import (
     Payload,
@@ -135,8 +137,11 @@ class LogJournal:
     # Reading
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Every record as the last server left them. Raises JournalUnreadable."""
+        """Every record as the last server left them. Raises JournalUnreadable and OSError."""
         reading = Reading()
+        if self._files.segments:
+            # The others were durable before the next was begun.
+            await self._in_thread(lambda: forget_cached(self._files.segments[-1][1]))
         try:
             for found in read_records(self._files, reading):
                 yield found

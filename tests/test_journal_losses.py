@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.client.__main__ import main
+from penstock.server import log_journal
 from penstock.server.journal import JournalUnreadable, Record, Stored
-from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.server.journal_files import Reading, find_files, forget_cached, read_records
 from penstock.server.journal_writing import Durability
 from penstock.server.log_journal import LogJournal
 from tests.journal_stores import MEBIBYTE, names_in, record
@@ -187,3 +188,58 @@ async def test_a_sector_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(os, "pread", pread)
     await assert_missed(folder, "Input/output error")
+
+
+async def test_a_server_reads_what_the_disk_holds_and_not_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await written(tmp_path, stop=False)
+    path, last = find_files(folder).segments[-1][1], places(folder)[-1]
+
+    def lose(file: Path) -> None:
+        """As on a disk that failed under the last fsync: its pages are gone with the cache."""
+        assert file == path
+        with file.open("r+b") as opened:
+            opened.seek(last.offset)
+            opened.write(bytes(last.length))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log_journal, "forget_cached", lose)
+        journal = make(folder)
+        assert await names_in(journal) == [*"01234"]
+        await journal.start(list)
+        await journal.append([record("after", 100)])
+        await journal.close()
+    assert await found_in(folder) == [*"01234", "after"]
+
+
+async def test_what_was_read_is_made_durable_and_comes_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await written(tmp_path, "process", stop=False)
+    path = find_files(folder).segments[-1][1]
+    before = path.read_bytes()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        forget_cached(path)
+        try:
+            os.preadv(descriptor, [bytearray(100)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            pytest.skip(f"this file system does not say what is cached: {error}")
+        else:
+            pytest.skip("this file system lets go of nothing: it has no disk")
+        assert path.read_bytes() == before
+    finally:
+        os.close(descriptor)
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match=path.name):
+            await found_in(folder)
+    assert path.read_bytes() == before
+    assert await found_in(folder) == [*"012345"]
