@@ -72,9 +72,10 @@ async def exchanging(
                 await reader
 
 
-async def greet(session: Session, active: int = 5) -> Any:
+async def greet(session: Session, active: int = 5, waiting: int = 0) -> Any:
     hello = await session.receive("hello")
-    await session.send(welcome=Welcome(active_weight_version=active))
+    welcome = Welcome(active_weight_version=active, buffered_group_count=waiting)
+    await session.send(welcome=welcome)
     return hello
 
 

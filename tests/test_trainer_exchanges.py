@@ -160,6 +160,31 @@ async def test_who_waits_for_a_group_is_told_that_it_was_taken_elsewhere() -> No
         assert (await one.next_group()).group_id == "b"
 
 
+async def test_who_waits_for_a_group_is_told_that_no_more_of_what_waited_will_come() -> None:
+    async def lost(session: Session) -> None:
+        await greet(session)
+        await session.receive("demand")
+        await session.send(delivery=delivery(1, "a"))
+        await session.receive("demand")
+
+    async def back(session: Session) -> None:
+        await greet(session, waiting=1)
+        await session.receive("checkpoint")
+        assert (await session.receive("demand")).group_count == 1
+        await session.send(delivery=delivery(2, "a"))
+        with contextlib.suppress(StopAsyncIteration):
+            async for _ in session.requests:
+                pass
+
+    async with exchanging((lost, back)) as (one, _):
+        one.servers[0].demand(1)
+        group = await one.next_group()
+        assert group is not None and group.group_id == "a"
+        one.servers[0].demand(1)
+        assert await one.next_group() is None
+        assert one.servers[0].all_seen
+
+
 async def test_notices_that_nobody_took_yet_are_kept() -> None:
     async def session(session: Session) -> None:
         await greet(session)

@@ -135,6 +135,9 @@ class Exchange:
         self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
         self.on_arrival: Callable[[], None] | None = None
         """Called with each group that `next_group` will bring."""
+        self.on_all_seen: Callable[[], None] | None = None
+        """Called where all that waited at the server has been seen, and the last of it brings nobody a
+        group."""
         self.evaluations = EvaluationStream(self._ready, self._send)
         """Evaluation groups, which nothing else here is about."""
 
@@ -408,6 +411,11 @@ class Exchange:
         receipt = self._groups.answer(delivery, self._final_step)
         if receipt is not None:
             self._send(Request(receipt=receipt))
+        self._look_whether_all_seen()
+
+    def _look_whether_all_seen(self) -> None:
+        if self.all_seen and self.on_all_seen is not None:
+            self.on_all_seen()
 
     def _switched(self, receipt: weights_pb2.WeightReceipt) -> None:
         version = receipt.weight_version
@@ -438,6 +446,7 @@ class Exchange:
         if self._owed:
             self._send(Request(demand=Demand(group_count=self._owed)))
         self.evaluations.resume()
+        self._look_whether_all_seen()
         if self._closing and self._outgoing is not None:
             self._outgoing.put_nowait(None)
         log.warning(

@@ -45,13 +45,15 @@ class Exchanges:
         self._unheeded: deque[tuple[int, trainer_service_pb2.Notice]] = deque(maxlen=MAX_NOTICES)
         """Notices that came while nobody took them: a server says each once."""
         self._news = asyncio.Event()
-        self._taken_elsewhere = False
-        """Whether `take_arrived` took what `next_group` has not heard of."""
+        self._changed = False
+        """Whether `take_arrived` took some, or all of a server's were seen, and `next_group` has not said
+        so."""
         self._from: dict[str, int] = {}
         """The server of each group in hand, which is not that of its index where the servers were others
         when its task was submitted."""
         for server, exchange in enumerate(self.servers):
             exchange.on_arrival = self._news.set
+            exchange.on_all_seen = self._change
             exchange.on_left = self._leave
             exchange.on_notice = partial(self._notice, server)
 
@@ -102,22 +104,21 @@ class Exchanges:
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup | None:
         """The next group that any of them delivered, each once; None, once, where `take_arrived` took
-        some since."""
-        while not self._taken_elsewhere:
+        some since, or where all that waited at a server was seen and the last of it was known already."""
+        while not self._changed:
             for server, exchange in enumerate(self.servers):
                 if exchange.arrived_count:
                     return self._hand_over(server, await exchange.next_group())
             self._news.clear()
             await self._news.wait()
-        self._taken_elsewhere = False
+        self._changed = False
         return None
 
     def take_arrived(self, server: int) -> list[trajectory_pb2.TrajectoryGroup]:
         """All that a server delivered and `next_group` has not brought; who waits there is told."""
         taken = [self._hand_over(server, group) for group in self.servers[server].take_arrived()]
         if taken:
-            self._taken_elsewhere = True
-            self._news.set()
+            self._change()
         return taken
 
     def server_of(self, group: trajectory_pb2.TrajectoryGroup) -> int:
@@ -140,6 +141,10 @@ class Exchanges:
         """Says that receipts up to `step` are final."""
         for exchange in self.servers:
             exchange.checkpoint(step)
+
+    def _change(self) -> None:
+        self._changed = True
+        self._news.set()
 
     def _hand_over(
         self, server: int, group: trajectory_pb2.TrajectoryGroup

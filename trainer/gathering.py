@@ -198,7 +198,7 @@ class Gatherer:
 
     async def _next(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
         """The next group that comes; None where it is not for this batch, others were put aside
-        meanwhile, or the run is to stop."""
+        meanwhile, all that waited was seen, or the run is to stop."""
         if self._stopping.is_set():
             return None
         delivery = await unless(self._stopping, self._exchanges.next_group())
