@@ -105,12 +105,13 @@ def rows_of(batch: MicroBatch) -> list[list[int]]:
     if batch.is_empty:
         return []
     width = batch.token_ids_BT.shape[1]
-    if batch.attention_mask_B1TT is None:
+    mask = batch.attention_mask()
+    if mask is None:
         last = batch.sources_M.numpy()
         rows = [last[last // width == b] % width for b in range(batch.token_ids_BT.shape[0])]
         return [list(range(int(row.max()) + 1)) for row in rows]
     # A node sees its ancestors and itself; padding itself alone, at depth zero.
-    seen = batch.attention_mask_B1TT[:, 0].sum(-1)
+    seen = mask[:, 0].sum(-1)
     depths = batch.positions_BT + 1
     real = (seen == depths) & ((batch.positions_BT > 0) | (torch_arange(width) == 0))
     return [[int(i) for i in row.nonzero()] for row in real]

@@ -217,9 +217,10 @@ def test_siblings_share_what_they_have_in_common() -> None:
     # The last token of each is predicted and predicts nothing.
     assert batch.token_ids_BT.tolist() == [[1, 2, 3, 7, 8, 9, 5]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5, 5]]
-    assert batch.attention_mask_B1TT is not None
+    mask = batch.attention_mask()
+    assert mask is not None
     # The last position sees its own ancestors, and not its cousin.
-    assert batch.attention_mask_B1TT[0, 0, 6].tolist() == [True] * 5 + [False, True]
+    assert mask[0, 0, 6].tolist() == [True] * 5 + [False, True]
     # Six distinct predictions for eight trained tokens.
     assert batch.targets_M.tolist() == [7, 8, 9, 4, 5, 4]
     assert batch.sources_M.tolist() == [2, 3, 4, 5, 4, 6]
@@ -234,7 +235,7 @@ def test_a_plain_sequence_needs_no_mask() -> None:
     )
     (batch,) = cut([read(message)])
     assert batch.token_ids_BT.tolist() == [[1, 2, 7]]
-    assert batch.attention_mask_B1TT is None
+    assert batch.attention_mask() is None
 
 
 def test_micro_batches_respect_the_budget() -> None:

@@ -75,7 +75,7 @@ def check_least(batch: MicroBatch) -> None:
     assert torch.equal(batch.predictions_N.unique(), torch.arange(len(batch.sources_M)))
     rows, columns = batch.sources_M // width, batch.sources_M % width
     assert torch.equal(rows.unique(), torch.arange(len(batch.token_ids_BT)))
-    mask = batch.attention_mask_B1TT
+    mask = batch.attention_mask()
     if mask is None:
         assert int(columns.max()) == width - 1
         return

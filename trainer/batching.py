@@ -88,8 +88,10 @@ class MicroBatch:
     token_ids_BT: Tensor
     positions_BT: Tensor
     """Distance from the sequence's beginning, int64."""
-    attention_mask_B1TT: Tensor | None
-    """True where the row may look at the column; None is plain causal attention."""
+    parents_BT: Tensor | None
+    """Column of the token before each in its sequence, -1 where there is none, int64; None is the column
+    before. A mask of T x T is made of it where it is computed with (`attention_mask`), for one micro-batch
+    at a time."""
     sources_M: Tensor
     """Flat position b * T + t whose output predicts, int64."""
     targets_M: Tensor
@@ -108,6 +110,20 @@ class MicroBatch:
     def is_empty(self) -> bool:
         """Whether it only keeps a rank in step with the others."""
         return len(self.tokens_N) == 0
+
+    def attention_mask(self) -> Tensor | None:
+        """True where the row may look at the column, shape [B, 1, T, T]; None is plain causal attention.
+        Padding sees itself, so that its softmax is finite."""
+        if self.parents_BT is None:
+            return None
+        count, width = self.parents_BT.shape
+        mask_BTT = np.zeros((count, width, width), np.bool_)
+        for mask, parents in zip(mask_BTT, self.parents_BT.numpy(), strict=True):
+            np.fill_diagonal(mask, True)
+            for node, parent in enumerate(parents.tolist()):
+                if parent >= 0:
+                    mask[node] |= mask[parent]
+        return torch.from_numpy(mask_BTT).unsqueeze(1)  # pyright: ignore[reportUnknownMemberType]
 
 
 def read_group(
@@ -270,15 +286,6 @@ class _Row:
             self.depths.append(depth)
         return node
 
-    def mask(self, width: int) -> NDArray[np.bool_]:
-        """Who sees whom, shape [width, width]. Padding sees itself, so that its softmax is
-        finite."""
-        mask = np.eye(width, dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
-
 
 def build_micro_batches(
     groups: Sequence[Sequence[PlacedSample]],
@@ -368,13 +375,15 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         predictions += [offset + t.prediction for t in row.trained]
         sequences += [sequence_count + t.sequence for t in row.trained]
         sequence_count += row.sequences
-    mask = None
+    parents = None
     if not all(row.chain for row in rows):
-        mask = torch.as_tensor(np.stack([row.mask(width) for row in rows])).unsqueeze(1)
+        parents = torch.full((len(rows), width), -1, dtype=torch.int64)
+        for b, row in enumerate(rows):
+            parents[b, : len(row.parents)] = torch.tensor(row.parents)
     return MicroBatch(
         token_ids_BT=torch.as_tensor(token_ids_BT),
         positions_BT=torch.as_tensor(positions_BT),
-        attention_mask_B1TT=mask,
+        parents_BT=parents,
         sources_M=torch.tensor(sources, dtype=torch.int64),
         targets_M=torch.tensor(targets, dtype=torch.int64),
         temperatures_M=torch.tensor(temperatures, dtype=torch.float32),
@@ -392,7 +401,7 @@ EMPTY = MicroBatch(
     # One position, so that a rank with nothing to compute goes through the model as the others do.
     token_ids_BT=torch.zeros(1, 1, dtype=torch.int64),
     positions_BT=torch.zeros(1, 1, dtype=torch.int64),
-    attention_mask_B1TT=None,
+    parents_BT=None,
     sources_M=torch.zeros(1, dtype=torch.int64),
     targets_M=torch.zeros(1, dtype=torch.int64),
     temperatures_M=torch.ones(1),

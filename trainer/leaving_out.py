@@ -32,9 +32,7 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
     own = [needed_BT[row].nonzero().flatten() for row in rows]
     shape = len(rows), max(map(len, own))
     token_ids_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    mask = None
-    if batch.attention_mask_B1TT is not None:
-        mask = torch.eye(shape[1], dtype=torch.bool).repeat(len(rows), 1, 1, 1)
+    parents_BT = None if batch.parents_BT is None else torch.full(shape, -1)
     # Where each position that is kept comes to lie.
     places_BT = torch.zeros_like(batch.token_ids_BT)
     for new, (row, columns) in enumerate(zip(rows, own, strict=True)):
@@ -42,13 +40,15 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
         places_BT[row, columns] = new * shape[1] + torch.arange(count)
         token_ids_BT[new, :count] = batch.token_ids_BT[row, columns]
         positions_BT[new, :count] = batch.positions_BT[row, columns]
-        if mask is not None and batch.attention_mask_B1TT is not None:
-            seen = batch.attention_mask_B1TT[row, 0]
-            mask[new, 0, :count, :count] = seen[columns][:, columns]
+        if parents_BT is not None and batch.parents_BT is not None:
+            before = batch.parents_BT[row, columns]
+            # What a position looks at is kept with it.
+            own_places = places_BT[row, before.clamp(min=0)] - new * shape[1]
+            parents_BT[new, :count] = torch.where(before < 0, before, own_places)
     return MicroBatch(
         token_ids_BT=token_ids_BT,
         positions_BT=positions_BT,
-        attention_mask_B1TT=mask,
+        parents_BT=parents_BT,
         sources_M=places_BT[rows_M, columns_M],
         targets_M=batch.targets_M[kept_M],
         temperatures_M=batch.temperatures_M[kept_M],
@@ -63,7 +63,7 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
 def _seen_from(batch: MicroBatch, rows_M: Tensor, columns_M: Tensor) -> Tensor:
     """Positions that at least one of these looks at, shape [B, T]."""
     count, width = batch.token_ids_BT.shape
-    mask = batch.attention_mask_B1TT
+    mask = batch.attention_mask()
     if mask is not None:
         looks = torch.zeros(count, width, dtype=torch.int64)
         return looks.index_add(0, rows_M, mask[rows_M, 0, columns_M].long()) > 0

@@ -138,7 +138,7 @@ class StageModel:
         device = self.layout.device
         self._rotary.positions_BT = batch.positions_BT.to(device)
         self._sources_M = batch.sources_M.to(device)
-        mask = batch.attention_mask_B1TT
+        mask = batch.attention_mask()
         output = cast(
             "Tensor",
             module(

@@ -139,7 +139,7 @@ class TokenModel:
     def outputs(self, batch: MicroBatch) -> Tensor:
         """What the output layer says at each distinct prediction, shape [M, V]."""
         device = self.device
-        mask = batch.attention_mask_B1TT
+        mask = batch.attention_mask()
         with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
             return self.logits(
                 batch.token_ids_BT.to(device),
