@@ -16,8 +16,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,7 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
         "penstock.trainer.ranks._hand_round", lambda content: handed.put(bytes(content.tolist()))
     )
     monkeypatch.setattr("penstock.trainer.ranks.PARTING_SECONDS", 0.0)
+    monkeypatch.setattr("penstock.trainer.ranks.LET_IN_SECONDS", 1)
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
     if local:
         monkeypatch.setenv(LOCAL, str(os.getpid()))
@@ -384,9 +387,17 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
     if local:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-    with Client(("127.0.1.1" if local else "127.0.0.1", port), authkey=key) as connection:
+    address = ("127.0.1.1" if local else "127.0.0.1", port)
+    # Who reaches the port and is no rank: one that says nothing, one that goes, one with another key.
+    silent = socket.create_connection(address)
+    socket.create_connection(address).close()
+    with pytest.raises(AuthenticationError):
+        Client(address, authkey=bytes(len(key)))
+    with silent, Client(address, authkey=key) as connection:
         connection.send_bytes(b"1")
         leader = led.get(timeout=20)
+        # For longer than anybody has to prove what it is.
+        time.sleep(1.5)
         leader.end(0)
         assert (connection.recv_bytes(), connection.recv_bytes()) == (b"end", b"0")
 

@@ -77,6 +77,8 @@ END = b"end"
 # would have a store to meet at.
 LOCAL = "PENSTOCK_LOCAL_RANKS"
 EXIT_STOPPED, EXIT_CONFIG = 1, 2
+# In which who connects to rank 0 has to prove that it is a rank.
+LET_IN_SECONDS = 5
 # A host that is gone without a word is noticed after about so long.
 SILENT_SECONDS, PROBE_SECONDS, PROBES = 60, 15, 4
 # Longest time a command waits for room on its connection, where a rank does not read.
@@ -347,18 +349,35 @@ def lead(size: int) -> Leader:
     # MASTER_ADDR is what other hosts call this one. Here its name may stand for a loopback address, as
     # 127.0.1.1 on Debian; so ranks of several hosts are let in at all of its addresses.
     host = os.environ["MASTER_ADDR"] if LOCAL in os.environ else ""
-    with multiprocessing.connection.Listener((host, 0), backlog=size, authkey=key) as listener:
+    with multiprocessing.connection.Listener((host, 0), backlog=size) as listener:
         port = cast("tuple[str, int]", listener.address)[1]
         _hand_round(_to_tensor(port.to_bytes(PORT_BYTES, "big") + key))
         connections: dict[int, Connection[bytes, bytes]] = {}
         while len(connections) < size - 1:
             try:
                 connection = cast("Connection[bytes, bytes]", listener.accept())
-                connections[int(connection.recv_bytes())] = connection
+                rank = _let_in(connection, key)
             except (multiprocessing.AuthenticationError, EOFError, OSError):
                 continue  # Not one of ours, or one that has gone again: who started it says so.
-            _notice_silence(connection)
+            connections[rank] = connection
     return Leader(connections)
+
+
+def _let_in(connection: Connection[bytes, bytes], key: bytes) -> int:
+    """The rank at the other end. Raises AuthenticationError, EOFError and OSError where there is none, or
+    it says nothing for a while: whoever reaches the port may connect, and the others wait meanwhile."""
+    try:
+        _limit_reading(connection, LET_IN_SECONDS)
+        multiprocessing.connection.deliver_challenge(connection, key)
+        multiprocessing.connection.answer_challenge(connection, key)
+        rank = int(connection.recv_bytes())
+        # From here on nothing is said for as long as there is nothing to say.
+        _limit_reading(connection, 0)
+        _notice_silence(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return rank
 
 
 def follow(rank: int) -> Follower:
@@ -380,6 +399,12 @@ def leave_group() -> None:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _limit_reading(connection: Connection[bytes, bytes], seconds: int) -> None:
+    """How long a read waits; zero is for ever."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _notice_silence(connection: Connection[bytes, bytes]) -> None:
