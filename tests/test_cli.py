@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from penstock.client import Task
+from penstock.client import Task, connect
 from penstock.client.__main__ import main
 from tests.scripted_server import Script, ScriptedServer
 
@@ -165,6 +165,35 @@ def test_what_does_not_go_with_several_servers_ends_the_worker_with_2(
 ):
     assert invoke("rollout", *TWO, *arguments).exit_code == 2
     assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "127.0.0.1:", ":50051", "127.0.0.1:99999", "h:x", ""]
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("rollout", "--reward", "a:b", "--server"),
+        ("eval", "--task", "sums", "--server"),
+        ("weights", "show"),
+        ("health",),
+    ],
+)
+def test_what_is_no_address_is_refused_at_once(command: tuple[str, ...], address: str) -> None:
+    shown = invoke(*command, address)
+    assert shown.exit_code == 2
+    assert f"got {address!r}" in shown.output
+
+
+def test_a_uri_that_grpc_resolves_is_an_address() -> None:
+    shown = invoke("health", "unix:/nowhere", "--timeout", "1")
+    assert shown.exit_code == 1
+    assert "unix:/nowhere: UNAVAILABLE" in shown.output
+
+
+def test_a_client_of_no_address_is_not_made() -> None:
+    with pytest.raises(ValueError, match="HOST:PORT, got 'localhost'"):
+        connect("localhost")
 
 
 async def test_a_worker_before_two_servers_works_for_both_with_a_share_each(functions):

@@ -196,8 +196,10 @@ def test_a_server_is_an_address_and_several_are_a_list(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         (["server.address=[]"], ["server.address", "a list of at least one"]),
-        (["server.address=['a:1', '']"], ["server.address", "a list of at least one"]),
+        (["server.address=['a:1', '']"], ["server.address", "must be HOST:PORT"]),
         (["server.address=['a:1', 'b:1', 'a:1']"], ["server.address", "a:1 is listed twice"]),
+        (["server.address=localhost"], ["server.address", "must be HOST:PORT", "'localhost'"]),
+        (['server.address=["a:1", "b:99999"]'], ["server.address", "must be HOST:PORT"]),
         (
             ["server.address=['a:1', 'b:1', 'c:1']", "train.groups_per_step=2"],
             ["train.groups_per_step must be 3 at least", "got 2"],

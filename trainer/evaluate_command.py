@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.client.address_type import Address
 from penstock.client.security_options import security_options
 from penstock.trainer.data_config import (
     JsonlConfig,
@@ -41,7 +42,7 @@ GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
 
 
 @click.command(name="eval")
-@click.option("--server", metavar="HOST:PORT", help="The rollout server.")
+@click.option("--server", metavar="HOST:PORT", type=Address(), help="The rollout server.")
 @click.option("--model", metavar="MODEL", help="Instead: a folder, or a name on the hub, to serve.")
 @click.option(
     "--max-model-len", metavar="N", type=click.IntRange(min=1), help="With --model: its context."

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from penstock.trainer.section import Section
+from penstock.wire.channel import check_target
 
 
 class ServerConfig(Section):
@@ -38,10 +39,15 @@ class ServerConfig(Section):
     @field_validator("address")
     @classmethod
     def _each_once(cls, address: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not address:
+            raise ValueError("must be HOST:PORT, or a list of at least one")
+        for one in (address,) if isinstance(address, str) else address:
+            try:
+                check_target(one)
+            except ValueError:
+                raise ValueError("must be HOST:PORT") from None
         if isinstance(address, str):
             return address
-        if not address or not all(address):
-            raise ValueError("must be HOST:PORT, or a list of at least one")
         if twice := next((one for one in address if address.count(one) > 1), None):
             raise ValueError(f"{twice} is listed twice; a server has one part of the run")
         return address

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.client.address_type import Address
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
 from penstock.client.health_command import health
@@ -98,6 +99,7 @@ def train(
     required=True,
     multiple=True,
     metavar="HOST:PORT",
+    type=Address(),
     help="The rollout server; may be repeated, and --concurrency is then divided over them.",
 )
 @click.option(
@@ -261,7 +263,7 @@ def weights() -> None:
 
 
 @weights.command("show")
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", type=Address())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
 def show_weights(security: Security, address: str, as_json: bool) -> None:
@@ -272,7 +274,7 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
 
 
 @weights.command("push")
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", type=Address())
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--version",

@@ -79,7 +79,7 @@ class Calls:
     """One channel to one server, made by the first call, on the loop that makes it."""
 
     def __init__(self, address: str, patience: Patience, security: Security | None = None) -> None:
-        """Raises CredentialsUnusable."""
+        """Raises CredentialsUnusable and ValueError."""
         self.address = address
         self.patience = patience
         self._security = security or Security()

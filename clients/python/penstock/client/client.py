@@ -88,7 +88,8 @@ def connect(
     """A client of the server at `address` ("host:port"); nothing is sent before the first call.
 
     `security` says how the connection is encrypted and who calls; without it neither is the case. Use the
-    client as an async context manager, or close it yourself. Raises CredentialsUnusable.
+    client as an async context manager, or close it yourself. Raises CredentialsUnusable, and ValueError
+    where that is no address.
     """
     return Client(address, patience or Patience(), security)
 

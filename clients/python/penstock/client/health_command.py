@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from penstock.client.address_type import Address
 from penstock.client.security_options import security_options
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ SERVING = b"\x08\x01"
 
 
 @click.command("health")
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", type=Address())
 @click.option(
     "--alive", is_flag=True, help="Be content with any answer, such as that it does not serve yet."
 )

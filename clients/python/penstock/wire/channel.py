@@ -21,6 +21,9 @@ BULK_WINDOW_BYTES = 16 * 1024 * 1024
 
 Options = list[tuple[str, int | str]]
 
+URI_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
+"""Of targets that gRPC resolves in another way than HOST:PORT."""
+
 # Safe to send twice: they change nothing, or are idempotent by id.
 IDEMPOTENT_UNARY = {
     "penstock.v1.RolloutService": ("GetServerInfo", "GetTrajectory", "Abort"),
@@ -34,6 +37,15 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"an address reads HOST:PORT, got {address!r}")
     return host, int(port)
+
+
+def check_target(address: str) -> None:
+    """Raises ValueError where an address to connect to is neither HOST:PORT nor a URI that gRPC resolves.
+
+    gRPC itself takes port 443 where there is none, and what is left of one that is too large.
+    """
+    if not address.startswith(URI_SCHEMES):
+        split_address(address)
 
 
 def is_loopback(address: str) -> bool:

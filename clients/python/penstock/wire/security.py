@@ -23,7 +23,7 @@ from pathlib import Path
 
 import grpc
 
-from penstock.wire.channel import Options, client_options, is_loopback
+from penstock.wire.channel import Options, check_target, client_options, is_loopback
 from penstock.wire.token_channel import TokenChannel
 
 logger = logging.getLogger("penstock.wire")
@@ -69,7 +69,9 @@ class Security:
         return replace(self, token=os.environ.get(TOKEN_VARIABLE, "").strip())
 
     def check(self, address: str) -> None:
-        """Raises CredentialsUnusable where a channel to `address` could not be made, or must not."""
+        """Raises CredentialsUnusable where a channel to `address` could not be made, or must not, and
+        ValueError where it is no address."""
+        check_target(address)
         tokens = open_token_source(self, address)
         _channel_credentials(self)
         if tokens is not None:
@@ -107,10 +109,11 @@ class TokenSource:
 def open_channel(
     address: str, security: Security | None = None, *, own_connection: bool = False
 ) -> grpc.aio.Channel:
-    """A channel to "host:port". Raises CredentialsUnusable.
+    """A channel to "host:port". Raises CredentialsUnusable and ValueError.
 
     `own_connection` gives it a connection that no other channel of the process shares.
     """
+    check_target(address)
     security = security or Security()
     tokens = open_token_source(security, address)
     credentials = _channel_credentials(security)
@@ -126,6 +129,7 @@ def open_blocking_channel(
     address: str, security: Security | None = None, *, own_connection: bool = False
 ) -> tuple[grpc.Channel, TokenSource | None]:
     """The same for blocking calls, each of which has to be given the source's `metadata()`."""
+    check_target(address)
     security = security or Security()
     tokens = open_token_source(security, address)
     credentials = _channel_credentials(security)
