@@ -10,8 +10,8 @@ import contextlib
 import json
 import socket
 import tomllib
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ from penstock.client import (
     Turn,
     connect,
 )
+from penstock.server import conversation
 from penstock.trainer.batching import read_group
 from penstock.trainer.config import TrainerConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from tests.fakes import EOS, START_OF_TURN, decode_bytes
+from tests.fakes import EOS, START_OF_TURN, ByteRenderer, decode_bytes
 from tests.harness import Harness, hello, serve
 
 FOLDER = Path(__file__).parents[1] / "examples" / "search"
@@ -75,6 +76,31 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "says nothing first": ("hm", "search: ?!", "answer: 6650 km"),
     "rambles": ("search: Nile", "answer: " + "6650 km " * 40),
 }
+TOOL_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "malformed at first": ("<call>Nile long", "<call>Nile long</call>", "6650 km"),
+    "malformed again and again": ("<call>Nile",) * 3,
+}
+CUT_OFF = "<call> without </call>"
+
+
+class ToolRenderer(ByteRenderer):
+    """Reads `<call>words</call>` as a search, and what only begins so as a call that is none."""
+
+    def read_message(
+        self,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        tools: Sequence[conversation.Tool],
+        name: str,
+    ) -> conversation.Written:
+        text = self.decode(token_ids)
+        if not text.startswith("<call>"):
+            return conversation.Written(conversation.Message("assistant", text))
+        if not text.endswith("</call>"):
+            return conversation.Written(conversation.Message("assistant", text), CUT_OFF)
+        query = text.removeprefix("<call>").removesuffix("</call>")
+        call = conversation.ToolCall("1", "search", json.dumps({"query": query}))
+        return conversation.Written(conversation.Message("assistant", "", (call,)))
 
 
 def scripted(prefix: bytes, version: int) -> tuple[int, float]:
@@ -82,7 +108,7 @@ def scripted(prefix: bytes, version: int) -> tuple[int, float]:
     tokens = np.frombuffer(prefix, np.int32)
     opened = int(np.flatnonzero(tokens == START_OF_TURN)[-1])
     name, *turns = decode_bytes(tokens[: opened + 11].tolist()).split("[")[-1].split("assistant\n")
-    said = SCRIPTS[name.split("]")[0]][len(turns) - 1].encode()
+    said = (SCRIPTS | TOOL_SCRIPTS)[name.split("]")[0]][len(turns) - 1].encode()
     at = len(tokens) - opened - len("assistant\n") - 1
     return (said[at] if at < len(said) else EOS), -0.5
 
@@ -197,6 +223,25 @@ async def test_attempts_are_scored_stopped_and_counted(
     told = contexts(groups["says nothing first"])
     assert NO_ACTION in told[0] and NO_WORDS in told[1]
     assert said(groups["rambles"])["overlong"] == 1.0
+
+
+async def test_a_malformed_tool_call_is_told_and_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retrieval: RetrievalClient
+) -> None:
+    monkeypatch.setattr("tests.fakes.sampled", scripted)
+    researcher = Researcher(settings(calls="tools"), retrieval, None)
+    async with serve(tmp_path, max_context=4096, renderer=ToolRenderer()) as harness:
+        groups = await attempt(harness, researcher, *TOOL_SCRIPTS)
+    mended, hopeless = groups["malformed at first"], groups["malformed again and again"]
+    assert mended.trajectories[0].outcome.reward == pytest.approx(1.0)
+    figures = said(mended)
+    assert (figures["bad_calls"], figures["calls"], figures["turns"]) == (1, 2, 3)
+    assert figures["idle_turns"] == 0 and figures["answered"] == 1
+    told = contexts(mended)
+    assert f"user\n{CUT_OFF}" in told[0] and "tool\n" in told[1] and TEXTS[0] in told[1]
+    assert hopeless.trajectories[0].outcome.reward == 0.0
+    assert said(hopeless)["bad_calls"] == 3 and said(hopeless)["answered"] == 0
+    assert said(hopeless)[f"stopped_{Stop.TURNS}"] == 1
 
 
 async def test_what_was_cut_off_carries_no_gradient_and_stays_in_the_baseline(
@@ -352,6 +397,11 @@ def test_tool_calls_are_read_as_actions() -> None:
     ]
     assert grammar.read(_turn(" 6650 km ")).answer == "6650 km"
     assert grammar.read(_turn(" ")).answer is None
+    malformed = replace(_turn("<tool_call>{"), tool_call_error="the tool call is cut off")
+    actions = grammar.read(malformed)
+    assert actions.answer is None and actions.calls == (Call("", "", "the tool call is cut off"),)
+    (told,) = grammar.reply(actions.calls, [call.error for call in actions.calls])
+    assert (told.role, told.content, told.tool_call_id) == ("user", "the tool call is cut off", "")
     assert grammar.tools[0].parameters["required"] == ["query"]
 
 

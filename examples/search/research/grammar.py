@@ -57,7 +57,7 @@ class Call:
     query: str
     """Empty where the policy's call could not be read."""
     call_id: str = ""
-    """Of a tool call."""
+    """Of a tool call; empty where it was too malformed to be one."""
     error: str = ""
     """What is wrong with it, for the policy to read."""
 
@@ -120,9 +120,11 @@ class ToolGrammar:
         return [Message("system", _TOOL_SYSTEM), Message("user", question)]
 
     def read(self, turn: Turn) -> Actions:
-        """See `Grammar`. Text without a call is the answer."""
+        """See `Grammar`. Text without a call is the answer, unless it was meant to be one."""
         message = turn.message
         if message is None or not message.tool_calls:
+            if turn.tool_call_error:
+                return Actions((Call("", error=turn.tool_call_error),))
             return Actions(answer=turn.text.strip() or None)
         calls: list[Call] = []
         for call in message.tool_calls:
@@ -141,8 +143,11 @@ class ToolGrammar:
         """See `Grammar`."""
         if not calls:
             return [Message("user", "Answer, or call the tool search.")]
+        # What was too malformed to be a call has no id that a tool's message could answer.
         return [
             Message("tool", text, tool_call_id=call.call_id)
+            if call.call_id
+            else Message("user", text)
             for call, text in zip(calls, said, strict=True)
         ]
 
