@@ -102,11 +102,19 @@ class Presented:
 class Gate(grpc.aio.ServerInterceptor):
     """Lets calls in, by name, role and account."""
 
-    def __init__(self, credentials: Credentials, callers: Callers, concurrent_calls: int) -> None:
-        """So many calls may be open at a time."""
+    def __init__(
+        self,
+        credentials: Credentials,
+        callers: Callers,
+        concurrent_calls: int,
+        request_seconds: float,
+    ) -> None:
+        """So many calls may be open at a time; the message of one that has one is whole within so many
+        seconds."""
         self.credentials = credentials
         self.callers = callers
         self._concurrent_calls = concurrent_calls
+        self._request_seconds = request_seconds
         self._calls: Counter[str] = Counter()
         """Calls that are open, by method where anybody may make them."""
         self._guarded: dict[str, RpcHandler] = {}
@@ -139,7 +147,9 @@ class Gate(grpc.aio.ServerInterceptor):
 
         # Groups make room when they are trained: their stream, which sends one at a time, is never refused.
         bounded = method != EXCHANGE
-        patience = ANYBODYS_SECONDS if method in ANYBODY else None
+        patience = self._request_seconds
+        if method in ANYBODY:
+            patience = min(patience, ANYBODYS_SECONDS)
 
         async def visited(stream: AsyncIterator[bytes], grpc_context: ServicerContext) -> None:
             unread = self.callers.unread if bounded else self.callers.unread_group
@@ -241,7 +251,7 @@ def open_gate(config: ServeConfig) -> Gate:
     security = config.security
     limits = config.limits
     callers = Callers(limits.caller, limits.memory_bytes // UNREAD_PART)
-    gate = Gate(Credentials(security), callers, limits.concurrent_calls)
+    gate = Gate(Credentials(security), callers, limits.concurrent_calls, limits.stalled_seconds)
     open_to_others = [address for address in config.addresses.values() if not is_loopback(address)]
     if security.insecure and open_to_others:
         asked = "presents a token" if gate.credentials.asked_for else "reaches it"
@@ -323,8 +333,9 @@ class _Messages:
             # Of health and reflection; what reads our own messages never raises.
             raise DomainError(Reason.MALFORMED_MESSAGE, "the message cannot be decoded") from error
 
-    async def only(self, patience: float | None = None) -> object:
-        """The one request of an rpc that has one, which comes within so many seconds."""
+    async def only(self, patience: float) -> object:
+        """The one request of an rpc that has one, which comes within so many seconds: what is not whole yet
+        gRPC holds, and says nothing of."""
         try:
             async with asyncio.timeout(patience):
                 return await anext(self)

@@ -50,7 +50,8 @@ MOST_ACCOUNTS = 1024
 """Accounts after which those that hold nothing are closed."""
 
 COPIES = 3
-"""Of an answer that is not read yet: the message, its bytes, and those that gRPC has."""
+"""Of an answer that is not read yet: the message, its bytes, and those that gRPC has. Of a request that is
+being read: as much of it as there is, twice, and what is made of it."""
 
 # The trajectories that a call speaks of, by rpc.
 OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
@@ -73,7 +74,7 @@ class _Account:
     turns: int = 0
     tokens: int = 0
     unread: int = 0
-    """Bytes of answers."""
+    """Bytes of answers, and of requests that are not whole yet."""
     opening: int = 0
     """Trajectories that are about to be opened."""
     trajectories: set[str] = field(default_factory=set[str])
@@ -133,7 +134,9 @@ class Callers:
         self.on_group_call: Callable[[str, Callable[[str], bool]], None] = _nothing
         """Likewise of a group, with what says whether a trajectory is the caller's."""
         self.unread_bytes = 0
-        """Of answers to all callers."""
+        """Of answers to all callers, and of requests over HTTP that are not whole yet."""
+        self.check_memory: Callable[[int], None] = _nothing
+        """Raises MEMORY_BUDGET where so many bytes do not fit: the server's budget says so."""
         self.refusals: dict[str, float] = {}
         """Calls that were not let in, by reason: for metrics."""
 
@@ -180,6 +183,29 @@ class Callers:
             count, most = visit.account.unread + byte_count, self._unread_bytes
             self._check(visit.caller, "unread_bytes", count, most)
         return self.unread_group(byte_count)
+
+    @contextmanager
+    def arriving(self) -> Generator[Callable[[int], None]]:
+        """A request in the call that is being served, while it is read: what is yielded is told of each
+        piece, before it is kept, and raises CALLER_LIMIT and MEMORY_BUDGET as `unread` would."""
+        visit = VISIT.get()
+        assert visit is not None, "requests are counted behind the gate"
+        account, caller, kept = visit.account, visit.caller, 0
+
+        def keep(byte_count: int) -> None:
+            nonlocal kept
+            if account.unread > kept:
+                self._check(caller, "unread_bytes", account.unread + byte_count, self._unread_bytes)
+            self.check_memory(COPIES * byte_count)
+            kept += byte_count
+            account.unread += byte_count
+            self.unread_bytes += byte_count
+
+        try:
+            yield keep
+        finally:
+            account.unread -= kept
+            self.unread_bytes -= kept
 
     @contextmanager
     def unread_group(self, byte_count: int) -> Generator[None]:

@@ -322,8 +322,8 @@ class CallerLimits(_Section):
     open_trajectories: int = Field(default=8_192, ge=1)
     """Trajectories opened and not closed."""
     unread_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of answers that it has not read yet; one alone may be longer. Unset is a sixteenth of
-    `limits.memory_bytes`."""
+    """Bytes of answers that it has not read yet, and of requests over HTTP that are not whole yet; one
+    alone may be longer. Unset is a sixteenth of `limits.memory_bytes`."""
     message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=1, le=MAX_MESSAGE_BYTES)
     """Length of one message."""
 
@@ -342,7 +342,8 @@ class Limits(_Section):
     memory_bytes: int = Field(default_factory=default_bytes, ge=16 << 20)
     """Most memory for trajectories, groups and tasks together; by default a quarter of the machine's."""
     stalled_seconds: float = Field(default=60.0, gt=0)
-    """Longest time that an answer waits for its caller to read, before the caller is cut off."""
+    """Longest time that an answer waits for its caller to read, before the caller is cut off; and that a
+    request takes to be whole, over HTTP each 256 KiB of it."""
     concurrent_calls: int = Field(default=16_384, ge=1)
     """Calls open at a time."""
     caller: CallerLimits = CallerLimits()

@@ -8,10 +8,10 @@
     GET  /health                                                          for probes; asks nobody
 
 Order for each request: who calls, and whether it may (`authorization`) -> its body, bounded in bytes and in
-how long it takes -> the surface reads it -> the turn begins (`http_turns`) -> the answer, whole or as
-server-sent events. Up to the first byte of the answer an error is a status; after it, an event in the
-surface's own form. A connection that is lost, or that takes nothing for `limits.stalled_seconds`, ends its
-turn.
+how long it takes, and on its caller's account until the surface has read it -> the turn begins
+(`http_turns`) -> the answer, whole or as server-sent events. Up to the first byte of the answer an error is
+a status; after it, an event in the surface's own form. A connection that is lost, or that takes nothing for
+`limits.stalled_seconds`, ends its turn.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -57,6 +58,8 @@ MODELS = "penstock.v1.RolloutService/GetServerInfo"
 """The rpcs whose roles the endpoints are for."""
 # Longer bodies are read off the event loop.
 LONG_BODY = 65_536
+# Of a body, at least so much comes within `limits.stalled_seconds`, or its end.
+PIECE_BYTES = 262_144
 RETRY_HEADER = "x-stainless-retry-count"
 
 
@@ -178,19 +181,25 @@ class Endpoints:
         self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
     ) -> None:
         assert self._counting is not None
-        counting, body = self._counting, await self._body(scope, receive)
+        counting = self._counting
+        async with self._body(scope, receive) as body:
 
-        def count() -> int:
-            request = counting.read_count(body)
-            return len(self._renderer.render(request.messages, request.tools))
+            def count() -> int:
+                request = counting.read_count(body)
+                return len(self._renderer.render(request.messages, request.tools))
 
-        await sending.json(json.dumps({"input_tokens": await _off_loop(len(body), count)}))
+            counted = await _off_loop(len(body), count)
+        await sending.json(json.dumps({"input_tokens": counted}))
 
     async def _answer(
         self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
     ) -> None:
-        body = await self._body(scope, receive)
-        request = await _off_loop(len(body), lambda: surface.read(body))
+        digest = hashlib.blake2b(scope["path"].encode() + b"\0", digest_size=16)
+        async with self._body(scope, receive) as body:
+            digest.update(body)
+            request = await _off_loop(len(body), partial(surface.read, body))
+        # A turn may take long.
+        del body
         headers = Headers(scope=scope)
         asked = Asked(
             attempt_id=str(scope["path_params"].get("attempt", "")),
@@ -198,7 +207,7 @@ class Endpoints:
             tools=request.tools,
             sampling=request.sampling,
             stream=request.stream,
-            digest=hashlib.blake2b(scope["path"].encode() + b"\0" + body, digest_size=16).digest(),
+            digest=digest.digest(),
             says_retry=headers.get(RETRY_HEADER, "0") not in ("", "0"),
             previous=request.previous,
         )
@@ -230,31 +239,42 @@ class Endpoints:
                 await sending.json(surface.whole(request, reply))
             answer.note.delivered = True
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    @contextlib.asynccontextmanager
+    async def _body(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes]:
+        """The whole of it, on its caller's account until what is made of it is there."""
         most = self._gate.callers.message_bytes
         announced = Headers(scope=scope).get("content-length", "0")
         body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
-        while more and size <= most:
+        now = asyncio.get_running_loop().time
+        with self._gate.callers.arriving() as keep:
             try:
-                async with asyncio.timeout(self._stalled_seconds):
-                    message = await receive()
+                # The next piece, not the next byte: else a body of any length is kept for any time.
+                async with asyncio.timeout(self._stalled_seconds) as limit:
+                    while more and size <= most:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise _Gone
+                        part = message.get("body", b"")
+                        keep(len(part))
+                        before = len(body) // PIECE_BYTES
+                        body += part
+                        if len(body) // PIECE_BYTES > before:
+                            limit.reschedule(now() + self._stalled_seconds)
+                        more, size = message.get("more_body", False), max(size, len(body))
             except TimeoutError:
                 raise DomainError(
                     Reason.MALFORMED_MESSAGE,
-                    f"nothing of the body came for {self._stalled_seconds:g} s",
-                    {"seconds": self._stalled_seconds},
+                    f"of the body {len(body)} bytes came, and less than {PIECE_BYTES} more within "
+                    f"{self._stalled_seconds:g} s",
+                    {"body_bytes": len(body), "seconds": self._stalled_seconds},
                 ) from None
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            body += message.get("body", b"")
-            more, size = message.get("more_body", False), max(size, len(body))
-        if size > most:
-            raise DomainError(
-                Reason.MESSAGE_TOO_LARGE,
-                f"the body has {size} bytes or more, {most} are taken",
-                {"message_bytes": size, "limit": most},
-            )
-        return bytes(body)
+            if size > most:
+                raise DomainError(
+                    Reason.MESSAGE_TOO_LARGE,
+                    f"the body has {size} bytes or more, {most} are taken",
+                    {"message_bytes": size, "limit": most},
+                )
+            yield bytes(body)
 
 
 class _Gone(Exception):

@@ -5,6 +5,7 @@
     finished groups      where there is no journal on the disk, until nobody can ask for them again
     tasks                until their group is complete
     answers              until their callers have read them
+    requests             over HTTP, until they are whole and read
     own, closed          those that their callers opened for themselves, as long as nobody needs the memory
     kept                 finished groups that lie in the journal as well, until they are first delivered:
                          up to a sixteenth of the budget, and only what nobody else needs
@@ -14,7 +15,8 @@ little before the bound no new group begins, so that those under way can be fini
 
 Beside this the server takes what does not grow with its callers: the model, staged weights (`max_staged`
 and the one that is held), what is remembered of closed trajectories (some hundred bytes each, a bounded
-number); and for each open call its request.
+number); for each open call what its request says; and of requests over gRPC that are not whole yet what
+gRPC holds, which tells nobody: for `limits.stalled_seconds` at most.
 """
 
 from __future__ import annotations

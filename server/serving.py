@@ -246,6 +246,7 @@ class Serving:
             lambda: buffer.byte_count,
             lambda: COPIES * self.callers.unread_bytes,
         )
+        self.callers.check_memory = budget.check
         queue.has_memory = budget.may_begin
         buffer.on_gone = lambda group: queue.known_tasks.leave(group.task_id)
         return queue, buffer, budget

@@ -294,3 +294,69 @@ async def test_more_requests_ahead_than_any_client_sends_are_not_held(server: Ha
     async with connected(server) as (reader, writer):
         await put(writer, b"GET /health HTTP/1.1\r\nx: y\r\n\r\n" * (MOST_PIPELINED + 2))
         assert b"HTTP/1.1 400" in await ended(reader)
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[int, str]:
+    status, body = await answer(reader)
+    return status, body.decode()
+
+
+async def test_a_body_that_goes_on_and_on_is_not_kept(impatient: Harness):
+    callers = impatient.serving.callers
+    async with connected(impatient) as (reader, writer):
+        whole = request(padded(200_000))
+        await put(writer, whole[:150_000])
+        await until(lambda: 100_000 < callers.unread_bytes < 200_000)
+        began = asyncio.get_running_loop().time()
+        with contextlib.suppress(ConnectionError):
+            for at in range(150_000, 150_040):
+                writer.write(whole[at : at + 1])
+                await writer.drain()
+                await asyncio.sleep(STALLED / 5)
+                if not callers.unread_bytes:
+                    break
+        assert asyncio.get_running_loop().time() - began < 6 * STALLED
+        status, said = await refusal(reader)
+        assert status == 400 and "MALFORMED_MESSAGE" in said
+    await until(lambda: not callers.unread_bytes)
+
+
+async def test_a_long_body_that_comes_slowly_but_comes_is_taken(impatient: Harness):
+    async with connected(impatient) as (reader, writer):
+        whole = request(padded(1_500_000))
+        for at in range(0, len(whole), 300_000):
+            await put(writer, whole[at : at + 300_000])
+            await asyncio.sleep(STALLED * 0.6)
+        assert (await answer(reader))[0] == 200
+    assert impatient.serving.callers.unread_bytes == 0
+
+
+async def test_bodies_that_are_on_their_way_are_on_their_callers_account(impatient: Harness):
+    callers = impatient.serving.callers
+    async with connected(impatient) as (reader, writer), connected(impatient) as (other, second):
+        whole = request(padded(250_000))
+        await put(writer, whole[:200_000])
+        await until(lambda: callers.unread_bytes > 150_000)
+        # No more than is read: what is left in the way would reset the connection.
+        await put(second, whole[:150_000])
+        status, said = await refusal(other)
+        assert status == 429 and "CALLER_LIMIT" in said and "unread_bytes" in said
+        # What was there before is not touched.
+        await put(writer, whole[200_000:])
+        assert (await answer(reader))[0] == 200
+        await until(lambda: not callers.unread_bytes)
+
+
+async def test_bodies_that_are_on_their_way_are_in_the_memory_budget(tmp_path: Path):
+    async with serve(
+        tmp_path, "http.listen=127.0.0.1:0", "limits.memory_bytes=16777216"
+    ) as running:
+        budget, used = running.serving.budget, running.serving.budget.used_bytes
+        async with connected(running) as (reader, writer):
+            whole = request(padded(8_000_000))
+            await put(writer, whole[:5_000_000])
+            await until(lambda: budget.used_bytes - used > 14_000_000)
+            await put(writer, whole[5_000_000:5_700_000])
+            status, said = await refusal(reader)
+            assert status == 429 and "MEMORY_BUDGET" in said
+        await until(lambda: budget.used_bytes == used)

@@ -231,3 +231,15 @@ async def test_a_call_of_anybody_that_sends_nothing_ends(
         stream = await caller.call(CHECK)
         await until(lambda: stream in caller.ended)
         assert not account(harness).calls
+
+
+@pytest.mark.parametrize("method", ["RolloutService/Generate", "TaskService/SubmitTasks"])
+async def test_a_call_whose_message_does_not_come_ends(tmp_path: Path, method: str) -> None:
+    path = f"penstock.v1.{method}"
+    async with (
+        serve(tmp_path, "limits.stalled_seconds=0.5") as harness,
+        zero_window(harness.port) as caller,
+    ):
+        stream = await caller.call(path)
+        await until(lambda: stream in caller.ended)
+        assert not account(harness).calls
