@@ -133,6 +133,11 @@ class Member:
             return False
         return not version or self.version == version
 
+    @property
+    def stays(self) -> bool:
+        """Whether it takes turns, or will once it has switched."""
+        return self.state in (State.SERVING, State.SWITCHING)
+
     def as_load(self) -> EngineLoad:
         """As the routing sees it."""
         turns = len(self.turns)

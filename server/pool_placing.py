@@ -119,8 +119,11 @@ class Placing:
             self.kept_home += chosen in homes
             self.left_home += chosen not in homes
         for key in keys:
-            # The siblings of a group stay with the first of them, wherever one of them went.
-            if key.startswith("t/") or key not in self._homes:
+            # The siblings of a group stay with the first of them, wherever one of them went; and with the
+            # one after it, where that engine is lost, drains or is listed no more: else each of those
+            # that are still to come would go somewhere else.
+            home = self._homes.get(key)
+            if key.startswith("t/") or home is None or not home.stays:
                 self._homes[key] = chosen
             self._homes.move_to_end(key)
         while len(self._homes) > HOMES:

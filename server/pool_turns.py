@@ -194,8 +194,7 @@ class PoolTurns:
 
     def _has_others(self, members: set[Member]) -> bool:
         """Whether any but these takes turns, or will once it has switched."""
-        takes_turns = (State.SERVING, State.SWITCHING)
-        return any(m.state in takes_turns for m in self._roster.members if m not in members)
+        return any(member.stays for member in self._roster.members if member not in members)
 
     def _lose_request(self, error: Exception) -> NoReturn:
         self.lost_count += 1

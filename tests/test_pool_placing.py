@@ -1,0 +1,108 @@
+"""Where the attempts of a group go once the engine that they shared a cache on takes none of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.server.engine import EngineRequest, Sampling
+from penstock.server.engine_server import EngineServer
+from penstock.server.pool_member import Member, State
+from penstock.server.pool_placing import Placing
+from penstock.server.routing import RoutingRules
+from penstock.server.turn_limit import LimitRules
+from penstock.wire.security import Security
+from tests.harness import until
+from tests.pools import serve_pool
+
+PROMPT = [1, 2, 3]
+
+
+class Engines:
+    """Three of a pool, and who places requests on them."""
+
+    def __init__(self) -> None:
+        self.members = [
+            Member(
+                EngineServer(f"127.0.0.1:{7001 + number}", Security()),
+                LimitRules(),
+                lambda: 0.0,
+                state=State.SERVING,
+            )
+            for number in range(3)
+        ]
+        self.placing = Placing(self._rotation, RoutingRules())
+
+    def _rotation(self) -> list[Member]:
+        return [member for member in self.members if member.state is State.SERVING]
+
+    async def place(self, first: int, count: int) -> list[Member]:
+        """Where the attempts of one group go, each of which ends before the next one begins."""
+        found: list[Member] = []
+        for number in range(first, first + count):
+            name = f"a{number}"
+            request = EngineRequest(
+                name,
+                np.array(PROMPT, np.int32),
+                Sampling(max_tokens=1),
+                cache_salt="",
+                trajectory_id=name,
+                group_id="g",
+            )
+            member = await self.placing.place(request)
+            assert member is not None
+            member.left(name)
+            found.append(member)
+        return found
+
+
+@pytest.mark.parametrize("state", [State.LOST, State.DRAINING, State.JOINING, State.REFUSED])
+async def test_siblings_have_one_home_again_after_theirs_has_left_the_rotation(
+    state: State,
+) -> None:
+    engines = Engines()
+    (home,) = set(await engines.place(0, 3))
+    home.state = state
+    (other,) = set(await engines.place(3, 6))
+    assert other is not home
+    # Where most of the group is by now.
+    home.state = State.SERVING
+    assert set(await engines.place(9, 3)) == {other}
+
+
+async def test_siblings_go_back_to_a_home_that_only_switched_or_was_full() -> None:
+    engines = Engines()
+    (home,) = set(await engines.place(0, 3))
+    home.state = State.SWITCHING
+    assert home not in await engines.place(3, 2)
+    home.state = State.SERVING
+    assert set(await engines.place(5, 2)) == {home}
+    home.close_for(1.0)
+    assert home not in await engines.place(7, 2)
+    home.closed_until = 0.0
+    assert set(await engines.place(9, 2)) == {home}
+
+
+@pytest.mark.parametrize("how", ["lost", "unlisted"])
+async def test_siblings_stay_together_after_their_engine_has_gone(tmp_path: Path, how: str) -> None:
+    async with serve_pool(tmp_path, 4) as pool:
+
+        async def sample(first: int, count: int) -> None:
+            for index in range(first, first + count):
+                fields = {"group_id": "g", "group_size": 10, "sample_index": index}
+                await pool.hub.generate(f"g{index}", PROMPT, **fields)
+
+        await sample(0, 2)
+        members = [pool.member(number) for number in range(4)]
+        home = next(number for number in range(4) if members[number].given)
+        if how == "lost":
+            await pool.engines[home].serving.stop(0.0)
+            await until(lambda: members[home].state is State.LOST)
+        else:
+            others = [engine.address for engine in pool.engines if engine is not pool.engines[home]]
+            pool.engine.set_addresses(others)
+        await sample(2, 8)
+        assert Counter(member.given for member in members) == {2: 1, 8: 1, 0: 2}
