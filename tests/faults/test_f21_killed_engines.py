@@ -8,7 +8,8 @@ one is left alive. Afterwards, or meanwhile:
   by Hugging Face's forward under the weights that the hub was given;
 - no attempt failed for want of an engine;
 - each accepted group is trained once, by its ledger, and no token with a lag above `max_lag`;
-- groups are finished all the time: the longest pause is told.
+- turns are finished all the time: no pause between two is longer than STUCK_SECONDS, and the longest is
+  told.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ from tests.tiny_model import make_tiny_model
 MAX_LAG = 2
 STEP_SECONDS = "0.004"
 STUCK_SECONDS = 60.0
+"""Longest time without a finished turn while an engine lives, whatever it is spent on: turns that are
+placed again, starts, switches, the trainer's steps. 4.2 s was the longest in 400 kills on two cores. A busy
+machine may take many times as long; what stands still for good takes longer than this."""
 # Each of vLLM's starts takes a core for a quarter of a minute.
 VLLM_COUNT = 100
 TEST = "tests/faults/test_f21_killed_engines.py::"
@@ -346,6 +350,7 @@ async def kill_and_train(
             accepted.watch(hub)  # type: ignore[arg-type]
             steps = await train(kind, hub, nursery, folder, model, accepted, run, count)
             assert not watch.problems, watch.problems[:5]
+            assert max(watch.pauses) <= STUCK_SECONDS, sorted(watch.pauses)[-5:]
             assert set(hub.serving.closing.failures) <= {"RUNTIME_ERROR"}
     return (
         f"{steps} steps, {len(accepted.tasks)} groups trained once each, {watch.tokens} tokens "
