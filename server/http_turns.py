@@ -231,6 +231,8 @@ class AgentTurns:
                 found = match(records, asked.messages, asked.tools)
             else:
                 found = _named(records, asked.previous, asked)
+            if found.record is not None and not found.new_messages:
+                found = self._cut_off(found, found.record, asked)
             answer, kind = await self._go_by(found, records[0], asked, trace), found.kind
         else:
             if asked.previous is not None:
@@ -260,7 +262,8 @@ class AgentTurns:
             after = None if asked.previous is None else found.message_count
             return await self._open(asked, branch, trace, record or root, after)
         if not found.new_messages:
-            return await self._resume(record, asked, trace)
+            # Asked for in other words, or after a restart: as this request says.
+            return await self._resume(record, asked, trace, self._sampling(asked))
         self._callers.begin_turn(record.trajectory_id)
         turn, how = await self._opening.extend(
             ContinueRequest(
@@ -295,11 +298,34 @@ class AgentTurns:
         )
         return self._answer(turn, how, asked, trace)
 
-    async def _resume(self, record: TrajectoryRecord, asked: Asked, trace: Context) -> Answer:
-        """Goes on with a turn that was cut off, at the exact token."""
+    async def _resume(
+        self,
+        record: TrajectoryRecord,
+        asked: Asked,
+        trace: Context,
+        params: rollout_service_pb2.SamplingParams | None = None,
+    ) -> Answer:
+        """Goes on with a turn that was cut off, at the exact token; sampled as before where no parameters
+        are given."""
         self._callers.begin_turn(record.trajectory_id)
-        turn, how = await self._opening.extend(_resumption(record, asked.stream), trace)
+        request = _resumption(record, asked.stream)
+        if params is not None:
+            request.sampling_params.CopyFrom(params)
+        turn, how = await self._opening.extend(request, trace)
         return self._answer(turn, how, asked, trace)
+
+    def _cut_off(self, found: Match, record: TrajectoryRecord, asked: Asked) -> Match:
+        """What becomes of a turn that was cut off and asked for by a request that need not be the one that
+        it began with: it goes on, or where it cannot as the request says, that is a branch."""
+        turn, note = record.turn, record.answered
+        sampling = self._opening.sampling(self._sampling(asked))
+        if turn is None or sampling == turn.sampling:
+            return found
+        # Whoever is being given the turn was told how it is sampled.
+        followed = note is not None and note.turn is turn and note.followers > 0
+        if not followed and self._turns.lets_stand(turn, sampling):
+            return found
+        return replace(found, kind=MatchKind.BRANCHED)
 
     def _answer(self, turn: Turn, how: StreamWish, asked: Asked, trace: Context) -> Answer:
         note = turn.record.answered

@@ -127,7 +127,7 @@ class Opening:
         params = request.sampling_params
         if leased and attempt and attempt.group.task and not request.HasField("sampling_params"):
             params = attempt.group.task.sampling_params
-        sampling = requests.sampling("sampling_params", params, self._engine.description.vocab_size)
+        sampling = self.sampling(params)
         source = request
         if request.WhichOneof("prompt") is None and leased and attempt and attempt.group.task:
             source = attempt.group.task
@@ -245,9 +245,7 @@ class Opening:
         _check_extensible(record)
         sampling = record.sampling
         if request.HasField("sampling_params"):
-            sampling = requests.sampling(
-                "sampling_params", request.sampling_params, self._engine.description.vocab_size
-            )
+            sampling = self.sampling(request.sampling_params)
         if said is None and request.WhichOneof("observation") is None:
             return self._resume(record, request, sampling, how, context), how
         observation, messages = await self._prompts.next(request, record, said)
@@ -269,6 +267,10 @@ class Opening:
         if record.history is not None:
             record.history.add_observation(messages, record.token_count)
         return self._begin_turn(record, index, sampling, how, context), how
+
+    def sampling(self, params: rollout_service_pb2.SamplingParams) -> TurnSampling:
+        """Sampling parameters with every default applied. Raises FIELD_INVALID, TOKEN_OUT_OF_RANGE."""
+        return requests.sampling("sampling_params", params, self._engine.description.vocab_size)
 
     def _resume(
         self,

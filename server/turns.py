@@ -331,13 +331,26 @@ class TurnRunner:
         written, sampling = turn.policy_tokens(turn.policy_token_count), turn.sampling
         if not len(written):
             return False
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops |= set(self._engine.description.eos_token_ids)
-        if int(written[-1]) in stops:
+        if int(written[-1]) in self._stop_tokens(sampling):
             return True
         text = self._decode(written.tolist()) if sampling.stop else ""
         return any(stop in text for stop in sampling.stop)
+
+    def _stop_tokens(self, sampling: TurnSampling) -> set[int]:
+        """The tokens that end a turn."""
+        own = set(sampling.stop_token_ids)
+        return own if sampling.ignore_eos else own | set(self._engine.description.eos_token_ids)
+
+    def lets_stand(self, turn: Turn, sampling: TurnSampling) -> bool:
+        """Whether a turn under this sampling could have got as far as this one: nothing that it has written
+        would have ended it."""
+        written = turn.policy_tokens(turn.policy_token_count).tolist()
+        if 0 < sampling.max_tokens < len(written):
+            return False
+        if not self._stop_tokens(sampling).isdisjoint(written):
+            return False
+        text = self._decode(written) if sampling.stop else ""
+        return not any(stop in text for stop in sampling.stop)
 
     async def _sample(self, turn: Turn) -> Finish:
         """One request of the engine's, to its end."""
