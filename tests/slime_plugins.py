@@ -301,6 +301,45 @@ def high_enough(args, samples, **kwargs):
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"mean_{sum(rewards):.1f}")
 
 
+def dropped(*said):
+    return DynamicFilterOutput(keep=False, reason=" ".join(map(str, said)))
+
+
+def statuses_and_tables(args, samples, **kwargs):
+    statuses = [sample.status.value for sample in samples]
+    parts = [sample.reward["acc"] for sample in samples]
+    return dropped(*statuses, *parts, *(sample.get_reward_value(args) for sample in samples))
+
+
+def rows(args, samples, **kwargs):
+    first = deepcopy(samples[0])
+    source = first.metadata["source"] if first.label else None
+    length = args.rollout_max_response_len
+    return dropped(first.prompt, first.label, source, first.group_index, first.index, length)
+
+
+def texts(args, samples, **kwargs):
+    return dropped(*(sample.response for sample in samples))
+
+
+def lengths(args, samples, **kwargs):
+    return dropped([s.response_length for s in samples], [s.loss_mask for s in samples])
+
+
+def shape(args, samples, **kwargs):
+    return dropped(
+        [[s.reward for s in own] if isinstance(own, list) else own.reward for own in samples]
+    )
+
+
+async def filter_async(args, samples):
+    return True
+
+
+def filter_says_nothing(args, samples):
+    pass
+
+
 def second_group(args, samples, **kwargs):
     return samples[0].group_index == 1
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching import TrainingGroup, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
@@ -21,7 +22,7 @@ from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.errors import ConfigInvalid, EverythingDropped
 from penstock.trainer.gathering import TASK_SETTLED, Gatherer, settle_refused
-from penstock.trainer.group_config import FilterConfig, GroupsConfig, OverlongConfig
+from penstock.trainer.group_config import GroupsConfig, OverlongConfig
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
     MEAN_TOO_HIGH,
@@ -69,6 +70,23 @@ def outcomes(number: int, *rewards: float | None, task_id: str = "") -> Any:
 
 def group_of(*rewards: float | None) -> TrainingGroup:
     return read_group(outcomes(0, *rewards).group, trainer_version=0, max_lag=0)
+
+
+def config_of(**groups: object) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"reasoning_gym": {"name": "chain_sum"}},
+            "groups": groups,
+        }
+    )
+
+
+def of_no_task(group: trajectory_pb2.TrajectoryGroup) -> Delivered:
+    return Delivered(group, lambda: None)
+
+
+NOTHING = of_no_task(TrajectoryGroup())
 
 
 def segment(count: int, turn: int | None = None) -> Any:
@@ -121,8 +139,9 @@ def trajectory(name: str, *segments: Any, length: bool = False, reward: float = 
 def test_a_group_is_dropped_for_a_reason(
     rewards: tuple[float | None, ...], settings: dict[str, object], reason: str | None
 ) -> None:
-    config = GroupsConfig.model_validate(settings)
-    assert reason_to_drop(group_of(*rewards), config, load_filter(config.filter)) == reason
+    config = config_of(**settings)
+    own = load_filter(config)
+    assert reason_to_drop(group_of(*rewards), NOTHING, config.groups, own) == reason
 
 
 @pytest.mark.parametrize(
@@ -139,12 +158,12 @@ def test_a_branch_is_no_spread_of_the_attempts(
     more.outcome.CopyFrom(Outcome(reward=branch))
     group = read_group(message, trainer_version=0, max_lag=0)
     assert branch in group.rewards
-    assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == reason
+    assert reason_to_drop(group, NOTHING, GroupsConfig(drop_without_spread=True)) == reason
     # Where its parent failed there is nobody to compare it with.
     message.trajectories[0].outcome.CopyFrom(FAILED)
     message.trajectories[1].outcome.CopyFrom(FAILED)
     group = read_group(message, trainer_version=0, max_lag=0)
-    assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == NO_SPREAD
+    assert reason_to_drop(group, NOTHING, GroupsConfig(drop_without_spread=True)) == NO_SPREAD
 
 
 def too_easy(group: TrainingGroup, above: float = 0.6) -> str | None:
@@ -172,9 +191,11 @@ def test_a_filter_that_is_of_no_use_is_named(
     function: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigInvalid, match=words):
-        found = load_filter(FilterConfig(function=f"{HERE}:{function}", options=options))
+        found = load_filter(
+            config_of(filter={"function": f"{HERE}:{function}", "options": options})
+        )
         assert found is not None
-        found(group_of(1.0, 0.0))
+        found(group_of(1.0, 0.0), NOTHING)
 
 
 def test_bounds_that_leave_nothing_are_refused() -> None:

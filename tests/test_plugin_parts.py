@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client import SamplingParams
+from penstock.client import Message, SamplingParams, Task
 from penstock.client.__main__ import main
-from penstock.client.plugins import modules
+from penstock.client.plugins import group_filter, modules
 from penstock.client.plugins.arguments import ArgumentsInvalid, make_arguments, read_arguments
 from penstock.client.plugins.claims import (
     Claim,
@@ -29,6 +29,7 @@ from penstock.client.plugins.claims import (
     claim_of,
     settle,
 )
+from penstock.client.plugins.group_filter import Delivered
 from penstock.client.plugins.rewards import RewardMissing, score_of
 from penstock.client.plugins.router import RequestUnsupported
 from penstock.client.plugins.samples import Sample, flatten
@@ -38,9 +39,12 @@ from penstock.client.plugins.sampling import (
     write_sampling_params,
 )
 from penstock.client.plugins.slime_functions import OutsideAttempt, get_model_url, post
+from penstock.client.tasks import write_task
 from penstock.trainer.batching import read_group
-from penstock.trainer.group_config import FilterConfig, GroupsConfig
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.group_policies import load_filter, reason_to_drop
+from penstock.v1 import trajectory_pb2
 from penstock.wire.agent_marks import write_unwanted
 from tests.trainer_walk import Outcome, delivery
 
@@ -352,37 +356,133 @@ def test_what_nobody_has_is_missing_as_ever() -> None:
 # Filters of the trainer
 
 
-def group(*rewards: float, unwanted: str = "") -> Any:
+def deliver(*rewards: float, unwanted: str = "") -> Any:
     sent = delivery(0).group
     for trajectory, reward in zip(sent.trajectories, rewards, strict=True):
         trajectory.outcome.CopyFrom(Outcome(reward=reward))
         if unwanted:
             trajectory.outcome.metadata.update(write_unwanted(unwanted))
-    return read_group(sent, trainer_version=0, max_lag=0)
+    return sent
+
+
+def reason_of(sent: Any, task: Any = None, **groups: Any) -> str | None:
+    """Why a group is dropped with these settings, by a trainer of `sent`'s task."""
+    config = TrainerConfig.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {
+                "reasoning_gym": {"name": "chain_sum"},
+                "group_size": 2,
+                "sampling": {"max_tokens": 7},
+            },
+            "groups": groups,
+        }
+    )
+    read = read_group(sent, trainer_version=0, max_lag=0)
+    return reason_to_drop(read, Delivered(sent, lambda: task), config.groups, load_filter(config))
+
+
+def filtered(sent: Any, function: str, task: Any = None, **options: Any) -> str | None:
+    """What a filter of `tests/slime_plugins.py` says of a group."""
+    named = {"function": f"tests.slime_plugins:{function}", "style": "slime", "options": options}
+    return reason_of(sent, task, filter=named)
 
 
 def test_a_filter_of_slimes_gives_reasons() -> None:
-    named = FilterConfig(
-        function="tests.slime_plugins:high_enough",
-        style="slime",
-        options={"least": 0.5, "reward_key": "score"},
-    )
-    config = GroupsConfig(filter=named)
-    own = load_filter(named)
-    assert reason_to_drop(group(1.0, 0.0), config, own) is None
-    assert reason_to_drop(group(0.25, 0.0), config, own) == "FILTER:mean_0.2"
+    options = {"least": 0.5, "reward_key": "score"}
+    assert filtered(deliver(1.0, 0.0), "high_enough", **options) is None
+    assert filtered(deliver(0.25, 0.0), "high_enough", **options) == "FILTER:mean_0.2"
 
 
 def test_slimes_own_filter_is_there_without_slime() -> None:
     name = "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std"
-    config = GroupsConfig(filter=FilterConfig(function=name, style="slime"))
-    own = load_filter(config.filter)
-    assert reason_to_drop(group(1.0, 0.0), config, own) is None
-    assert reason_to_drop(group(1.0, 1.0), config, own) == "FILTER:zero_std_1.0"
+    named = {"function": name, "style": "slime"}
+    assert reason_of(deliver(1.0, 0.0), filter=named) is None
+    assert reason_of(deliver(1.0, 1.0), filter=named) == "FILTER:zero_std_1.0"
+
+
+def test_a_filter_sees_why_answers_ended_and_what_their_rewards_were_made_of() -> None:
+    sent = deliver(1.0, 0.0)
+    sent.trajectories[0].finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
+    sent.trajectories[1].finish_reason = trajectory_pb2.FINISH_REASON_STOP
+    for trajectory in sent.trajectories:
+        trajectory.outcome.metrics["acc"] = 0.25
+    found = filtered(sent, "statuses_and_tables", reward_key="score")
+    assert found == "FILTER:truncated completed 0.25 0.25 1.0 0.0"
+    # Which entry of a table counted nobody said: a number is no table.
+    with pytest.raises(ConfigInvalid, match="not subscriptable"):
+        filtered(sent, "statuses_and_tables")
+
+
+def test_a_filter_sees_the_task_as_a_worker_does() -> None:
+    row = {"label": "4", "source": "sums"}
+    asked = (Message("user", "2 + 2?"),)
+    task = write_task(Task("r/3", asked, row, group_size=2, index=3))
+    assert filtered(deliver(1.0, 0.0), "rows", task) == "FILTER:2 + 2? 4 sums 3 6 7"
+    task = write_task(
+        Task("r/3", (Message("user", "2 + 2?"),), {"answer": "4"}, group_size=2, index=3)
+    )
+    with pytest.raises(ConfigInvalid, match=r"no 'label', only answer: name it by label_key"):
+        filtered(deliver(1.0, 0.0), "rows", task)
+    with pytest.raises(ConfigInvalid, match=r"sample.metadata has no 'source'"):
+        filtered(deliver(1.0, 0.0), "rows", task, label_key="answer")
+    with pytest.raises(ConfigInvalid, match="answers no task of this run"):
+        filtered(deliver(1.0, 0.0), "rows")
+
+
+def test_a_filter_reads_the_answers_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spelling:
+        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            return f"{token_ids} {skip_special_tokens}"
+
+    monkeypatch.setattr(group_filter, "load_tokenizer", {"none": Spelling()}.__getitem__)
+    assert filtered(deliver(1.0, 0.0), "texts") == "FILTER:[3] False [4] False"
+
+
+def test_what_the_function_made_several_of_is_nested_in_a_group() -> None:
+    sent = deliver(1.0, 0.0)
+    for number, untrained in enumerate(([], [[2, 3]])):
+        branch = sent.trajectories.add()
+        branch.CopyFrom(sent.trajectories[1])
+        branch.trajectory_id = f"b{number}"
+        branch.parent_trajectory_id = sent.trajectories[1].trajectory_id
+        branch.outcome.CopyFrom(Outcome(reward=0.5))
+        branch.outcome.metadata.update({"penstock.untrained": untrained})
+    # The last is a request that no sample was of.
+    assert filtered(sent, "shape") == "FILTER:[[1.0], [0.0, 0.5]]"
+    # Nor is one sample of several requests a list.
+    del sent.trajectories[2]
+    assert filtered(sent, "shape") == "FILTER:[1.0, 0.0]"
+
+
+def test_a_samples_response_is_what_the_policy_wrote_however_old_it_is() -> None:
+    sent = deliver(1.0, 0.0)
+    read = read_group(sent, trainer_version=9, max_lag=0)
+    assert not any(sample.trained.any() for sample in read.samples)
+    config = {"function": "tests.slime_plugins:lengths", "style": "slime"}
+    named = TrainerConfig.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"reasoning_gym": {"name": "chain_sum"}},
+            "groups": {"filter": config},
+        }
+    )
+    own = load_filter(named)
+    assert own is not None
+    assert own(read, Delivered(sent, lambda: None)) == "FILTER:[1, 1] [[1], [1]]"
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("filter_async", "plain function"), ("filter_says_nothing", "returned None")],
+)
+def test_a_filter_whose_answer_says_nothing_is_refused(function: str, words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        filtered(deliver(1.0, 0.0), function)
 
 
 def test_what_agents_call_unwanted_is_dropped_with_their_reason() -> None:
-    assert reason_to_drop(group(1.0, 0.0, unwanted="EASY"), GroupsConfig()) == "AGENT:EASY"
+    assert reason_of(deliver(1.0, 0.0, unwanted="EASY")) == "AGENT:EASY"
 
 
 # The command line

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching import TrainingGroup, read_group
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
@@ -100,7 +101,7 @@ class Gatherer:
         """Groups that the step at hand was made of before; empty where that does not matter."""
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
-        self._filter = load_filter(config.groups.filter)
+        self._filter = load_filter(config)
 
     def follow(self) -> None:
         """Makes the batches that the ledger has ahead, out of what waits at the servers."""
@@ -245,7 +246,8 @@ class Gatherer:
     ) -> bool:
         """Whether the group was refused because it is of no use. Raises EverythingDropped."""
         config = self._config.groups
-        reason = reason_to_drop(group, config, self._filter)
+        delivered = Delivered(delivery, lambda: self._tasks.task(delivery.task_id))
+        reason = reason_to_drop(group, delivered, config, self._filter)
         if reason is None:
             return False
         if sum(record.groups_dropped.values()) >= config.max_dropped_per_step:

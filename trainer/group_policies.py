@@ -10,16 +10,17 @@ with, not what is reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.plugins.group_filter import slime_filter
+from penstock.client.plugins.group_filter import Delivered, slime_filter
 from penstock.trainer.batching import Sample, TrainingGroup
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import ConfigInvalid
-from penstock.trainer.group_config import FilterConfig, GroupsConfig, OverlongConfig
+from penstock.trainer.group_config import GroupsConfig, OverlongConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.functions import FunctionInvalid, find_function
@@ -37,11 +38,11 @@ ASKED_AGAIN = "ASKED_AGAIN"
 # Rewards that differ by less give advantages of rounding errors.
 LEAST_SPREAD = 1e-9
 
-Filter = Callable[[TrainingGroup], str | None]
+Filter = Callable[[TrainingGroup, Delivered], str | None]
 
 
 def reason_to_drop(
-    group: TrainingGroup, config: GroupsConfig, own: Filter | None = None
+    group: TrainingGroup, delivered: Delivered, config: GroupsConfig, own: Filter | None = None
 ) -> str | None:
     """Why a group that has samples is of no use; None where it is of some."""
     if group.failures and config.failed_siblings != "keep":
@@ -55,7 +56,7 @@ def reason_to_drop(
         return MEAN_TOO_LOW
     if config.max_mean_reward is not None and mean > config.max_mean_reward:
         return MEAN_TOO_HIGH
-    return own(group) if own is not None else None
+    return own(group, delivered) if own is not None else None
 
 
 def _spread(group: TrainingGroup) -> float:
@@ -65,23 +66,26 @@ def _spread(group: TrainingGroup) -> float:
     return max(attempts) - min(attempts) if attempts else 0.0
 
 
-def load_filter(config: FilterConfig | None) -> Filter | None:
-    """The function that the section leads to. Raises ConfigInvalid; so does a call of it that fails, or
+def load_filter(config: TrainerConfig) -> Filter | None:
+    """The function that `groups.filter` leads to. Raises ConfigInvalid; so does a call of it that fails, or
     returns what is neither a text nor None."""
-    if config is None:
+    named = config.groups.filter
+    if named is None:
         return None
-    name, options = config.function, config.options
+    name = named.function
     try:
-        if config.style == "slime":
-            function, options = slime_filter(name, options), {}
+        if named.style == "slime":
+            function = slime_filter(
+                name, named.options, _slime_arguments(config), model=config.model.path
+            )
         else:
-            function = find_function(name, ("group",), options)
+            function = _own_filter(name, named.options)
     except FunctionInvalid as error:
         raise ConfigInvalid(f"groups.filter.function {name}: {error}") from error
 
-    def ask(group: TrainingGroup) -> str | None:
+    def ask(group: TrainingGroup, delivered: Delivered) -> str | None:
         try:
-            reason = function(group, **options)
+            reason = function(group, delivered)
         except Exception as error:
             # Whatever the function raises is its author's to read.
             kind = type(error).__name__
@@ -95,6 +99,28 @@ def load_filter(config: FilterConfig | None) -> Filter | None:
         return OWN + reason
 
     return ask
+
+
+def _own_filter(
+    name: str, options: Mapping[str, object]
+) -> Callable[[TrainingGroup, Delivered], object]:
+    """Raises FunctionInvalid."""
+    function = find_function(name, ("group",), options)
+    return lambda group, _: function(group, **options)
+
+
+def _slime_arguments(config: TrainerConfig) -> dict[str, object]:
+    """What slime's `args` say of the batch and of sampling, which a trainer knows."""
+    sampling = config.data.sampling
+    return {
+        "n_samples_per_prompt": config.data.group_size,
+        "rollout_batch_size": config.train.groups_per_step,
+        "rollout_temperature": sampling.temperature,
+        "rollout_top_p": sampling.top_p,
+        "rollout_top_k": sampling.top_k or -1,
+        "rollout_max_response_len": sampling.max_tokens,
+        "rollout_stop": list(sampling.stop) or None,
+    }
 
 
 def length_penalty(length: int, config: OverlongConfig) -> float:

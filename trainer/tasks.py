@@ -225,6 +225,22 @@ class TaskFeeder:
         found = self._data_sources.get(index)
         return self._source.problem(index).counted_under if found is None else found
 
+    def task(self, task_id: str) -> task_service_pb2.Task | None:
+        """What is asked by a task, as agents are told it; None where it is not of this run. Raises
+        ConfigInvalid where the data cannot be read."""
+        index = self._index(task_id)
+        if index is None:
+            return None
+        task = build_task(
+            self._source.problem(index),
+            run_id=self._run_id,
+            index=index,
+            config=self._config,
+            attempts=self._attempts,
+        )
+        task.task_id = task_id
+        return task
+
     def _index(self, task_id: str) -> int | None:
         """Its place in the data, which is known to have been submitted from now on."""
         run_id, _, place = task_id.rpartition("/")

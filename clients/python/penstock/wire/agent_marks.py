@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from google.protobuf import struct_pb2
     from numpy.typing import NDArray
 
-UNTRAINED = "penstock.untrained"
-UNWANTED = "penstock.unwanted"
+# Of every key that is for the trainer.
+OWN_PREFIX = "penstock."
+UNTRAINED = OWN_PREFIX + "untrained"
+UNWANTED = OWN_PREFIX + "unwanted"
 
 
 class MarkInvalid(ValueError):

@@ -90,8 +90,10 @@ def read_arguments(path: Path | None) -> dict[str, Any]:
         raise ArgumentsInvalid(f"{path}: it is not TOML: {error}") from error
 
 
-def make_arguments(given: Mapping[str, Any], *, model: str, max_context_length: int) -> Namespace:
-    """The namespace, for a server that samples from `model`."""
+def make_arguments(
+    given: Mapping[str, Any], *, model: str, max_context_length: int | None
+) -> Namespace:
+    """The namespace, for a server that samples from `model`; None where its length is not known."""
     served = {
         "hf_checkpoint": model,
         "rollout_max_context_len": max_context_length,

@@ -27,7 +27,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -179,7 +179,21 @@ class SlimeAgent:
             sample.reward = reward
 
 
-def make_sample(task: Task, trajectory: Trajectory, args: Namespace) -> Sample:
+class Attempted(Protocol):
+    """An attempt at a task: its trajectory as an agent has it, or as it was delivered."""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def sample_index(self) -> int:
+        """Its place in the group."""
+        ...
+
+
+def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
     """The sample of an attempt, as slime's data source makes it of a row."""
     row = dict(task.metadata)
     nested = row.get(args.metadata_key)
