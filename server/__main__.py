@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -23,11 +22,10 @@ from penstock.server.engine_sources import (
     VllmSource,
     make_parser,
 )
+from penstock.wire.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
-SECRET_WORDS = frozenset({"token", "key", "secret", "password", "passphrase", "credential"})
-MASK = "***"
 
 HELP = """Serve a model: rollouts, tasks and weight updates over penstock.v1.
 
@@ -132,7 +130,8 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         import tomli_w
 
         resolved = config.model_dump(mode="json", exclude_none=True)
-        resolved["engine"] = _masked(source.options)
+        # They are vLLM's, which has some at the top (`hf_token`) and takes others within a table.
+        resolved["engine"] = without_secrets(source.options)
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
 
@@ -237,19 +236,6 @@ def _cannot_serve(source: EngineSource, error: Exception) -> int:
     logger.debug("the engine did not start", exc_info=error)
     click.echo(f"penstock serve: cannot serve {source.model}: {error}", err=True)
     return 1
-
-
-def _masked(value: object, name: str = "") -> object:
-    """Without the texts of options whose names say that they are secrets: they are vLLM's, which has
-    some at the top (`hf_token`) and takes others within a table."""
-    if isinstance(value, dict):
-        table = cast("dict[object, object]", value)
-        return {key: _masked(item, str(key)) for key, item in table.items()}
-    if isinstance(value, list | tuple):
-        return [_masked(item, name) for item in cast("list[object]", value)]
-    # A tokenizer and a number of tokens are none.
-    secret = SECRET_WORDS & set(re.split(r"[^a-z]+", name.lower()))
-    return MASK if secret and isinstance(value, str) else value
 
 
 def _without_none(value: object) -> object:

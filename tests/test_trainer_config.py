@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,19 @@ def test_a_run_that_cannot_be_divided_is_refused_with_its_reason(
         load_config(write(tmp_path), overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_what_is_printed_holds_no_secret_of_a_tracker(tmp_path: Path) -> None:
+    trackers = (
+        '[[metrics.trackers]]\nkind = "mlflow"\ntracking_uri = "https://me:hunter2@mlflow.example"\n'
+        '[[metrics.trackers]]\nkind = "custom"\nfunction = "a:b"\n'
+        'options = { api_key = "hunter2", host = "https://u:hunter2@h/", team = "blue" }\n'
+    )
+    config = load_config(write(tmp_path, MINIMAL + trackers))
+    printed = render_config(config)
+    assert "hunter2" not in printed
+    mlflow, own = tomllib.loads(printed)["metrics"]["trackers"]
+    assert mlflow["tracking_uri"] == "https://***@mlflow.example"
+    assert own["options"] == {"api_key": "***", "host": "https://***@h/", "team": "blue"}
+    # What the run itself goes by is whole.
+    assert "hunter2" in str(config.metrics.trackers)

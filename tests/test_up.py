@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.client.__main__ import main
+from penstock.demo import up_checks
 from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
@@ -247,3 +248,13 @@ async def test_a_dry_run_prints_what_each_command_makes_of_its_part(
     assert resolved["rollout"]["concurrency"] == 8
     assert resolved["train"]["staleness"]["max_lag"] == 4
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_workers_commands_find_in_their_environment_is_not_printed(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up_checks, "_ask", lambda command, section, table: {})
+    loaded = load(config, ['rollout.env=["OPENAI_API_KEY=sk-1", "TURNS=3", "HOME"]'])
+    shown = up_checks.resolve(loaded, Programs())
+    assert shown["rollout"]["env"] == ["OPENAI_API_KEY=***", "TURNS=3", "HOME"]
+    assert loaded.worker_options["env"] == ["OPENAI_API_KEY=sk-1", "TURNS=3", "HOME"]

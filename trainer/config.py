@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -19,6 +19,7 @@ from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.section import Section
 from penstock.trainer.server_config import ServerConfig
 from penstock.trainer.weights_config import ALWAYS_WHOLE, WeightsConfig
+from penstock.wire.secrets import without_passwords, without_secrets
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
@@ -334,8 +335,27 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 
 
 def render_config(config: TrainerConfig) -> str:
-    """The whole configuration, defaults included, as TOML that `load_config` reads back."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    """The whole configuration, defaults included, as TOML that `load_config` reads back; for people: what
+    functions of one's own and trackers are given may hold secrets, which are left out."""
+    return tomli_w.dumps(_shown(config.model_dump(mode="json", exclude_none=True)))
+
+
+def _shown(table: Mapping[str, object]) -> dict[str, object]:
+    shown: dict[str, object] = {}
+    for name, value in table.items():
+        if name in ("options", "trackers"):
+            shown[name] = without_secrets(value)
+        elif isinstance(value, Mapping):
+            shown[name] = _shown(cast("Mapping[str, object]", value))
+        elif isinstance(value, list):
+            items = cast("list[object]", value)
+            shown[name] = [
+                _shown(cast("Mapping[str, object]", item)) if isinstance(item, Mapping) else item
+                for item in items
+            ]
+        else:
+            shown[name] = value
+    return shown
 
 
 def _explain(path: Path, error: ValidationError) -> str:
@@ -346,4 +366,4 @@ def _explain(path: Path, error: ValidationError) -> str:
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
         said = str(problem["msg"]).removeprefix("Value error, ")
         lines.append(f"{field}: {said}{got}" if field else said)
-    return redact(f"{path}: " + "; ".join(lines))
+    return without_passwords(redact(f"{path}: " + "; ".join(lines)))

@@ -23,6 +23,7 @@ from penstock.demo.up_state import EVENTS, is_running
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.config import load as load_serve
 from penstock.wire.channel import is_loopback
+from penstock.wire.secrets import without_secrets
 from penstock.wire.settings import Table
 
 CHECK_SECONDS = 120.0
@@ -114,7 +115,7 @@ def resolve(config: UpConfig, programs: Programs) -> Table:
         "up": config.up.model_dump(mode="json"),
         "cluster": config.cluster.model_dump(mode="json", exclude_none=True),
         "serve": _ask((*server, "--config"), "serve", config.serve),
-        "rollout": {**config.worker_options, "count": config.worker_count},
+        "rollout": {**_shown(config.worker_options), "count": config.worker_count},
     }
     if config.engine_count:
         engines = _ask((*programs.serve, "--config"), "engines", config.engines)
@@ -122,6 +123,18 @@ def resolve(config: UpConfig, programs: Programs) -> Table:
     if config.train is not None:
         resolved["train"] = _ask(programs.train, "train", config.train_at(listen))
     return resolved
+
+
+def _shown(options: Table) -> Table:
+    """A worker's options as they are printed: what its commands find in their environment may be secret."""
+    shown = dict(options)
+    if "env" in options:
+        given = options["env"]
+        pairs = list(cast("list[object]", given)) if isinstance(given, list) else [given]
+        for place, (name, sign, value) in enumerate(str(pair).partition("=") for pair in pairs):
+            pairs[place] = f"{name}{sign}{without_secrets(value, name) if sign else ''}"
+        shown["env"] = pairs
+    return shown
 
 
 def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:

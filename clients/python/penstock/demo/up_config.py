@@ -37,7 +37,9 @@ from typing import cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.demo.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
+from penstock.wire.secrets import without_passwords
 from penstock.wire.settings import SettingInvalid, Table, apply_setting, read_table
+from penstock.wire.token_file import redact
 
 WORKER_PATIENCE = "reconnect-timeout"
 HUBS_OWN = ("model", "tokenizer")
@@ -243,4 +245,4 @@ def _explain(error: ValidationError) -> str:
         field = ".".join(str(part) for part in problem["loc"])
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
         lines.append(f"{field}: {problem['msg']}{got}")
-    return "; ".join(lines)
+    return without_passwords(redact("; ".join(lines)))
