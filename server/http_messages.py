@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -40,6 +40,14 @@ NEUTRAL: requests.Neutral = {
         {"type": "auto"},
         {"type": "auto", "disable_parallel_tool_use": False},
     ),
+}
+# Of a tool: what vLLM's model leaves out, and the policy would have to know of.
+_LEFT_OUT = ("defer_loading", "input_examples")
+# The blocks that a message of each role may have; others vLLM's converter leaves out, or makes text of.
+_BLOCKS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
 }
 
 
@@ -81,8 +89,12 @@ class Messages:
         for index, tool in enumerate(requests.objects(found, "tools")):
             if tool.get("type") not in (None, "custom"):
                 raise FieldInvalid(f"tools[{index}].type", 'must be "custom"', tool["type"])
+            for name in _LEFT_OUT:
+                if tool.get(name):
+                    raise FieldInvalid(f"tools[{index}].{name}", "is not supported here")
+        _check_blocks(found)
         request = requests.validated(AnthropicMessagesRequest, found)
-        _check_results(request)
+        _read_results(request)
         messages: list[dict[str, Any]] = []
         try:
             # vLLM's model of chat would hand out what it was given as iterators.
@@ -140,16 +152,41 @@ class Messages:
         return f"event: error\ndata: {json.dumps(self.error(error))}\n\n"
 
 
-def _check_results(request: AnthropicMessagesRequest) -> None:
-    """Of a tool's answer vLLM's converter leaves out what it has no form for. Raises FIELD_INVALID."""
+def _check_blocks(body: requests.JsonObject) -> None:
+    """Refuses blocks that would be left out. Raises FIELD_INVALID."""
+    said: list[tuple[str, str, object]] = [("system", "system", body.get("system"))]
+    for index, message in enumerate(requests.objects(body, "messages")):
+        said.append(
+            (f"messages[{index}].content", str(message.get("role")), message.get("content"))
+        )
+    for where, role, content in said:
+        if role not in _BLOCKS or not isinstance(content, list):
+            # A text; or what vLLM's model refuses.
+            continue
+        for index, block in enumerate(cast("list[object]", content)):
+            kind = (
+                cast("requests.JsonObject", block).get("type") if isinstance(block, dict) else None
+            )
+            if kind not in _BLOCKS[role]:
+                allowed = " or ".join(json.dumps(name) for name in _BLOCKS[role])
+                raise FieldInvalid(f"{where}[{index}].type", f"must be {allowed} here", kind)
+
+
+def _read_results(request: AnthropicMessagesRequest) -> None:
+    """Checks what tools answered, and says in its text where one failed: templates have no other place for
+    it. Raises FIELD_INVALID."""
     for i, message in enumerate(request.messages):
         blocks = message.content if isinstance(message.content, list) else []
         for j, block in enumerate(blocks):
             parts = block.content if isinstance(block.content, list) else []
             for k, part in enumerate(parts):
-                if part.get("type") != "text":
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
                     where = f"messages[{i}].content[{j}].content[{k}].type"
                     raise FieldInvalid(where, "is not supported: only text is", part.get("type"))
+            if block.type == "tool_result" and block.is_error:
+                # Joined as vLLM's converter does it.
+                text = "\n".join(part["text"] for part in parts) if parts else block.content
+                block.content = f"Error: {text}" if text else "Error"
 
 
 def _with_extra(event: str, reply: Reply) -> str:

@@ -160,6 +160,12 @@ FOUND = {
 }
 SAID = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
 PICTURED = {**SAID, "content": [{"type": "output_text", "text": "So"}, {"type": "input_image"}]}
+TOOL = {"name": "t", "input_schema": {"type": "object"}}
+BLOCK, DEFERRED, EXAMPLES = (
+    "messages[0].content[0].type",
+    "tools[0].defer_loading",
+    "tools[0].input_",
+)
 
 REFUSED = [
     ("chat/completions", {"n": 2}, "n"),
@@ -184,6 +190,23 @@ REFUSED = [
     ("messages", {"max_tokens": 5, "tools": [{"type": "bash_1", "name": "b"}]}, "tools[0].type"),
     ("messages", {}, "max_tokens"),
     ("messages", {"max_tokens": 5, "messages": [FOUND]}, "messages[0].content[0].content[1].type"),
+    *(
+        ("messages", {"max_tokens": 5, "messages": [{"role": role, "content": [block]}]}, BLOCK)
+        for role, block in (
+            ("user", {"type": "image"}),
+            ("user", {"type": "image", "source": {"type": "url", "url": "http://x"}}),
+            ("user", {"type": "document", "source": {"type": "text", "data": "x"}}),
+            ("user", {"type": "tool_reference", "tool_name": "t"}),
+            ("assistant", {"type": "redacted_thinking", "data": "x"}),
+            ("assistant", {"type": "tool_result", "tool_use_id": "c", "content": "x"}),
+            ("system", {"type": "image", "source": {"type": "url", "url": "http://x"}}),
+            ("system", {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "t"}}),
+            ("system", {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "t"}}),
+        )
+    ),
+    ("messages", {"max_tokens": 5, "system": [{"type": "image"}]}, "system[0].type"),
+    ("messages", {"max_tokens": 5, "tools": [{**TOOL, "defer_loading": True}]}, DEFERRED),
+    ("messages", {"max_tokens": 5, "tools": [{**TOOL, "input_examples": [{}]}]}, EXAMPLES),
     ("responses", {"input": [PICTURED]}, "input[0].content[1].type"),
     ("responses", {"input": [{"type": "message", "role": "user", "content": [1]}]}, "input"),
 ]
@@ -240,6 +263,35 @@ async def test_what_the_policy_said_is_read_whole_in_whatever_form_it_is_sent(
     assert record is not None and record.turn is not None
     context = record.token_array()[: record.turn.context_token_count].tolist()
     assert "It is four." in ByteRenderer().decode(context)
+
+
+FAILURES = [
+    ("no such file", "Error: no such file"),
+    (
+        [{"type": "text", "text": "no"}, {"type": "text", "text": "such file"}],
+        "Error: no\nsuch file",
+    ),
+    (None, "Error"),
+    ([], "Error"),
+]
+
+
+@pytest.mark.parametrize(("content", "told"), FAILURES)
+async def test_the_policy_is_told_that_a_tool_failed(server: Harness, content: Any, told: str):
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": content}
+    said = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    asked = {"model": "m", "max_tokens": 5, "messages": said}
+    async with httpx.AsyncClient(timeout=20) as http:
+        for attempt, failed in (("a", True), ("b", False)):
+            result["is_error"] = failed
+            answer = await http.post(f"{server.http}/attempts/{attempt}/messages", json=asked)
+            assert answer.status_code == 200, answer.text
+            record = server.serving.store.find(attempt)
+            assert record is not None and record.turn is not None
+            context = record.token_array()[: record.turn.context_token_count].tolist()
+            read = ByteRenderer().decode(context)
+            assert (f"{told}" in read, "Error" in read) == (failed, failed)
 
 
 async def test_errors_have_each_sdks_own_shape(server: Harness):
