@@ -277,6 +277,14 @@ async def told(args, sample: Sample, sampling_params, evaluation=False) -> Sampl
     return sample
 
 
+async def told_always(args, sample: Sample, sampling_params, evaluation) -> Sample:
+    return await told(args, sample, sampling_params, evaluation)
+
+
+async def told_by_name(args, sample: Sample, sampling_params, *, evaluation) -> Sample:
+    return await told(args, sample, sampling_params, evaluation)
+
+
 def told_reward(args, sample, **kwargs):
     told = float(sample.metadata["evaluation"])
     return {"score": 1.0, "acc": 0.25, "evaluation": told}

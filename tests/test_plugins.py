@@ -208,6 +208,16 @@ async def test_a_function_is_told_of_an_evaluation_whose_reward_may_be_another_e
     assert dict(measured.outcome.metrics) == {**others, "evaluation": 1.0}
 
 
+@pytest.mark.parametrize("function", ["told_always", "told_by_name"])
+async def test_a_function_that_has_to_be_told_of_evaluations_is_one(
+    rig: Rig, function: str
+) -> None:
+    statistics = await rig.run(function, "told_reward")
+    assert statistics.failures == {}
+    (trained,) = (await rig.group()).trajectories
+    assert trained.outcome.metrics["evaluation"] == 0.0
+
+
 async def test_turns_with_text_never_encode_the_policys_tokens_again(rig: Rig) -> None:
     await rig.run("search", "length_reward")
     (trajectory,) = (group := await rig.group()).trajectories

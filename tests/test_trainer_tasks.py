@@ -111,6 +111,16 @@ def test_a_task_says_which_source_it_is_of() -> None:
     assert (task.data_source, task.metadata["data_source"]) == ("train", "gsm8k")
 
 
+async def test_a_task_is_found_again_by_its_id() -> None:
+    async with ScriptedServer() as server, connected(server) as channel:
+        tasks = feeder(channel, 4)
+        asked = build_task(Numbers().problem(3), run_id="r", index=3, config=DATA)
+        assert tasks.task("r/3") == asked
+        again = tasks.task("r/3~+1")
+        assert again is not None and (again.task_id, again.index) == ("r/3~+1", 3)
+        assert tasks.task("other/3") is None
+
+
 async def test_tasks_are_topped_up_as_groups_arrive() -> None:
     async with ScriptedServer() as server, connected(server) as channel:
         taken = 0

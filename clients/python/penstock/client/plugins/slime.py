@@ -156,9 +156,7 @@ class SlimeAgent:
             await episode.fill()
             return episode.sample
         params = write_sampling_params(task.sampling, args)
-        named = {"evaluation": task.purpose is Purpose.EVAL}
-        if "evaluation" not in inspect.signature(function).parameters:
-            named = {}
+        named = {"evaluation": task.purpose is Purpose.EVAL} if takes_evaluation(function) else {}
         return await call_plugin(function, args, episode.sample, params, **named)
 
     async def _score(self, samples: Sequence[Sample], *, whole: bool) -> None:
@@ -177,6 +175,15 @@ class SlimeAgent:
             raise RewardMissing(f"{len(missing)} samples, and the function returned {rewards!r}")
         for sample, reward in zip(missing, rewards, strict=True):
             sample.reward = reward
+
+
+def takes_evaluation(function: Callable[..., Any]) -> bool:
+    """Whether a function's signature names `evaluation`, which it is then given by its name."""
+    try:
+        return "evaluation" in inspect.signature(function).parameters
+    except ValueError:
+        # Some functions written in C have none.
+        return False
 
 
 class Attempted(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.client.functions import BadFunction
 from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
-from penstock.client.plugins.slime import SlimeAgent
+from penstock.client.plugins.slime import SlimeAgent, takes_evaluation
 from penstock.client.scoring import Agent, group_reward, single_turn
 from penstock.wire.functions import FunctionInvalid, find_function
 
@@ -87,7 +87,7 @@ def load_slime(
     """Functions of slime's. Raises BadFunction."""
     modules.install()
     found = [
-        find(generate, "--generate", ("args", "sample", "sampling_params")) if generate else None,
+        _find_generate(generate) if generate else None,
         find(reward, "--reward", ("args", "sample")) if reward else None,
     ]
     # By these functions of ours, such as `generate_and_rm`, find them.
@@ -96,6 +96,14 @@ def load_slime(
     return SlimeAgent(
         found[0], found[1], given, group_reward=whole_group, needs_tokenizer=needs_tokenizer
     )
+
+
+def _find_generate(name: str) -> Callable[..., Any]:
+    """Raises BadFunction."""
+    function = find(name, "--generate", None)
+    # It need not have a default: whoever names it is told.
+    named = {"evaluation": False} if takes_evaluation(function) else None
+    return find(name, "--generate", ("args", "sample", "sampling_params"), named)
 
 
 def find(
