@@ -260,9 +260,10 @@ async def test_without_a_replica_a_search_fails_in_time(servers: Servers) -> Non
             await client.search(["nile"], 1)
 
 
-async def test_a_server_without_an_index_says_why_and_ends(tmp_path: Path) -> None:
+async def refused(folder: Path, *options: str) -> str:
+    """All that a server says that does not start."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "research.retrieval_server", str(tmp_path)),
+        *(sys.executable, "-m", "research.retrieval_server", str(folder), *options),
         cwd=FOLDER,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -271,4 +272,29 @@ async def test_a_server_without_an_index_says_why_and_ends(tmp_path: Path) -> No
         async with asyncio.timeout(60):
             said, _ = await process.communicate()
     assert process.returncode not in (0, None)
-    assert b"bm25" in said and b"serving" not in said
+    return said.decode()
+
+
+async def test_a_server_without_an_index_says_why_and_ends(tmp_path: Path) -> None:
+    said = await refused(tmp_path)
+    assert "bm25" in said and "serving" not in said and said.count("\n") == 1
+    assert f"{sys.executable} -m research.prepare --kinds bm25`" in said
+
+
+async def test_a_server_without_embeddings_says_in_a_line_how_to_make_them(
+    corpus_folder: Path,
+) -> None:
+    said = await refused(corpus_folder, "--kinds", "bm25,embeddings")
+    assert said.startswith("retrieval_server: ") and said.count("\n") == 1
+    assert f"{corpus_folder} has no embeddings index" in said and "no bm25 index" not in said
+    assert "-m research.prepare --kinds bm25,embeddings`" in said
+
+
+def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"json": "json", "no_such_module": "some-package"}
+    monkeypatch.setitem(indexes.LIBRARIES, "embeddings", packages)
+    assert indexes.not_installed(["bm25"]) == ""
+    said = indexes.not_installed(["bm25", "embeddings"])
+    command = said.removeprefix("some-package is not installed: ").strip("`").split()
+    assert command[0] == sys.executable and command[2] == "search"
+    assert Path(command[1]).name == "add_extra.py" and Path(command[1]).is_file()

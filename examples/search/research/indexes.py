@@ -11,16 +11,24 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 Kind: TypeAlias = Literal["bm25", "embeddings"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+LIBRARIES: dict[Kind, dict[str, str]] = {
+    "bm25": {"bm25s": "bm25s", "Stemmer": "PyStemmer"},
+    "embeddings": {"sentence_transformers": "sentence-transformers"},
+}
+"""Modules that a kind needs, and the packages that they come in."""
 
 BM25_FOLDER = "bm25"
 EMBEDDINGS_FILE = "embeddings.npy"
@@ -130,6 +138,29 @@ def build(folder: Path, kind: Kind, texts: Sequence[str], encode: Encode | None 
 def is_built(folder: Path, kind: Kind) -> bool:
     """Whether a folder holds an index."""
     return (folder / (BM25_FOLDER if kind == "bm25" else EMBEDDINGS_FILE)).exists()
+
+
+def parse_kinds(text: str) -> list[Kind]:
+    """Reads "bm25,embeddings". Raises ValueError."""
+    chosen = text.split(",")
+    if not set(chosen) <= set(KINDS):
+        raise ValueError(f"--kinds is of {', '.join(KINDS)}, got {text!r}")
+    return cast("list[Kind]", chosen)
+
+
+def not_installed(kinds: Iterable[Kind]) -> str:
+    """Which packages these kinds miss, and the command that installs them; empty where there are all."""
+    missing = [
+        package
+        for kind in dict.fromkeys(kinds)
+        for module, package in LIBRARIES[kind].items()
+        if importlib.util.find_spec(module) is None
+    ]
+    if not missing:
+        return ""
+    add_extra = Path(__file__).resolve().parents[3] / ".ci" / "add_extra.py"
+    are = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(missing)} {are} not installed: `{sys.executable} {add_extra} search`"
 
 
 def load(folder: Path, kind: Kind, shard: Shard, encode: Encode | None = None) -> Index:

@@ -9,7 +9,8 @@
 
 Queries of all callers are searched in batches (`batching`). A request that cannot be read is answered 400 with
 what is wrong, one for which there is no room 503. It listens before it has loaded, so callers wait rather than
-fail. SIGTERM: it takes no more, answers what it has, and ends.
+fail. What was not prepared it says in one line, and ends. SIGTERM: it takes no more, answers what it has, and
+ends.
 """  # noqa: E501 - a table.
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from research.batching import Batcher, Closed, Full, Limits
 from research.corpus import Chunk, load_chunks
 from research.embedding_model import model_folder
 from research.indexes import Hit, Index, Kind, Shard
+from research.prepare import missing
 from research.retrieval_client import LONGEST_QUERY
 
 MOST_QUERIES = 256
@@ -224,19 +226,21 @@ class _Announced(uvicorn.Server):
 )
 def main(folder: Path, listen: str, shard: str, kinds: str, window: float, max_batch: int) -> None:
     """Serve a shard of the corpus in FOLDER."""
-    chosen = kinds.split(",")
-    if not set(chosen) <= set(indexes.KINDS):
-        raise click.UsageError(f"--kinds is of {', '.join(indexes.KINDS)}, got {kinds!r}")
+    try:
+        chosen = indexes.parse_kinds(kinds)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     try:
         part = Shard.parse(shard)
     except ValueError as error:
         raise click.UsageError(f"--shard: {error}") from error
+    # Here, because uvicorn reports what fails later by its traceback.
+    if lacks := missing(folder, chosen):
+        sys.exit(f"retrieval_server: {lacks}")
     host, _, port = listen.rpartition(":")
     listening = socket.create_server((host, int(port)), backlog=1024)
     host, port = listening.getsockname()[:2]
-    app = make_app(
-        folder, cast("list[Kind]", chosen), part, Limits(window_seconds=window, max_batch=max_batch)
-    )
+    app = make_app(folder, chosen, part, Limits(window_seconds=window, max_batch=max_batch))
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_TO_DRAIN
     )
