@@ -128,8 +128,10 @@ def read(body: dict[str, Any]) -> ChatRequest:
             "tool_choice", 'is not supported but for "auto" where there are tools', "none"
         )
     options = request.stream_options
+    messages = requests.read_messages(body["messages"])
+    requests.check_end(messages, f"messages[{len(messages) - 1}]")
     return ChatRequest(
-        requests.read_messages(body["messages"]),
+        messages,
         requests.read_tools([tool["function"] for tool in tools]),
         requests.sampling_of(body, SAMPLING),
         bool(request.stream),

@@ -78,10 +78,17 @@ class Messages:
 
     def read(self, body: bytes) -> MessagesRequest:
         """See Surface."""
-        return self._read(requests.read_object(body))
+        found = requests.read_object(body)
+        request = self._read(found)
+        said = [str(message.get("role")) for message in requests.objects(found, "messages")]
+        # An empty message after it may have been left out.
+        last = max((at for at, role in enumerate(said) if role == "assistant"), default=0)
+        requests.check_end(request.messages, f"messages[{last}]")
+        return request
 
     def read_count(self, body: bytes) -> MessagesRequest:
-        """A request that asks only how many tokens its conversation has. Raises DomainError."""
+        """A request that asks only how many tokens its conversation has, whoever has the last word. Raises
+        DomainError."""
         return self._read({"max_tokens": 1, **requests.read_object(body)})
 
     def _read(self, found: requests.JsonObject) -> MessagesRequest:

@@ -154,6 +154,15 @@ def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Mess
     return [_message(dict(message), f"{where}[{i}]") for i, message in enumerate(messages)]
 
 
+def check_end(messages: Sequence[Message], where: str) -> None:
+    """Refuses a conversation that ends in words of the assistant's: they would be closed, and a second
+    message opened behind them. `where` is that message. Raises FIELD_INVALID."""
+    if messages[-1].role == "assistant":
+        raise FieldInvalid(
+            where, "must not be the last: the assistant's words are not gone on with"
+        )
+
+
 def _message(message: JsonObject, where: str) -> Message:
     role = ROLES.get(str(message.get("role")))
     if role is None:

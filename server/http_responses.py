@@ -104,6 +104,7 @@ class Responses:
             read = requests.read_messages(cast("list[Any]", messages), "input")
         except requests.UNFIT as error:
             raise requests.unfit("input", error) from None
+        requests.check_end(read, f"input[{len(request.input) - 1}]")
         return ReadRequest(
             read,
             requests.read_tools(requests.objects(found, "tools")),

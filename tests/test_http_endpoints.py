@@ -166,6 +166,10 @@ BLOCK, DEFERRED, EXAMPLES = (
     "tools[0].defer_loading",
     "tools[0].input_",
 )
+SAYS, EMPTY = {"role": "assistant", "content": "So"}, {"role": "user", "content": []}
+OUT, CALLED = [{"type": "output_text", "text": "So"}], "function_call"
+FUNCTION = {"name": "t", "arguments": "{}"}
+CALL = {"type": "function", "id": "c", "function": FUNCTION}
 
 REFUSED = [
     ("chat/completions", {"n": 2}, "n"),
@@ -207,6 +211,13 @@ REFUSED = [
     ("messages", {"max_tokens": 5, "system": [{"type": "image"}]}, "system[0].type"),
     ("messages", {"max_tokens": 5, "tools": [{**TOOL, "defer_loading": True}]}, DEFERRED),
     ("messages", {"max_tokens": 5, "tools": [{**TOOL, "input_examples": [{}]}]}, EXAMPLES),
+    ("chat/completions", {"messages": [USER, SAYS]}, "messages[1]"),
+    ("chat/completions", {"messages": [USER, {**SAYS, "tool_calls": [CALL]}]}, "messages[1]"),
+    ("messages", {"max_tokens": 5, "messages": [USER, USER, SAYS]}, "messages[2]"),
+    ("messages", {"max_tokens": 5, "messages": [USER, SAYS, EMPTY]}, "messages[1]"),
+    ("responses", {"input": [USER, SAYS]}, "input[1]"),
+    ("responses", {"input": [USER, {**SAID, "status": "incomplete", "content": OUT}]}, "input[1]"),
+    ("responses", {"input": [USER, {**FUNCTION, "call_id": "c", "type": CALLED}]}, "input[1]"),
     ("responses", {"input": [PICTURED]}, "input[0].content[1].type"),
     ("responses", {"input": [{"type": "message", "role": "user", "content": [1]}]}, "input"),
 ]
@@ -331,6 +342,10 @@ async def test_a_conversation_is_counted_as_it_would_be_sampled_after(server: Ha
         answer = await client.messages.create(**conversation, max_tokens=5)
         usage = answer.usage
         assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0) > 0
+        # Nothing is sampled after it: anything may be counted.
+        said = [USER, {"role": "assistant", "content": "So"}]
+        longer = await client.messages.count_tokens(**{**conversation, "messages": said})
+        assert longer.input_tokens > counted.input_tokens
         with pytest.raises(anthropic.BadRequestError, match="thinking"):
             await client.messages.count_tokens(**conversation, thinking={"type": "disabled"})
 

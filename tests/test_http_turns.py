@@ -554,7 +554,7 @@ async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
         with pytest.raises(openai.BadRequestError, match="must answer"):
             await agent.responses.create(
                 model="m",
-                input=[{"role": "assistant", "content": "x"}],
+                input=[{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
                 previous_response_id=first.id,
             )
         # One that nothing was kept of.
