@@ -102,7 +102,8 @@ class JournalSection(_Section):
     """Name of the stream there; it is made where there is none. One server writes to a stream."""
     durability: Literal["fsync", "process", "none"] = "fsync"
     """What an answer promises: that what it says survives the loss of power, or kill -9 of the server, or
-    nothing. With `url` "fsync" needs `monitor`."""
+    nothing, which is what is left where there is neither `folder` nor `url`. With `url` "fsync" needs
+    `monitor`."""
     monitor: str | None = None
     """http://HOST:PORT at which the NATS server is monitored: it is asked whether it syncs every write."""
     credentials: Path | None = None
@@ -142,8 +143,23 @@ class JournalSection(_Section):
                 raise ValueError("must hold neither user nor password; name a file of credentials")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_place(cls, table: object) -> object:
+        """Nothing is promised that nobody asked for."""
+        if not isinstance(table, dict):
+            return table
+        given = cast("dict[str, object]", table)
+        if given.get("folder") is None and given.get("url") is None:
+            return {"durability": "none", **given}
+        return given
+
     @model_validator(mode="after")
     def _check_place(self) -> JournalSection:
+        if self.url is None and self.folder is None and self.durability != "none":
+            raise ValueError(
+                f'durability "{self.durability}" needs folder or url: without either all is in memory only'
+            )
         if self.url is not None and self.folder is not None:
             raise ValueError("folder and url exclude each other")
         if self.url is not None and self.durability == "fsync" and self.monitor is None:

@@ -87,6 +87,20 @@ def test_a_dry_run_prints_no_secret(model: Path, capsys: pytest.CaptureFixture[s
     assert (engine["tokenizer"], engine["max_num_batched_tokens"]) == (str(model), 512)
 
 
+@pytest.mark.parametrize("durability", ["fsync", "process"])
+def test_a_durability_without_a_place_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], durability: str
+) -> None:
+    options = ("--model", str(model), "--dtype", "float32", "--max-model-len", "128", "--dry-run")
+    status, _, said = serve_here(capsys, *options, "--set", f"journal.durability={durability}")
+    assert status == 2 and f'durability "{durability}" needs folder or url' in said
+    # What is printed says what is promised.
+    _, printed, _ = serve_here(capsys, *options)
+    assert tomllib.loads(printed)["journal"]["durability"] == "none"
+    _, printed, _ = serve_here(capsys, *options, "--set", f"journal.folder={tmp_path}")
+    assert tomllib.loads(printed)["journal"]["durability"] == "fsync"
+
+
 def test_it_ends_without_a_word(model: Path) -> None:
     process = subprocess.Popen(
         [
