@@ -29,6 +29,7 @@ from penstock.trainer.evaluation_record import (
     EvaluationRecord,
     MeasuredPrompt,
     make_record,
+    read_measured,
     take_figures,
 )
 from penstock.trainer.evaluation_stream import EvaluationStream
@@ -127,6 +128,50 @@ def test_a_prompt_of_another_version_is_asked_again_and_then_counts_as_failed() 
     (measured,) = prompts.measured
     assert prompts.done and measured.rewards == ()
     assert measured.failure_reasons == ("OTHER_VERSION",) * 2
+    # No figure is of them, and so none of their versions was measured.
+    record = make_record(
+        [measured, prompt(1.0, versions=(2,))],
+        name="n",
+        step=2,
+        weight_version=2,
+        mode="pinned",
+        samples_per_prompt=1,
+        passes_from=1.0,
+        prompts_asked=2,
+    )
+    assert (record.oldest_weight_version, record.newest_weight_version) == (2, 2)
+    assert (record.mixed_groups, record.mixed_share) == (0, 0.0)
+
+
+def test_versions_of_what_failed_are_not_measured_and_yet_of_another_version() -> None:
+    def one(name: str, version: int, parent: str = "", **outcome: Any) -> Any:
+        ids = codec.array_bytes(np.array([1, 2], np.int32))
+        author = trajectory_pb2.AUTHOR_POLICY
+        return Trajectory(
+            trajectory_id=name,
+            segments=[Segment(author=author, token_ids=ids, weight_version=version)],
+            outcome=Outcome(**outcome),
+            parent_trajectory_id=parent,
+        )
+
+    failure = {"reason": "BAD"}
+    group = TrajectoryGroup(
+        trajectories=[
+            one("a", 3, reward=1.0),
+            one("b", 1, failure=failure),
+            # A branch is measured with its attempt, or not at all.
+            one("c", 4, parent="a", reward=1.0),
+            one("d", 2, parent="b", reward=1.0),
+        ]
+    )
+    measured = read_measured(group, "s")
+    assert (measured.versions, measured.failed_versions) == ((3, 4), (1, 2))
+    assert (measured.rewards, measured.failure_reasons) == ((1.0,), ("BAD",))
+    # How often a pinned prompt fails is that version's to say, too.
+    prompts = Prompts("p", 1, concurrency=1, pinned_version=3, max_other_version=1)
+    (asked,) = prompts.next()
+    of_two = MeasuredPrompt("s", (1.0,), (2,), 0, ("BAD",), (3,), (1,))
+    assert prompts.take(asked.task_id, of_two) is Verdict.AGAIN
 
 
 @dataclass

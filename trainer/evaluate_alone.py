@@ -23,7 +23,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.client.asked import AskedTrajectory
@@ -253,12 +253,18 @@ def _measure(
     scored = [(one, end) for one, end in ended if isinstance(end, Outcome)]
     lengths = [sum(len(turn.token_ids) for turn in one.turns) for one, _ in scored]
     cut = [one for one, _ in scored if one.turns]
-    versions = {v for one, _ in ended for turn in one.turns for v in turn.weight_versions}
+    failed = [one for one, end in ended if isinstance(end, Failed)]
     return MeasuredPrompt(
         data_source,
         rewards=tuple(end.reward for _, end in scored),
         tokens=tuple(lengths),
         truncated=sum(one.last_turn.finish_reason is FinishReason.LENGTH for one in cut),
         failure_reasons=tuple(end.reason for _, end in ended if isinstance(end, Failed)),
-        versions=tuple(sorted(versions)),
+        versions=_versions(one for one, _ in scored),
+        failed_versions=_versions(failed),
     )
+
+
+def _versions(trajectories: Iterable[AskedTrajectory]) -> tuple[int, ...]:
+    """Those that sampled a token, each once."""
+    return tuple(sorted({v for one in trajectories for t in one.turns for v in t.weight_versions}))

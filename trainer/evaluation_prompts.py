@@ -117,6 +117,8 @@ class Prompts:
                 tokens=(),
                 truncated=0,
                 failure_reasons=(OTHER_VERSION,) * samples,
+                versions=(),
+                failed_versions=(*measured.versions, *measured.failed_versions),
             )
         self._measured[task_id] = measured
         return Verdict.MEASURED
@@ -127,7 +129,8 @@ class Prompts:
 
     def _is_of_another_version(self, measured: MeasuredPrompt) -> bool:
         pinned = self._pinned_version
-        return pinned is not None and any(version != pinned for version in measured.versions)
+        versions = *measured.versions, *measured.failed_versions
+        return pinned is not None and any(version != pinned for version in versions)
 
 
 class Schedule:

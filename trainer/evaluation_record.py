@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.v1 import trajectory_pb2
@@ -35,7 +35,9 @@ class MeasuredPrompt:
     failure_reasons: tuple[str, ...] = ()
     """Of each sample that failed."""
     versions: tuple[int, ...] = ()
-    """Weight versions that sampled a token of it, each once."""
+    """Weight versions that sampled a token of the samples that did not fail, each once."""
+    failed_versions: tuple[int, ...] = ()
+    """Those of the others: in no figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class EvaluationRecord:
     """Prompts of which nothing came: it ended before."""
     failure_reasons: dict[str, int] = field(default_factory=dict[str, int])
     oldest_weight_version: int | None = None
-    """Smallest version that sampled a token of it; None where nobody sampled any."""
+    """Smallest version that sampled a token of what the figures are of; None where there is none."""
     newest_weight_version: int | None = None
     mixed_groups: int = 0
     """Prompts whose tokens are of more than one version."""
@@ -102,18 +104,21 @@ def read_measured(group: trajectory_pb2.TrajectoryGroup, data_source: str) -> Me
     tokens: list[int] = []
     failures: list[str] = []
     versions: set[int] = set()
+    failed_versions: set[int] = set()
+    sent = {trajectory.trajectory_id: trajectory for trajectory in group.trajectories}
     truncated = 0
     for trajectory in group.trajectories:
         length = 0
+        failed = _failed(trajectory) or _failed(_sample_of(trajectory, sent))
         for segment in trajectory.segments:
             if segment.author == trajectory_pb2.AUTHOR_POLICY and (
                 count := len(codec.token_ids(segment))
             ):
                 length += count
-                versions.add(segment.weight_version)
+                (failed_versions if failed else versions).add(segment.weight_version)
         if trajectory.parent_trajectory_id:
             continue
-        if trajectory.outcome.WhichOneof("result") != "reward":
+        if failed:
             failures.append(trajectory.outcome.failure.reason)
             continue
         rewards.append(trajectory.outcome.reward)
@@ -126,7 +131,21 @@ def read_measured(group: trajectory_pb2.TrajectoryGroup, data_source: str) -> Me
         truncated,
         tuple(failures),
         tuple(sorted(versions)),
+        tuple(sorted(failed_versions)),
     )
+
+
+def _failed(trajectory: trajectory_pb2.Trajectory) -> bool:
+    return trajectory.outcome.WhichOneof("result") != "reward"
+
+
+def _sample_of(
+    trajectory: trajectory_pb2.Trajectory, sent: Mapping[str, trajectory_pb2.Trajectory]
+) -> trajectory_pb2.Trajectory:
+    """The one that a trajectory branches from, however far back; itself where it branches from none."""
+    for _ in sent:
+        trajectory = sent.get(trajectory.parent_trajectory_id, trajectory)
+    return trajectory
 
 
 def make_record(
