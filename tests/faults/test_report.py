@@ -33,7 +33,11 @@ def test_a_violation_is_on_the_page_wherever_it_counts() -> None:
 
 def test_what_was_skipped_is_said() -> None:
     skipped = replace(SURVIVED, fault="F6", count=0, skipped="needs root")
-    assert "- F6, resets: needs root" in render([skipped], "here", [])
+    page = render([skipped], "here", [])
+    assert "- F6, resets: needs root" in page
+    # And what nothing is known of.
+    assert "- F23, kill -9 of the actors of a run on Ray: no result is kept here" in page
+    assert "- F6, the network" not in page
 
 
 def test_what_was_not_survived_is_said_with_the_way_to_it() -> None:

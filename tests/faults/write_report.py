@@ -74,7 +74,7 @@ a lost connection, and those lose nothing.
 - **A trainer that says the greatest epoch there is** (2^63 - 1) is the last one: nothing is \
 greater, and the journal remembers it. Only a credential of the role trainer can.
 - **grpcio's client**, not the server, answers INTERNAL where a status arrives in the middle of its \
-next write on a stream. The server waits until a caller pauses for 50 ms before it refuses; a caller\
+next write on a stream. The server waits until a caller pauses for 150 ms before it refuses; a caller\
  that is held up for longer between two writes may still see it.
 - **One message of 64 MiB is decoded at once.** While one with a million map entries is, others wait\
  for about a second on one core; `limits.caller.message_bytes` bounds what a caller may send.
@@ -171,10 +171,17 @@ def _row(verdict: Verdict) -> str:
 
 
 def _skipped(verdicts: Iterable[Verdict]) -> str:
-    found = [verdict for verdict in verdicts if verdict.skipped]
-    if not found:
+    """What the page would be silent of otherwise: faults of the table that have no line, too."""
+    kept = list(verdicts)
+    lines = [f"- {v.fault}, {v.name}: {v.skipped}" for v in kept if v.skipped]
+    there = {verdict.fault for verdict in kept}
+    lines += [
+        f"- {fault}, {what}: no result is kept here; `make faults ARGS='-k {fault.lower()}_'`"
+        for fault, (what, _) in FAULTS.items()
+        if fault not in there
+    ]
+    if not lines:
         return ""
-    lines = [f"- {verdict.fault}, {verdict.name}: {verdict.skipped}" for verdict in found]
     return "## Not run\n\n" + "\n".join(lines) + "\n"
 
 
