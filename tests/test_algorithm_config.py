@@ -121,6 +121,15 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
             'level = "off"\nratio_to = "proximal"\n[algorithm.loss]\nkind = "reinforce"',
             ["ratio_to", "reinforce", "no ratio"],
         ),
+        (
+            CORRECTION,
+            'level = "token"\nmode = "clip"\nthreshold = 0.5',
+            ["clip.threshold", "1 at least", "weighted with less", "0.5"],
+        ),
+        *(
+            (LOSS, f'kind = "{kind}"\nclip_low = 0\nclip_high = 0', [kind, "both 0", "reinforce"])
+            for kind in ("ppo_clip", "gspo", "cispo")
+        ),
         ("train", "clip_low = 0.1", ["train.clip_low", "Extra"]),
     ],
 )

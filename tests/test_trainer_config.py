@@ -19,6 +19,7 @@ path = "some/model"
 name = "basic_arithmetic"
 config = { min_digits = 1, max_digits = 2 }
 """
+TWO_UPDATES = "train={groups_per_step = 2, updates_per_step = 2}"
 
 
 def write(folder: Path, text: str = MINIMAL) -> Path:
@@ -98,6 +99,18 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("data.mixture=[{weight = 0, jsonl = {path = 'x'}}]", ["data.mixture.0.weight", "0"]),
         ("data.mixture=[{weight = 1}]", ["data.mixture.0", "exactly one"]),
         ("data.python.function=x", ["data.python.function", "'x'"]),
+        (
+            "data.sampling.temperature=0",
+            ["data.sampling", "temperature = 0 leaves nothing to learn from", "[[evaluation]]"],
+        ),
+        (
+            "train.warmup_steps=101",
+            ["train.warmup_steps must be run.steps = 100 at most, got 101", "learning rate"],
+        ),
+        (
+            "algorithm.loss.kind=reinforce",
+            ["train.updates_per_step = 2", '"reinforce"', "second update", '"cispo"', "= 1"],
+        ),
         ("train", ["section.key=value", "'train'"]),
         ("run.seed.deep=1", ["run.seed"]),
     ],
@@ -105,7 +118,8 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
 def test_a_refusal_names_the_field_and_the_value(
     tmp_path: Path, override: str, words: list[str]
 ) -> None:
-    overrides = [override] if not override.startswith("run.seed") else ["run.seed=1", override]
+    before = {"run.seed.deep=1": "run.seed=1", "algorithm.loss.kind=reinforce": TWO_UPDATES}
+    overrides = [before[override], override] if override in before else [override]
     with pytest.raises(ConfigInvalid) as caught:
         load_config(write(tmp_path), overrides)
     for word in words:
@@ -117,8 +131,10 @@ def test_a_refusal_names_the_field_and_the_value(
     [
         ["weights={transport = 'checkpoint', keep = 4}"],
         ["weights={transport = 'collective', collective = {world_size = 4}}"],
-        ["train={groups_per_step = 2, updates_per_step = 2}"],
+        [TWO_UPDATES, "algorithm.loss.kind=ppo_clip"],
+        ["algorithm.loss.kind=reinforce", "train.warmup_steps=100"],
         ["groups={failed_siblings = 'replace', max_replacements = 5}"],
+        ["evaluation=[{name = 'a', jsonl = {path = 'x'}, sampling = {temperature = 0}}]"],
         ["evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 0, at_start = false}]"],
         # A whole rollout drops groups by itself.
         ["groups.then=stop"],

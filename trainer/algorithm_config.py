@@ -106,7 +106,26 @@ AdvantageConfig = Annotated[
 # Losses
 
 
-class PpoClip(Section):
+class _Clipped(Section):
+    """A ratio that counts within bounds around 1."""
+
+    clip_low: float
+    """How far below."""
+    clip_high: float
+    """How far above."""
+
+    @model_validator(mode="after")
+    def _some_way_to_go(self) -> _Clipped:
+        if self.clip_low == self.clip_high == 0:
+            raise ValueError(
+                "clip_low and clip_high are both 0: the ratio may then be nothing but 1, which it is "
+                "before the policy has moved at all. Give one of them above 0; what has no ratio is "
+                'kind = "reinforce"'
+            )
+        return self
+
+
+class PpoClip(_Clipped):
     """The clipped surrogate of each token."""
 
     kind: Literal["ppo_clip"] = "ppo_clip"
@@ -119,7 +138,7 @@ class PpoClip(Section):
     """Where the advantage is negative the ratio counts up to this at most; unset for no such bound."""
 
 
-class Gspo(Section):
+class Gspo(_Clipped):
     """The clipped surrogate of the sequence's ratio."""
 
     kind: Literal["gspo"]
@@ -130,7 +149,7 @@ class Gspo(Section):
     """The sequence's ratio counts up to 1 + clip_high."""
 
 
-class Cispo(Section):
+class Cispo(_Clipped):
     """REINFORCE weighted with the clipped ratio."""
 
     kind: Literal["cispo"]
@@ -236,8 +255,18 @@ class ClippedWeight(Section):
     """A large weight is cut."""
     quantity: Literal["ratio"] = "ratio"
     """The proximal policy's probability over the behaviour policy's."""
-    threshold: float = Field(gt=0)
-    """The largest weight."""
+    threshold: float
+    """The largest weight, 1 at least."""
+
+    @field_validator("threshold")
+    @classmethod
+    def _leaves_what_is_on_policy(cls, threshold: float) -> float:
+        if threshold < 1:
+            raise ValueError(
+                "it must be 1 at least: the weight of every token that the policy itself sampled is 1, and "
+                "all of them would be weighted with less, as by a smaller learning rate. Begin with 2"
+            )
+        return threshold
 
 
 class RatioMask(Section):

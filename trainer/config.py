@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.trainer.algorithm_config import AlgorithmConfig, Gae
+from penstock.trainer.algorithm_config import AlgorithmConfig, Gae, Reinforce
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
@@ -157,7 +157,7 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly."""
+    """Steps over which the learning rate rises linearly; `run.steps` at most."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or down to zero at the last step."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -270,6 +270,26 @@ class TrainerConfig(Section):
         if attempts is not None and attempts < size:
             raise ValueError(
                 f"groups.attempts must be data.group_size = {size} at least, got {attempts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warms_up_within_the_run(self) -> TrainerConfig:
+        if self.train.warmup_steps > self.run.steps:
+            raise ValueError(
+                f"train.warmup_steps must be run.steps = {self.run.steps} at most, got "
+                f"{self.train.warmup_steps}: the run would end before it had its learning rate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _updates_are_corrected_for(self) -> TrainerConfig:
+        if isinstance(self.algorithm.loss, Reinforce) and self.train.updates_per_step > 1:
+            raise ValueError(
+                f"train.updates_per_step = {self.train.updates_per_step} cannot be had with "
+                'algorithm.loss.kind = "reinforce": from the second update of a step on the policy is '
+                "another one than the step began with, and without a ratio nothing corrects for that. Use "
+                '"ppo_clip" or "cispo", or updates_per_step = 1'
             )
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.trainer.section import Section
 
@@ -16,7 +16,7 @@ class SamplingConfig(Section):
     """How the policy is sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature; zero is greedy, which leaves nothing to learn from."""
+    """Temperature; zero is greedy, which leaves nothing to learn from: for evaluations alone."""
     max_tokens: int = Field(default=256, ge=1)
     """Upper bound on policy tokens in one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -184,3 +184,14 @@ class DataConfig(MixableConfig):
     """Text of a system message before each prompt; empty for none."""
     sampling: SamplingConfig = SamplingConfig()
     """How to sample where the agent leaves it unset."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _something_to_learn_from(cls, sampling: SamplingConfig) -> SamplingConfig:
+        if sampling.temperature == 0:
+            raise ValueError(
+                "temperature = 0 leaves nothing to learn from: the answers to a prompt are all alike, and "
+                "none was drawn from the policy. Give one above 0, such as 1; an [[evaluation]] may have "
+                "it in its own sampling"
+            )
+        return sampling
