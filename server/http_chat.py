@@ -50,7 +50,7 @@ NEUTRAL: requests.Neutral = {
     **dict.fromkeys(
         ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id")
     ),
-    **dict.fromkeys(("prompt_cache_retention", "session_id")),
+    **dict.fromkeys(("prompt_cache_retention", "prompt_cache_options", "session_id")),
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -121,12 +121,12 @@ def read(body: dict[str, Any]) -> ChatRequest:
             raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
     if not requests.objects(body, "messages"):
         raise FieldInvalid("messages", "must hold at least one message")
+    requests.check_tool_choice(body, "none")
+    # Without tools there is nothing to choose, of which vLLM's model would complain.
+    left_out = () if tools else ("tools", "tool_choice")
     # What it is given is handed out as iterators: the messages are read from the body itself.
-    request = requests.validated(ChatCompletionRequest, dict(body))
-    if body.get("tool_choice") == "none" and tools:
-        raise FieldInvalid(
-            "tool_choice", 'is not supported but for "auto" where there are tools', "none"
-        )
+    given = {name: value for name, value in body.items() if name not in left_out}
+    request = requests.validated(ChatCompletionRequest, given)
     options = request.stream_options
     messages = requests.read_messages(body["messages"])
     requests.check_end(messages, f"messages[{len(messages) - 1}]")

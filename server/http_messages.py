@@ -39,6 +39,7 @@ NEUTRAL: requests.Neutral = {
     "tool_choice": (
         {"type": "auto"},
         {"type": "auto", "disable_parallel_tool_use": False},
+        {"type": "none"},
     ),
 }
 # Of a tool: what vLLM's model leaves out, and the policy would have to know of.
@@ -99,6 +100,7 @@ class Messages:
             for name in _LEFT_OUT:
                 if tool.get(name):
                     raise FieldInvalid(f"tools[{index}].{name}", "is not supported here")
+        requests.check_tool_choice(found, {"type": "none"})
         _check_blocks(found)
         request = requests.validated(AnthropicMessagesRequest, found)
         _read_results(request)

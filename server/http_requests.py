@@ -97,6 +97,12 @@ def check_parameters(body: Mapping[str, object], read: Collection[str], neutral:
             raise FieldInvalid(name, f"is not supported but for {allowed}", value)
 
 
+def check_tool_choice(body: Mapping[str, object], none: object) -> None:
+    """Refuses the choice of no tool, but where there is none to choose. Raises FIELD_INVALID."""
+    if body.get("tools") and body.get("tool_choice") == none:
+        raise FieldInvalid("tool_choice", "is not supported where there are tools", none)
+
+
 def validated(model: type[Model], body: JsonObject) -> Model:
     """The body as one of vLLM's models. Raises FIELD_INVALID, naming what does not fit."""
     from pydantic import ValidationError

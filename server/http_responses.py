@@ -59,16 +59,19 @@ READ = {*SAMPLING, "model", "input", "instructions", "tools", "stream", PREVIOUS
 NEUTRAL: requests.Neutral = {
     # Of the caller's own book-keeping.
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier", "prompt_cache_key")),
-    **dict.fromkeys(("prompt_cache_retention", "stream_options")),
+    **dict.fromkeys(("prompt_cache_retention", "prompt_cache_options", "stream_options")),
+    # Of tools that the service itself would run, of which there are none.
+    "max_tool_calls": None,
     "background": (False,),
     "include": ([],),
     "service_tier": ("auto", "default"),
     "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class Responses:
         for index, tool in enumerate(requests.objects(found, "tools")):
             if tool.get("type") != "function":
                 raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool.get("type"))
+        requests.check_tool_choice(found, "none")
         request = requests.validated(ResponsesRequest, {**found, "input": _read_input(found)})
         previous, instructions = _previous(request), request.instructions
         try:
@@ -171,7 +175,12 @@ def _read_input(body: requests.JsonObject) -> object:
     items: list[Any] = []
     for index, said in enumerate(cast("list[Any]", given)):
         item = cast("requests.JsonObject", said) if isinstance(said, dict) else {}
-        if item.get("role") == "assistant" and item.get("type", "message") == "message":
+        kind = item.get("type") or "message"
+        if kind not in _ITEMS:
+            raise FieldInvalid(f"input[{index}].type", "is not supported here", kind)
+        if item.get("encrypted_content"):
+            raise FieldInvalid(f"input[{index}].encrypted_content", "is not supported here")
+        if item.get("role") == "assistant" and kind == "message":
             text = requests.read_text(item.get("content"), f"input[{index}].content")
             items.append({"role": "assistant", "content": text})
         else:

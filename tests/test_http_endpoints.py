@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -13,8 +14,11 @@ import anthropic
 import httpx
 import openai
 import pytest
+from anthropic.types import message_create_params
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
 
-from penstock.server import config
+from penstock.server import config, http_chat, http_messages, http_responses
 from penstock.server.config import ConfigError
 from penstock.server.conversation import Message, Tool, ToolCall, Written
 from penstock.server.errors import STATUS_CODES
@@ -170,6 +174,9 @@ SAYS, EMPTY = {"role": "assistant", "content": "So"}, {"role": "user", "content"
 OUT, CALLED = [{"type": "output_text", "text": "So"}], "function_call"
 FUNCTION = {"name": "t", "arguments": "{}"}
 CALL = {"type": "function", "id": "c", "function": FUNCTION}
+CHAT_TOOL = {"type": "function", "function": {"name": "t", "parameters": {}}}
+RESPONSES_TOOL = {"type": "function", "name": "t", "parameters": {}}
+SECRET = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
 
 REFUSED = [
     ("chat/completions", {"n": 2}, "n"),
@@ -218,6 +225,20 @@ REFUSED = [
     ("responses", {"input": [USER, SAYS]}, "input[1]"),
     ("responses", {"input": [USER, {**SAID, "status": "incomplete", "content": OUT}]}, "input[1]"),
     ("responses", {"input": [USER, {**FUNCTION, "call_id": "c", "type": CALLED}]}, "input[1]"),
+    ("chat/completions", {"tool_choice": "none", "tools": [CHAT_TOOL]}, "tool_choice"),
+    ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+    ("chat/completions", {"messages": [{**USER, "name": "me"}]}, "messages[0].name"),
+    ("responses", {"input": "x", "tool_choice": "none", "tools": [RESPONSES_TOOL]}, "tool_choice"),
+    ("responses", {"input": "x", "include": ["reasoning.encrypted_content"]}, "include"),
+    ("responses", {"input": "x", "text": {"verbosity": "low"}}, "text"),
+    ("responses", {"input": "x", "truncation": "auto"}, "truncation"),
+    ("responses", {"input": [USER, {"type": "item_reference", "id": "i"}]}, "input[1].type"),
+    ("responses", {"input": [SECRET, USER]}, "input[0].encrypted_content"),
+    (
+        "messages",
+        {"max_tokens": 5, "tool_choice": {"type": "none"}, "tools": [TOOL]},
+        "tool_choice",
+    ),
     ("responses", {"input": [PICTURED]}, "input[0].content[1].type"),
     ("responses", {"input": [{"type": "message", "role": "user", "content": [1]}]}, "input"),
 ]
@@ -235,6 +256,48 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert error["param"].startswith(named) and error["code"] == "FIELD_INVALID", error
     assert error["type"] == "invalid_request_error"
     assert not server.serving.store.records()
+
+
+NEUTRAL: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"tool_choice": "none"}),
+    ("chat/completions", {"tool_choice": "none", "tools": []}),
+    ("chat/completions", {"tool_choice": "auto", "prompt_cache_options": {}}),
+    ("responses", {"tool_choice": "none"}),
+    ("responses", {"tool_choice": "none", "tools": [], "max_tool_calls": 3}),
+    ("responses", {"truncation": "disabled", "text": {"format": {"type": "text"}}, "include": []}),
+    ("messages", {"tool_choice": {"type": "none"}}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), NEUTRAL)
+async def test_what_says_what_happens_anyway_is_accepted(
+    server: Harness, path: str, fields: dict[str, Any]
+):
+    asked = {"input": "x"} if path == "responses" else {"messages": [USER], "max_tokens": 5}
+    async with httpx.AsyncClient(timeout=20) as http:
+        answer = await http.post(f"{server.http}/{path}", json={"model": "m", **asked, **fields})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "sdk", "surface"),
+    [
+        ("chat completions", completion_create_params.CompletionCreateParamsBase, http_chat),
+        ("responses", response_create_params.ResponseCreateParamsBase, http_responses),
+        ("messages", message_create_params.MessageCreateParamsBase, http_messages),
+    ],
+)
+def test_every_parameter_of_an_sdk_is_taken_or_said_to_be_refused(
+    name: str, sdk: Any, surface: Any
+):
+    page = (Path(__file__).parents[1] / "docs" / "endpoints.md").read_text()
+    table = page[page.index("| surface | refused |") :]
+    row = next(line for line in table.splitlines() if line.startswith(f"| {name} |"))
+    _, _, refused, but_for, _ = row.split("|")
+    known = set(sdk.__annotations__)
+    assert set(re.findall(r"`(\w+)`", refused)) == known - surface.READ - set(surface.NEUTRAL)
+    valued = {name for name, values in surface.NEUTRAL.items() if values is not None}
+    assert set(re.findall(r"`(\w+)`", but_for)) == known & valued
 
 
 SENT_AS_NULL = {
