@@ -77,8 +77,25 @@ def test_rewards_are_told_apart_by_source() -> None:
         sources=["b", "a", "b"],
     )
     assert figures.reward_by_source == {"a": 0.25, "b": 0.5}
-    assert figures.trajectories_by_source == {"a": 1, "b": 4}
+    assert figures.attempts_by_source == {"a": 1, "b": 4}
     assert figures.reward_mean == 2.25 / 5
+
+
+def test_rewards_are_those_of_attempts_and_not_of_their_branches() -> None:
+    branching = [trajectory(1, reward=1.0), trajectory(1, reward=0.0)]
+    branching[0].trajectory_id = "a"
+    for _ in range(3):
+        branching.append(trajectory(4, reward=0.5))
+        branching[-1].parent_trajectory_id = "a"
+    # Of an attempt that failed a branch is left.
+    failed = [trajectory(1, reward=None), trajectory(2, reward=1.0)]
+    failed[0].trajectory_id = failed[1].parent_trajectory_id = "b"
+    figures = describe(branching, failed, sources=["a", "b"])
+    assert (figures.reward_mean, figures.reward_std) == (0.5, 0.5)
+    assert (figures.reward_by_source, figures.attempts_by_source) == ({"a": 0.5}, {"a": 2})
+    assert (figures.attempts, figures.trajectories) == (2, 6)
+    # Lengths and the like are of all that is trained.
+    assert figures.response_tokens_mean == 16 / 6
 
 
 def test_lag_is_over_what_is_young_enough() -> None:

@@ -166,6 +166,24 @@ def test_a_branch_is_no_spread_of_the_attempts(
     assert reason_to_drop(group, NOTHING, GroupsConfig(drop_without_spread=True)) == NO_SPREAD
 
 
+def test_branches_have_no_part_in_a_groups_mean() -> None:
+    message = outcomes(0, 0.0, 0.0).group
+    for name in "bcde":
+        more = message.trajectories.add()
+        more.CopyFrom(message.trajectories[0])
+        more.trajectory_id, more.parent_trajectory_id = name, message.trajectories[0].trajectory_id
+        more.outcome.CopyFrom(Outcome(reward=1.0))
+    group = read_group(message, trainer_version=0, max_lag=0)
+    assert reason_to_drop(group, NOTHING, GroupsConfig(max_mean_reward=0.5)) is None
+    assert reason_to_drop(group, NOTHING, GroupsConfig(min_mean_reward=0.5)) == MEAN_TOO_LOW
+    # Without an attempt there is no mean to be too low.
+    for trajectory in message.trajectories[:2]:
+        trajectory.outcome.CopyFrom(FAILED)
+    group = read_group(message, trainer_version=0, max_lag=0)
+    assert len(group.rewards) == 4
+    assert reason_to_drop(group, NOTHING, GroupsConfig(min_mean_reward=2.0)) is None
+
+
 def too_easy(group: TrainingGroup, above: float = 0.6) -> str | None:
     return "EASY" if sum(group.rewards) / len(group.rewards) > above else None
 

@@ -82,7 +82,7 @@ async def test_rewards_are_told_apart_by_where_they_are_from(tiny: Path, tmp_pat
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     seen: dict[str, int] = {}
     for line in lines:
-        counts = line["trajectories_by_source"]
+        counts = line["attempts_by_source"]
         assert sum(counts.values()) == line["trajectories"] == 16
         for source, reward in line["reward_by_source"].items():
             assert reward == REWARDS[source] - 0.25 / 4
@@ -101,8 +101,8 @@ async def test_rewards_are_told_apart_by_where_they_are_from(tiny: Path, tmp_pat
     assert [line["complete"] for line in told if "complete" in line] == [True, True]
     (fourth,) = (line for line in told if line.get("step") == 4)
     assert (fourth["train/steps"], fourth["train/outcome_metrics/first"]) == (2, 0.25)
-    assert fourth["train/trajectories_by_source/easy"] == sum(
-        line["trajectories_by_source"]["easy"] for line in lines[2:4]
+    assert fourth["train/attempts_by_source/easy"] == sum(
+        line["attempts_by_source"]["easy"] for line in lines[2:4]
     )
 
 

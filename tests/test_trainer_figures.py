@@ -88,10 +88,10 @@ def test_the_point_of_one_step_is_the_step_to_the_last_bit() -> None:
 def test_each_figure_goes_by_its_rule() -> None:
     one = {"tokens": 5, "lag_max": 3, "weight_version": 1, "time_train_start": 7.0, "steps": 1}
     one |= {"entropy": 1.0, "tokens_computed": 30, "seconds": 2.0}
-    one |= {"reward_by_source": {"a": 1.0}, "trajectories_by_source": {"a": 8}}
+    one |= {"reward_by_source": {"a": 1.0}, "attempts_by_source": {"a": 8}}
     other = {"tokens": 6, "lag_max": 1, "weight_version": 2, "time_train_start": 9.0, "steps": 1}
     other |= {"entropy": 2.0, "tokens_computed": 10, "seconds": 4.0}
-    other |= {"reward_by_source": {"a": 0.0, "b": 0.5}, "trajectories_by_source": {"a": 24, "b": 2}}
+    other |= {"reward_by_source": {"a": 0.0, "b": 0.5}, "attempts_by_source": {"a": 24, "b": 2}}
     point = aggregate(FIGURES, [one, other])
     assert (point["tokens"], point["lag_max"], point["weight_version"]) == (11, 3, 2)
     assert (point["time_train_start"], point["seconds"], point["steps"]) == (7.0, 3.0, 2)

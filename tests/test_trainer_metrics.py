@@ -64,7 +64,9 @@ def write(folder: Path, *records: StepRecord, terminal: bool = False) -> tuple[s
 
 def test_a_record_is_a_line_of_json_and_scalars(tmp_path: Path) -> None:
     record = StepRecord(
-        3, batch=BatchFigures(trajectories=1, reward_mean=0.25, tokens_masked=7), traceparents=["x"]
+        3,
+        batch=BatchFigures(trajectories=1, attempts=1, reward_mean=0.25, tokens_masked=7),
+        traceparents=["x"],
     )
     text, scalars = write(tmp_path, record)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -76,7 +78,7 @@ def test_a_record_is_a_line_of_json_and_scalars(tmp_path: Path) -> None:
 
 
 def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
-    first = StepRecord(1, batch=BatchFigures(trajectories=1, reward_mean=0.125))
+    first = StepRecord(1, batch=BatchFigures(trajectories=1, attempts=1, reward_mean=0.125))
     text, _ = write(tmp_path, first, StepRecord(2), terminal=True)
     assert "step 2 of 9" in text and "0.125" in text and "reward" in text
 
@@ -154,7 +156,8 @@ def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_st
 def steps(*numbers: int) -> list[StepRecord]:
     """Each with its own number as reward and as tokens."""
     return [
-        StepRecord(n, batch=BatchFigures(trajectories=1, reward_mean=n, tokens=n)) for n in numbers
+        StepRecord(n, batch=BatchFigures(trajectories=1, attempts=1, reward_mean=n, tokens=n))
+        for n in numbers
     ]
 
 

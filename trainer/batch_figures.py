@@ -14,6 +14,7 @@ from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 
 PER_TRAJECTORY = weighted("trajectories")
+PER_ATTEMPT = weighted("attempts")
 # An agent may name what it likes; each name is a curve somewhere.
 MOST_OUTCOME_METRICS = 100
 
@@ -27,24 +28,27 @@ class BatchFigures:
     trajectories: int = figure(
         0, SUM, "trajectories", "Trajectories in the batch, those that failed left out."
     )
-    reward_mean: float = figure(0.0, PER_TRAJECTORY, "reward", "Mean reward of the trajectories.")
+    attempts: int = figure(
+        0, SUM, "attempts", "Of those the attempts: trajectories that branch from no other."
+    )
+    reward_mean: float = figure(0.0, PER_ATTEMPT, "reward", "Mean reward of the attempts.")
     reward_std: float = figure(
         0.0,
-        PER_TRAJECTORY,
+        PER_ATTEMPT,
         "reward",
-        "Standard deviation of the rewards of a step; over several steps the mean of theirs.",
+        "Standard deviation of the attempts' rewards in a step; over several steps the mean of theirs.",
     )
     reward_by_source: dict[str, float] = field(
         default_factory=dict[str, float],
         metadata=breakdown(
-            weighted("trajectories_by_source"),
+            weighted("attempts_by_source"),
             "reward",
-            "Mean reward of each data source; `unknown` where the task is not of this run.",
+            "Mean reward of the attempts at each data source; `unknown` where the task is not of this run.",
         ),
     )
-    trajectories_by_source: dict[str, int] = field(
+    attempts_by_source: dict[str, int] = field(
         default_factory=dict[str, int],
-        metadata=breakdown(SUM, "trajectories", "Trajectories of each data source."),
+        metadata=breakdown(SUM, "attempts", "Attempts at each data source."),
     )
     outcome_metrics: dict[str, float] = field(
         default_factory=dict[str, float],
@@ -119,14 +123,17 @@ def describe_batch(
     masked = sum(group.masked_tokens for group in groups)
     of_source: dict[str, list[float]] = defaultdict(list)
     for source, group in zip(sources, groups, strict=True):
-        of_source[source] += group.rewards
+        of_source[source] += group.attempt_rewards
+    by_source = {name: own for name, own in sorted(of_source.items()) if own}
+    attempts = np.array([reward for group in groups for reward in group.attempt_rewards])
     return BatchFigures(
         groups=len(groups),
         trajectories=len(rewards),
-        reward_mean=float(rewards.mean()),
-        reward_std=float(rewards.std()),
-        reward_by_source={name: float(np.mean(own)) for name, own in sorted(of_source.items())},
-        trajectories_by_source={name: len(own) for name, own in sorted(of_source.items())},
+        attempts=len(attempts),
+        reward_mean=float(attempts.mean()) if len(attempts) else 0.0,
+        reward_std=float(attempts.std()) if len(attempts) else 0.0,
+        reward_by_source={name: float(np.mean(own)) for name, own in by_source.items()},
+        attempts_by_source={name: len(own) for name, own in by_source.items()},
         outcome_metrics={name: float(np.mean(own)) for name, own in said.items()},
         outcome_metrics_counts={name: len(own) for name, own in said.items()},
         overlong_penalty_mean=float((rewards - trained).mean()),

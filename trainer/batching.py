@@ -80,6 +80,12 @@ class TrainingGroup:
     unwanted: str = ""
     """Why its agent says that it is of no use; empty where it does not."""
 
+    @property
+    def attempt_rewards(self) -> list[float]:
+        """Of `rewards` those that make a baseline: of attempts, and not of branches."""
+        pairs = zip(self.rewards, self.samples, strict=True)
+        return [reward for reward, sample in pairs if sample.counts_in_baseline]
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

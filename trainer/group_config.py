@@ -62,9 +62,9 @@ class GroupsConfig(Section):
     """Whether a group is dropped in which the rewards of all attempts are equal, whatever those of branches
     are: dynamic sampling."""
     min_mean_reward: float | None = None
-    """A group whose mean reward is below it is dropped."""
+    """A group in which the mean reward of the attempts, without their branches, is below it is dropped."""
     max_mean_reward: float | None = None
-    """A group whose mean reward is above it is dropped."""
+    """A group in which it is above this is dropped."""
     filter: FilterConfig | None = None
     """A function of your own that drops groups, asked last."""
     max_dropped_per_step: int = Field(default=64, ge=1)

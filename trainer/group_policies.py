@@ -49,21 +49,17 @@ def reason_to_drop(
         return SIBLING_FAILED
     if group.unwanted:
         return AGENT + group.unwanted
-    mean = sum(group.rewards) / len(group.rewards)
-    if config.drop_without_spread and _spread(group) < LEAST_SPREAD:
+    rewards = group.attempt_rewards
+    if config.drop_without_spread and (not rewards or max(rewards) - min(rewards) < LEAST_SPREAD):
         return NO_SPREAD
-    if config.min_mean_reward is not None and mean < config.min_mean_reward:
+    # Branches of attempts that failed have no mean.
+    mean = sum(rewards) / len(rewards) if rewards else None
+    lowest, highest = config.min_mean_reward, config.max_mean_reward
+    if mean is not None and lowest is not None and mean < lowest:
         return MEAN_TOO_LOW
-    if config.max_mean_reward is not None and mean > config.max_mean_reward:
+    if mean is not None and highest is not None and mean > highest:
         return MEAN_TOO_HIGH
     return own(group, delivered) if own is not None else None
-
-
-def _spread(group: TrainingGroup) -> float:
-    """How far the rewards lie apart that make a baseline: those of attempts, not of branches."""
-    pairs = zip(group.rewards, group.samples, strict=True)
-    attempts = [reward for reward, sample in pairs if sample.counts_in_baseline]
-    return max(attempts) - min(attempts) if attempts else 0.0
 
 
 def load_filter(config: TrainerConfig) -> Filter | None:
