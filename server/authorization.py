@@ -35,8 +35,8 @@ from google.protobuf.message import DecodeError
 from penstock.server.caller_limits import RETRY_SECONDS, VISIT, Callers
 from penstock.server.config import ServeConfig
 from penstock.server.credentials import AuthContext, Caller, Credentials, host_of
-from penstock.server.errors import DomainError, to_status
-from penstock.server.service import ServicerContext, linger
+from penstock.server.errors import DomainError
+from penstock.server.service import ServicerContext, linger, refuse
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.reasons import Reason
 from penstock.wire.token_file import Role
@@ -169,7 +169,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 self.callers.refused(error)
                 if rpc.request_streaming:
                     await linger(stream, REFUSAL_SECONDS)
-                await grpc_context.abort_with_status(to_status(error))
+                await refuse(grpc_context, error)
 
         async def handle(stream: AsyncIterator[bytes], context: ServicerContext) -> None:
             try:

@@ -175,6 +175,15 @@ async def _write(context: ServicerContext, answer: object) -> None:
         raise asyncio.CancelledError from error
 
 
+async def refuse(context: ServicerContext, error: DomainError) -> None:
+    """Ends a call with an error's status, by raising what gRPC ends it with."""
+    try:
+        await context.abort_with_status(to_status(error))
+    except grpc.aio.InternalError as gone:
+        # What gRPC raises where the caller went away while it was told.
+        raise asyncio.CancelledError from gone
+
+
 def _slow_reader(seconds: float) -> DomainError:
     return DomainError(
         Reason.SLOW_READER, f"nothing was read for {seconds:g} s", {"seconds": seconds}
@@ -201,7 +210,7 @@ def _unary_unary(name: str, handler: Handler) -> Callable[..., Awaitable[Message
             with _boundary(name):
                 return await handler(_checked(request), _call(context, context.write))
         except DomainError as error:
-            await context.abort_with_status(to_status(error))
+            await refuse(context, error)
             raise
 
     return handle
@@ -216,7 +225,7 @@ def _unary_stream(
                 answers = handler(_checked(request), _call(context, context.write))
                 await _send_all(context, answers, stalled_seconds)
         except DomainError as error:
-            await context.abort_with_status(to_status(error))
+            await refuse(context, error)
 
     return handle
 
@@ -233,7 +242,7 @@ def _stream_stream(
         except DomainError as error:
             await linger(stream)
             await outgoing.gone()
-            await context.abort_with_status(to_status(error))
+            await refuse(context, error)
 
     return handle
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from penstock.server.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
 from penstock.server.http_errors import headers_of, status_of
-from penstock.server.service import SERVICES
+from penstock.server.service import SERVICES, refuse
 from penstock.v1 import conversation_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -489,3 +489,13 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_come_back(reason: Reaso
         assert told[0].retry_delay.ToTimedelta().total_seconds() == error.retry_after_seconds > 0
         assert int(headers["retry-after"]) >= error.retry_after_seconds
         assert int(headers["retry-after-ms"]) == error.retry_after_seconds * 1000
+
+
+async def test_a_caller_that_is_gone_as_it_is_refused_is_no_defect() -> None:
+    class Gone:
+        async def abort_with_status(self, status: object) -> None:
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    # What ends a call without a word in the log.
+    with pytest.raises(asyncio.CancelledError):
+        await refuse(Gone(), DomainError(Reason.FIELD_INVALID, "x"))  # type: ignore[arg-type]
