@@ -41,6 +41,10 @@ class Unanswered(Exception):
     """Nobody answers there, or nobody who could serve."""
 
 
+class OutOfTime(Unanswered):
+    """Its answer did not come in time; it may be there, and stand still or be busy."""
+
+
 class Refused(Exception):
     """The server's answer is no."""
 
@@ -202,7 +206,9 @@ def _answers() -> Generator[None]:
     except grpc.aio.AioRpcError as error:
         failure = read_failure(error)
         if failure.reason in USELESS or (failure.is_unanswered and not failure.reason):
-            raise Unanswered(failure.message or failure.code.name) from error
+            late = failure.code == grpc.StatusCode.DEADLINE_EXCEEDED
+            problem = failure.message or failure.code.name
+            raise (OutOfTime if late else Unanswered)(problem) from error
         raise Refused(failure) from error
 
 

@@ -38,6 +38,9 @@ from penstock.wire.codec import twin
 ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
+MOST_MISSES = 2
+"""Looks in a row that run out of time before the turns go on elsewhere. One may be a hub that stood still
+itself, and has the answer, or tokens, still to read."""
 UNKNOWN_VERSION = "which version it samples is not known"
 
 
@@ -111,6 +114,10 @@ class Member:
     silent: bool = False
     """Whether it had turns, and sampled nothing for so long that it lost them. It is LOST until it has
     sampled a token again."""
+    misses: int = 0
+    """Looks in a row that ran out of time, while it sampled nothing either."""
+    missed_switching: bool = False
+    """Whether the first of them did while it switched."""
     usual_pace: float = 0.0
     """Seconds per token in its pool; 0 where that is not known."""
 
@@ -149,6 +156,7 @@ class Member:
     def heard(self, info: rollout_service_pb2.GetServerInfoResponse) -> bool:
         """Takes in an answer; returns whether it is of another process than before."""
         other = info.server_id != self.server_id
+        self.misses = 0
         if other:
             self.server_id = info.server_id
             self.limit = TurnLimit.begin(self.rules)
@@ -245,6 +253,7 @@ class Member:
 
     def sampled(self) -> None:
         """It has sampled tokens of a turn."""
+        self.misses = 0
         self.silence = self.silence.broken(self.clock())
 
     @property
@@ -255,6 +264,20 @@ class Member:
     def speak(self) -> None:
         """It samples again, has taken weights, or is another process."""
         self.silent, self.silence = False, self.silence.broken(self.clock())
+        self.misses = 0
+
+    def miss(self) -> None:
+        """A look at it ran out of time."""
+        if not self.misses:
+            self.missed_switching = self.state is State.SWITCHING
+        self.misses += 1
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether its process is there and does nothing, as far as looks can tell, so that its turns go on
+        elsewhere. One that switched as that began may stand still for its weights: how long, its silence
+        says."""
+        return self.misses >= MOST_MISSES and not self.missed_switching
 
     def paced(self, seconds: float, token_count: int) -> None:
         """A turn of so many tokens took so long."""

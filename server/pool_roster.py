@@ -8,6 +8,10 @@ What a failure does. No answer, or one that refuses to talk: the member is LOST 
 time. One that was silent with its turns (`pool_turns`) answers all the same: it is asked for a token that
 is nobody's, for which it has as long as its turns had, again and again, and stays LOST until one comes. An
 engine that is not the pool's model is REFUSED until another process answers at its address.
+
+The turns of one whose process is gone end with its connection. Where only its event loop stands still, its
+kernel and gRPC's own threads keep the connection, and nothing would end them: they are ended from here,
+once a second look in a row has run out of time and no token came meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from pathlib import Path
 
 from penstock.server.engine import EngineDescription
 from penstock.server.engine_pace import usual_pace
-from penstock.server.engine_server import EngineServer, Refused, Unanswered
+from penstock.server.engine_server import EngineServer, OutOfTime, Refused, Unanswered
 from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_member import Member, State, describe, difference
 from penstock.server.pool_rules import PoolRules
@@ -134,6 +138,12 @@ class Roster:
             before = member.state, member.problem
             try:
                 await self._look(member)
+            except OutOfTime as error:
+                member.miss()
+                self.lose(member, str(error))
+                if member.stands_still:
+                    # Again at each further look, for one may have been on its way there.
+                    member.server.end_turns()
             except Unanswered as error:
                 self.lose(member, str(error))
             except Refused as error:

@@ -9,11 +9,12 @@ given most of them. So it is left alone as one that fails is, for longer each ti
 end there, and the turn goes elsewhere. A turn that breaks engines looks the same: what the third of them
 says, or the last that there is, is told.
 
-An engine whose loop stands still may go on answering looks. So one that has turns and samples no token of
-any of them for `silent_seconds` (`engine_silence`) is lost like one that does not answer, and its turns go
-on elsewhere; when it takes turns again, `pool_roster` says. Order: the time is over -> it is looked at once
-more, for a hub that stood still itself has tokens to read first -> the member is LOST, its calls end. While
-it switches it may be silent for as long as a switch may take (`switch_seconds`).
+An engine that does nothing may go on answering looks; where it does not, `pool_roster` ends its turns. So
+one that has turns and samples no token of any of them for `silent_seconds` (`engine_silence`) is lost like
+one that does not answer, and its turns go on elsewhere; when it takes turns again, `pool_roster` says.
+Order: the time is over -> it is looked at once more, for a hub that stood still itself has tokens to read
+first -> the member is LOST, its calls end. While it switches it may be silent for as long as a switch may
+take (`switch_seconds`).
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class PoolTurns:
                             yield delta
                     return
                 except Unanswered as error:
-                    if not member.silent:
+                    if not (member.silent or member.stands_still):
                         self._lost_at(member, error)
                     self._lose_request(error)
                 except Refused as error:

@@ -1,23 +1,28 @@
-"""Engines that answer and sample nothing: their turns go on elsewhere, and they are tried again."""
+"""Engines that are there and sample nothing, whether they answer or not: their turns go on elsewhere, and
+they are tried again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.server import engine_server
 from penstock.server.engine_silence import Silence
 from penstock.server.pool_member import State
 from penstock.v1 import rollout_service_pb2
 from tests.fakes import FakeEngine, expected_tokens
 from tests.harness import GetServerInfoRequest, Turn, sampling, until
-from tests.pools import QUICK, Pool, serve_pool
+from tests.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.processes import Server
 
 PROMPT = [1, 2, 3]
 SLOW = 0.01
@@ -139,6 +144,141 @@ async def test_an_engine_without_turns_is_not_silent(tmp_path: Path) -> None:
             await asyncio.sleep(1.5 * PATIENT.silent_seconds)
         assert not pool.engine.requests_lost and pool.member(0).state is State.SERVING
         assert pool.engine.turns.is_idle
+
+
+# Those that do not answer either
+
+
+LOOK = 0.5
+STANDS_STILL = """
+import pathlib, signal, sys, time
+from tests.fake_serve import main
+
+def stand_still(*_):
+    while pathlib.Path(sys.argv[-1]).exists():
+        time.sleep(0.02)
+
+signal.signal(signal.SIGUSR1, stand_still)
+main()
+"""
+
+
+@contextlib.asynccontextmanager
+async def unanswering(
+    pool: Pool, number: int, looks: int | None = None
+) -> AsyncGenerator[list[int]]:
+    """An engine server leaves looks unanswered, all or so many; yields those that it left so far."""
+    info = pool.engines[number].serving.info
+    answer, left = info.get_server_info, [0]
+
+    async def hang(request: Any) -> Any:
+        if looks is None or left[0] < looks:
+            left[0] += 1
+            await asyncio.sleep(2 * LOOK)
+        return await answer(request)
+
+    info.get_server_info = hang  # type: ignore[method-assign]
+    try:
+        yield left
+    finally:
+        info.get_server_info = answer  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks run out of time soon."""
+    monkeypatch.setattr(engine_server, "INFO_SECONDS", LOOK)
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_turns_of_a_process_whose_event_loop_stands_still_go_on_elsewhere(
+    tmp_path: Path,
+) -> None:
+    standing = tmp_path / "standing"
+    servers: list[Server] = []
+    try:
+        for number in range(2):
+            own = tmp_path / f"engine-{number}"
+            own.mkdir()
+            options = ("--step-seconds", f"{SLOW}", f"{standing}")
+            servers.append(Server(own, options, command=("-c", STANDS_STILL)))
+        await asyncio.gather(*(server.start() for server in servers))
+        addresses = [server.address for server in servers]
+        async with serve_hub(tmp_path / "hub", addresses) as (hub, engine):
+            pool = Pool(hub, engine, [])
+            members = engine.members
+            await until(lambda: all(member.state is State.SERVING for member in members))
+            turning = [await begin(pool, f"{n}", 300) for n in range(4)]
+            assert [len(member.turns) for member in members] == [2, 2]
+            standing.touch()
+            servers[0].process.signal(signal.SIGUSR1)
+            for turn in await asyncio.gather(*turning):
+                check(turn, 300)
+            assert engine.requests_lost == 2
+            assert members[0].state is State.LOST and not members[0].turns
+            # As soon as it answers it is one of the pool again.
+            standing.unlink()
+            await until(lambda: members[0].state is State.SERVING)
+            given = members[0].given
+            for turn in await asyncio.gather(*[await begin(pool, f"more {n}") for n in range(4)]):
+                check(turn)
+            assert members[0].given > given and engine.requests_lost == 2
+    finally:
+        for process in [process for server in servers for process in server.processes]:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_one_look_that_runs_out_of_time_moves_no_turns(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        turning = await begin(pool, "a", 300)
+        number = holder(pool)
+        async with (
+            frozen(pool.engines[number].engine),
+            unanswering(pool, number, looks=1) as left,
+        ):
+            await until(lambda: pool.member(number).state is State.LOST)
+            await until(lambda: pool.member(number).state is State.SERVING)
+        check(await turning, 300)
+        assert left == [1] and not pool.engine.requests_lost
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_an_engine_that_samples_and_is_too_busy_for_looks_keeps_its_turns(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
+        turning = await begin(pool, "a", 300)
+        number = holder(pool)
+        async with unanswering(pool, number) as left:
+            check(await turning, 300)
+            assert pool.member(number).state is State.LOST and left[0] >= 3
+        assert not pool.engine.requests_lost
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_an_engine_that_does_not_answer_while_it_takes_weights_keeps_its_turns(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 1, step_seconds=SLOW) as pool:
+        engine = pool.engines[0].engine
+        load, loading = engine.load, asyncio.Event()
+
+        async def slowly(weights: Any) -> None:
+            async with unanswering(pool, 0) as left:
+                loading.set()
+                while left[0] < 4:
+                    await asyncio.sleep(LOOK / 10)
+            await load(weights)
+
+        engine.load = slowly  # type: ignore[method-assign]
+        turning = await begin(pool, "a")
+        await pool.hub.upload(1)
+        assert loading.is_set()
+        await pool.serving()
+        check(await turning)
+        assert not pool.engine.requests_lost
 
 
 # How long
