@@ -72,6 +72,8 @@ class Written:
     message: Message
     tool_call_error: str = ""
     """Why what begins as a tool call is none; empty where there is no such thing."""
+    reasoning_token_count: int = 0
+    """Of its tokens, as the parser counts them; 0 where there is none that does."""
 
     @property
     def byte_count(self) -> int:
@@ -101,6 +103,8 @@ class Parsed:
     calls: tuple[ParsedCall, ...] = ()
     error: str = ""
     """Why what begins as a tool call is none: there are no calls then, and the content holds its text."""
+    reasoning_token_count: int = 0
+    """Tokens that are reasoning; 0 where the parser counts none."""
 
 
 class OutputParser(Protocol):
@@ -278,7 +282,7 @@ class TokenizerRenderer:
             _name_calls(parsed.calls, name),
             reasoning=_without(parsed.reasoning, control),
         )
-        return Written(message, parsed.error)
+        return Written(message, parsed.error, parsed.reasoning_token_count)
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
         """See Renderer."""

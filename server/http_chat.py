@@ -23,7 +23,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
     ChatMessage,
 )
-from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
+from vllm.entrypoints.serve.engine.protocol import (
+    CompletionTokenUsageInfo,
+    PromptTokenUsageInfo,
+    UsageInfo,
+)
 
 from penstock.server import http_errors
 from penstock.server import http_requests as requests
@@ -232,4 +236,7 @@ def usage(reply: Reply) -> UsageInfo:
         completion_tokens=reply.policy_token_count,
         total_tokens=reply.prompt_token_count + reply.policy_token_count,
         prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=reply.cached_token_count),
+        completion_tokens_details=CompletionTokenUsageInfo(
+            reasoning_tokens=reply.reasoning_token_count
+        ),
     )

@@ -126,7 +126,9 @@ class Messages:
         """See Surface."""
         answer = self._converters.messages_full_converter(http_chat.whole(reply))
         answer.id = f"msg_{reply.answer_id}"
-        return json.dumps({**answer.model_dump(mode="json", exclude_none=True), **reply.extra})
+        told = answer.model_dump(mode="json", exclude_none=True)
+        # It is there in each of Anthropic's, null too.
+        return json.dumps({**told, "stop_sequence": answer.stop_sequence, **reply.extra})
 
     async def events(
         self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[Delta]
@@ -147,8 +149,12 @@ class Messages:
 
         async with contextlib.aclosing(self._converters.message_stream_converter(chat())) as events:
             async for event in events:
-                ends = reply.extra and event.startswith("event: message_delta\n")
-                yield _with_extra(event, reply) if ends else event
+                if event.startswith("event: content_block_start\n"):
+                    yield _with_signature(event)
+                elif reply.extra and event.startswith("event: message_delta\n"):
+                    yield _with_extra(event, reply)
+                else:
+                    yield event
         if failed:
             raise failed[0]
 
@@ -203,4 +209,14 @@ def _with_extra(event: str, reply: Reply) -> str:
     head, data = event.split("data: ", 1)
     told = json.loads(data)
     told["delta"] |= reply.extra
+    return f"{head}data: {json.dumps(told)}\n\n"
+
+
+def _with_signature(event: str) -> str:
+    """The event that begins a block, with the field of thinking that vLLM's leaves out: the signature comes
+    at its end."""
+    head, data = event.split("data: ", 1)
+    told = json.loads(data)
+    if told["content_block"]["type"] == "thinking":
+        told["content_block"].setdefault("signature", "")
     return f"{head}data: {json.dumps(told)}\n\n"

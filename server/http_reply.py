@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from penstock.v1 import rollout_service_pb2, trajectory_pb2
 if TYPE_CHECKING:
     from penstock.server.http_turns import AgentTurns, Answer
     from penstock.server.text_streams import TurnStream
-    from penstock.server.turns import TurnSampling
+    from penstock.server.turns import Turn, TurnSampling
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class Reply:
     """As it was told, once it is whole; like all below."""
     policy_token_count: int = 0
     cached_token_count: int = 0
+    reasoning_token_count: int = 0
+    """Of the policy's, as far as a parser counts them."""
     length: bool = False
     """Whether it ended for length."""
     stop_string: str | None = None
@@ -63,9 +65,9 @@ class Reply:
         """Fields that are no surface's own; none where there is nothing to say."""
         return {"tool_call_error": self.tool_call_error} if self.tool_call_error else {}
 
-    def finish(self, finished: rollout_service_pb2.TurnFinished, stops: Iterable[str]) -> None:
+    def finish(self, finished: rollout_service_pb2.TurnFinished, turn: Turn) -> None:
         """Takes up how the turn ended."""
-        said = finished.message
+        said, stops, written = finished.message, turn.sampling.stop, turn.attempt.written
         calls = tuple(
             ToolCall(call.tool_call_id, call.name, call.arguments_json) for call in said.tool_calls
         )
@@ -79,11 +81,12 @@ class Reply:
         self.tool_call_error = finished.tool_call_error
         self.policy_token_count = finished.policy_token_count
         self.cached_token_count = finished.cached_token_count
+        self.reasoning_token_count = 0 if written is None else written.reasoning_token_count
 
 
 async def tell_whole(turns: AgentTurns, answer: Answer, reply: Reply) -> None:
     """Waits for the end of the turn. Raises as `AgentTurns.follow` does."""
-    reply.finish(await turns.whole(answer), answer.turn.sampling.stop)
+    reply.finish(await turns.whole(answer), answer.turn)
     await turns.told(answer, reply.message)
 
 
@@ -104,7 +107,7 @@ async def tell(
             if delta.content or delta.reasoning:
                 yield delta
     assert answer.finished is not None
-    reply.finish(answer.finished, stops)
+    reply.finish(answer.finished, answer.turn)
     read = reply.message
     delta = Delta(content.rest(read.content), reasoning.rest(read.reasoning), read.tool_calls)
     if delta != Delta():

@@ -225,7 +225,7 @@ def _response(
         input_tokens_details=InputTokensDetails(
             cached_tokens=reply.cached_token_count, cache_write_tokens=0
         ),
-        output_tokens_details=OutputTokensDetails(),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reply.reasoning_token_count),
     )
     request.request_id = f"{ID_PREFIX}{reply.answer_id}"
     answer = ResponsesResponse.from_request(
@@ -244,4 +244,5 @@ def _response(
         status=("incomplete" if reply.length else "completed") if whole else "in_progress",
         usage=usage if whole else None,
     )
-    return answer.model_copy(update=reply.extra)
+    # Of OpenAI's fields the one that vLLM's model does not have: what fails is told as an error here.
+    return answer.model_copy(update={"error": None, **reply.extra})

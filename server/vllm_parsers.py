@@ -32,6 +32,8 @@ _TERMINALS = ("TOOL_START", "TOOL_SECTION_START", "TOOL_REQUESTS_START")
 _GENERATED_ID = "chatcmpl-tool-"
 MAX_DEPTH = 100
 """Of arguments: readers of JSON have bounds of their own, vLLM's models one of 255."""
+PROMPT_END = 16
+"""Tokens at the end of a prompt among which is what begins the reasoning, where the template writes it."""
 
 _failures: ContextVar[list[BaseException] | None] = ContextVar("_failures", default=None)
 
@@ -96,12 +98,13 @@ class VllmParsers:
                 kept = any(mark in content for mark in self._begins)
                 # Some parsers leave out what they cannot read.
                 content, calls = (content if kept or not begun else text), ()
+            count = self._count(token_ids, prompt_token_ids) if reasoning else 0
         except Exception as failure:
             # Parsers are programs that raise what they like at text they do not expect.
             return Parsed(text, error=f"{self._name or 'the reasoning parser'}: {failure!r}")
         finally:
             _failures.reset(token)
-        return Parsed(content, reasoning, calls, error)
+        return Parsed(content, reasoning, calls, error, count)
 
     def _run(
         self,
@@ -124,6 +127,20 @@ class VllmParsers:
             for call in calls or ()
         )
         return reasoning or "", content or "", found
+
+    def _count(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int]) -> int:
+        """How many tokens of a turn that holds reasoning are reasoning."""
+        parser = self._parser_class(self._tokenizer)
+        count = int(parser.count_reasoning_tokens(list(token_ids)))
+        if count:
+            return count
+        # Some find none where the prompt ends in what begins it.
+        before = list(prompt_token_ids[-PROMPT_END:])
+        both, alone = (
+            int(self._parser_class(self._tokenizer).count_reasoning_tokens(tokens))
+            for tokens in ([*before, *token_ids], before)
+        )
+        return max(0, both - alone)
 
     def stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> StreamParser:
         """See OutputParser."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -233,3 +234,60 @@ async def test_reasoning_is_streamed_as_it_is_written(server: Harness, pieces: A
     assert reasoning.strip() == REASONING
     # Without tools a call is text.
     assert text.strip() == TEXT + CALL
+
+
+# What the SDKs' types promise, read without an SDK: one hands out what is missing as nothing.
+
+THINK, END_OF_THINK = (TOKENIZER.encode(mark)[0] for mark in ("<think>", "</think>"))
+REASONING_COUNT = TOKENS.index(END_OF_THINK) - TOKENS.index(THINK) - 1
+BODIES = {
+    "chat/completions": {"messages": [USER], "stream_options": {"include_usage": True}},
+    "responses": {"input": [USER]},
+    "messages": {"messages": [USER], "max_tokens": MAX_TOKENS},
+}
+
+
+async def told(server: Harness, path: str, stream: bool) -> list[Any]:
+    """The answer, or the events of its stream."""
+    body = {"model": "m", "stream": stream, **BODIES[path]}
+    if not stream:
+        body.pop("stream_options", None)
+    async with httpx.AsyncClient(timeout=20) as http:
+        answer = await http.post(f"{server.http}/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return [answer.json()]
+    lines = answer.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_tokens_of_reasoning_are_counted(server: Harness, stream: bool) -> None:
+    usage = (await told(server, "chat/completions", stream))[-1]["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == REASONING_COUNT > 20
+    last = (await told(server, "responses", stream))[-1]
+    answer = last["response"] if stream else last
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == REASONING_COUNT
+    # Of each response, whole or not.
+    assert "error" in answer and answer["error"] is None
+
+
+def test_tokens_of_reasoning_that_the_template_begins_are_counted() -> None:
+    prompt, thought = [*TOKENIZER.encode("1 + 2?"), THINK], TOKENIZER.encode(REASONING)
+    written = [*thought, END_OF_THINK, *TOKENIZER.encode(TEXT)]
+    for name in ("qwen3", "deepseek_r1"):
+        parsed = VllmParsers(TOKENIZER, "hermes", name).parse(
+            TOKENIZER.decode(written), written, prompt, ()
+        )
+        assert (parsed.reasoning, parsed.reasoning_token_count) == (REASONING, len(thought))
+
+
+async def test_blocks_and_messages_have_all_of_anthropics_fields(server: Harness) -> None:
+    (whole,) = await told(server, "messages", False)
+    assert "stop_sequence" in whole and whole["stop_sequence"] is None
+    events = await told(server, "messages", True)
+    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert begun == [
+        {"type": "thinking", "thinking": "", "signature": ""},
+        {"type": "text", "text": ""},
+    ]
