@@ -55,6 +55,25 @@ def allows(schema: dict[str, Any], value: object) -> bool:
     return schema.get("type") in kinds and isinstance(value, kinds[schema["type"]])
 
 
+@pytest.mark.parametrize(
+    ("named", "needed"),
+    [
+        ('algorithm.loss.kind = "gspo"', 'algorithm.aggregation.kind = "sequence_mean"'),
+        # That of the row itself, or where the other system says it.
+        (
+            'algorithm.advantage.kind = "dr_grpo"',
+            '"fixed_length"|seq-mean-token-sum-norm|loss_type="dr_grpo"',
+        ),
+    ],
+)
+def test_half_of_a_papers_objective_names_the_other_half(named: str, needed: str) -> None:
+    rows = [
+        line for line in PAGE.read_text().splitlines() if line.startswith("|") and named in line
+    ]
+    assert len(rows) >= 3
+    assert all(re.search(needed, row) for row in rows)
+
+
 def test_the_guide_names_many() -> None:
     assert len(SETTINGS) > 50
     assert len(OPTIONS) >= 4

@@ -164,6 +164,17 @@ def test_updates_of_a_step_go_along_the_schedule() -> None:
     assert [learning_rate(n, train, 3) for n in (0, 1, 2, 6)] == [0.5, 1.0, 1.0, 0.0]
 
 
+def test_a_step_that_moves_nothing_moves_no_schedule(model: Path) -> None:
+    train = TrainConfig(learning_rate=1.0, warmup_steps=2, schedule="cosine")
+    path = ModelConfig(path=str(model), dtype="float32")
+    policy = FsdpPolicy(path, train, total_steps=4, seed=0)
+    spreads = 1.0, 0.0, 1.0, 1.0
+    rates = [policy.step(step_of(spread)).learning_rate for spread in spreads]
+    # The run ends where the schedule of as many steps as moved something does: not near zero.
+    assert rates == [0.5, None, 1.0, learning_rate(2, train, 4)]
+    assert rates[-1] == 1.0 and learning_rate(4, train, 4) == 0.0
+
+
 def test_groups_that_can_move_nothing_have_their_part_of_an_update(model: Path) -> None:
     step = step_of(1.0, 0.0, 0.0, -1.0, updates=2)
     assert [update.counts.tokens for update in step.updates] == [10, 10]

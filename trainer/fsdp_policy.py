@@ -381,8 +381,8 @@ class FsdpPolicy:
 
 
 def learning_rate(step: int, train: TrainConfig, total_steps: int) -> float:
-    """Learning rate of the optimizer update after `step` others: linear warm-up, then the
-    schedule."""
+    """Learning rate of the optimizer update after `step` others that were made: linear warm-up, then the
+    schedule, which is at zero after as many as all steps have."""
     warmup = train.warmup_steps * train.updates_per_step
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup

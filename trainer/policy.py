@@ -163,7 +163,8 @@ class Policy(Protocol):
     def step(self, plan: StepPlan) -> StepResult:
         """One step: the optimizer updates that the plan has.
 
-        Without any nothing changes, the schedule and the optimizer's moments included.
+        Without any nothing changes, the schedule and the optimizer's moments included; nor by one that
+        moves nothing, or whose gradient is not finite.
         """
         ...
 
