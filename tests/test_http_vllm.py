@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import AsyncGenerator
@@ -25,6 +24,7 @@ from penstock.server.conversation import Message, TokenizerRenderer, Tool, load_
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from tests.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages
+from tests.languages import clients
 from tests.sdk_agents import (
     ANSWER,
     SCHEMA,
@@ -43,6 +43,7 @@ CALLED = f"<tool_call>\n{CALL}\n</tool_call><|im_end|>"
 SAID = "It has 21 degrees in Paris."
 POLICIES = ("KEEP", "RECOMPUTE", "ABORT")
 NPM_SECONDS = 45
+OPENAI = "openai@6"
 NODE = Path(__file__).parents[1] / ".venv" / "share" / "node"
 
 
@@ -159,10 +160,13 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
 
 async def node_agent(base: str, stream: bool, **_: Any) -> str:
     """The same agent with the `openai` package on Node."""
+    environment = clients.node_environment()
+    # By the path of that environment, and not by this process's own.
+    program = shutil.which("node", path=environment["PATH"]) or "node"
     process = await asyncio.create_subprocess_exec(
-        *("node", str(Path(__file__).with_name("openai_agent.cjs"))),
+        *(program, str(Path(__file__).with_name("openai_agent.cjs"))),
         *(base, "streamed" if stream else "whole"),
-        env={**os.environ, "NODE_PATH": str(NODE / "node_modules")},
+        env={**environment, "NODE_PATH": str(NODE / "node_modules")},
         stdout=asyncio.subprocess.PIPE,
     )
     said, _nothing = await process.communicate()
@@ -172,20 +176,25 @@ async def node_agent(base: str, stream: bool, **_: Any) -> str:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def node() -> None:
-    """The `openai` package, where Node is and npm finds it."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("Node is not installed")
+    """The `openai` package, where Node is, the machine's or set-up's, and npm finds it."""
+    try:
+        environment = clients.node_environment()
+    except clients.NotHere as error:
+        pytest.skip(str(error))
     if (NODE / "node_modules" / "openai").exists():
         return
     NODE.mkdir(parents=True, exist_ok=True)
     # So that npm looks no further up; with --prefix in its place it may wait for ever.
     (NODE / "package.json").write_text('{"private": true}\n')
-    install = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "openai@6")
-    # Without a registry npm tries for minutes.
-    process = await asyncio.create_subprocess_exec("timeout", str(NPM_SECONDS), *install, cwd=NODE)
-    if await process.wait():
+    install = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", OPENAI]
+    try:
+        # Without a registry npm tries for minutes.
+        await asyncio.to_thread(
+            clients.download, install, environment, NODE, f"npm install {OPENAI}", NPM_SECONDS
+        )
+    except clients.NotHere as error:
         shutil.rmtree(NODE, ignore_errors=True)
-        pytest.skip(f"npm cannot fetch the openai package within {NPM_SECONDS} s")
+        pytest.skip(str(error))
 
 
 async def converse(running: Running, agent: Any, stream: bool) -> None:
