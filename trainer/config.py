@@ -276,15 +276,6 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _warms_up_within_the_run(self) -> TrainerConfig:
-        if self.train.warmup_steps > self.run.steps:
-            raise ValueError(
-                f"train.warmup_steps must be run.steps = {self.run.steps} at most, got "
-                f"{self.train.warmup_steps}: the run would end before it had its learning rate"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _updates_are_corrected_for(self) -> TrainerConfig:
         if isinstance(self.algorithm.loss, Reinforce) and self.train.updates_per_step > 1:
             raise ValueError(
