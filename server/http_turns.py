@@ -22,6 +22,10 @@ turn that is whole gives its answer once more, one in flight is followed from it
 aborted goes on. An equal request that is no retry wants another sample, as agents that vote do: a branch.
 So does the retry of one that was refused: of its equals' answers none is its own.
 
+**Other parameters.** The same conversation with other sampling is no retry. Of a turn that was cut off the
+rest is sampled as the last request says, where a turn of its own could have come as far; else it is a
+branch.
+
 A request without an attempt has a trajectory of its own, which nobody trains and which is forgotten when it
 is answered.
 """
