@@ -127,7 +127,8 @@ def read(body: dict[str, Any]) -> ChatRequest:
         raise FieldInvalid("messages", "must hold at least one message")
     requests.check_tool_choice(body, "none")
     # Without tools there is nothing to choose, of which vLLM's model would complain.
-    left_out = () if tools else ("tools", "tool_choice")
+    nothing = not tools and body.get("tool_choice") in (None, "none", "auto")
+    left_out = ("tools", "tool_choice") if nothing else ()
     # What it is given is handed out as iterators: the messages are read from the body itself.
     given = {name: value for name, value in body.items() if name not in left_out}
     request = requests.validated(ChatCompletionRequest, given)

@@ -259,7 +259,8 @@ def test_bodies(
 @pytest.mark.parametrize(
     ("endpoint", "wrong"),
     [
-        ("chat/completions", {"tools": []}),
+        ("chat/completions", {"tools": 1}),
+        ("chat/completions", {"tool_choice": "required", "tools": []}),
         ("chat/completions", {"stream_options": {"include_usage": True}}),
         ("chat/completions", {"messages": None}),
         ("chat/completions", {"messages": 1}),
