@@ -427,7 +427,8 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
         config = ServeConfig.model_validate(table)
     except ValidationError as error:
         found = [
-            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}, got {item['input']!r}"
+            f"{'.'.join(str(part) for part in item['loc'])}: "
+            f"{item['msg'].removeprefix('Value error, ')}, got {item['input']!r}"
             for item in error.errors()
         ]
         # What is refused may be an address with a password in it.

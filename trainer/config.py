@@ -157,8 +157,8 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly, `run.steps` at most; as in `schedule`, an update
-    that was skipped is not one of theirs."""
+    """Steps over which the learning rate rises linearly; as in `schedule`, an update that was skipped is
+    not one of theirs."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or down to zero over the updates that all steps have. It goes
     by those that were made: a run of which some were skipped ends above zero."""
