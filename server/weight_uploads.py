@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from penstock.server.engine import EngineDescription, EngineLost
 from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.own_tasks import OwnTasks
+from penstock.server.said_again import SAY_AGAIN_SECONDS, said_again
 from penstock.server.upload_slot import Claim, UploadSlot
 from penstock.server.weight_collective import (
     Collective,
@@ -104,7 +105,8 @@ class WeightUploads:
                 if isinstance(announced.source, CollectiveSource):
                     await self._take_collective(announced, requests, respond)
                 else:
-                    await self._take(announced, requests, respond)
+                    async with said_again(respond, SAY_AGAIN_SECONDS) as say:
+                        await self._take(announced, requests, say)
             elif first is not None and not isinstance(first, Chunk) and first.HasField("join"):
                 await self._join(read_join(first.join), respond)
             else:

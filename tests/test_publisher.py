@@ -224,18 +224,30 @@ async def test_refusals_say_why_and_a_lost_server_is_another_matter() -> None:
         await anext(requests)
         await refuse(context, grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
-    async def silent(requests: AsyncIterator[Any], context: Any) -> None:
-        await anext(requests)
-
     async with ScriptedServer() as server, publishing(server) as publisher:
         await publisher.fill(Weights(), 1, "float32")
-        server.uploads = [wrong, lost, silent]
+        server.uploads = [wrong, lost]
         with pytest.raises(WeightsRefused, match=r"SHAPE_MISMATCH: a\.weight is odd"):
             await upload(publisher, 1)
         with pytest.raises(ServerLost, match="DRAINING"):
             await upload(publisher, 1)
+
+
+async def test_an_upload_that_ends_without_a_word_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
+
+    monkeypatch.setattr("penstock.trainer.sender.FIRST_PAUSE_SECONDS", 0.01)
+    async with ScriptedServer() as server, publishing(server) as publisher:
+        server.uploads = [silent, Received().take]
+        assert await publish(publisher, Weights(), 1)
+        await publisher.fill(Weights(), 2, "float32")
+        server.uploads = [silent] * 5
         with pytest.raises(WeightsRefused, match="without staging"):
-            await upload(publisher, 1)
+            await upload(publisher, 2)
+        assert not server.uploads
 
 
 async def test_a_version_that_was_overtaken_is_not_uploaded() -> None:

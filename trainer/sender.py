@@ -250,6 +250,11 @@ class Sender:
             try:
                 answer = await self._transport.send(header, parcel)
                 break
+            except NotStaged:
+                # What it was sent ended too early, which a flipped bit can say.
+                if attempt + 1 == ATTEMPTS:
+                    raise
+                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
             except grpc.aio.AioRpcError as error:
                 failure = read_failure(error)
                 if attempt + 1 == ATTEMPTS or failure.code in NO_ANSWER:

@@ -18,12 +18,14 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.v1 import weights_pb2
 from penstock.wire.channel import (
     KEEPALIVE_INTERVAL_MS,
     KEEPALIVE_TIMEOUT_MS,
     client_options,
 )
 from penstock.wire.security import Security
+from penstock.wire.upload import NotStaged, upload
 from tests import harness
 from tests.authorities import authority, server_certificate, write_certificate
 from tests.faults.fake_server import ServerProcess, fake_server
@@ -37,15 +39,17 @@ from tests.harness import (
     SubmitTasksRequest,
     Task,
     Wire,
+    header,
     hello,
     sequence,
-    upload,
     weights_of,
 )
 
 GROUPS = 6
 LEASES = ("leases.grace_seconds=1", "leases.seconds=5", "leases.max_attempts=1000")
 SPOILED_SECONDS = 5.0
+ASTRAY_SECONDS = 5.0
+"""After which an upload is given up here: the server is idle, and each takes a millisecond."""
 LIMIT_SECONDS = 90
 FILES = 6
 NOTICED_SECONDS = (KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS) / 1000
@@ -221,13 +225,14 @@ async def test_flipped_bits(tmp_path: Path, report: Report, request: pytest.Fixt
     async def upload_spoiled(proxy: Proxy, version: int) -> bool:
         options = client_options(own_connection=True)
         async with grpc.aio.insecure_channel(proxy.address, options=options) as channel:
-            wire = Wire(channel)
+            head, data = header(version)
+            message = weights_pb2.WeightHeader.FromString(head.SerializeToString())
             await channel.channel_ready()
             proxy.up.flips = 0.7
             try:
                 async with asyncio.timeout(20):
-                    await upload(wire, version)
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                    await upload(channel, message, [data], silent_seconds=ASTRAY_SECONDS)
+            except (grpc.aio.AioRpcError, NotStaged, TimeoutError) as error:
                 assert not isinstance(error, TimeoutError), "it hangs"
                 return False
             finally:

@@ -4,6 +4,10 @@
     header -> READY -> commit, likewise: `Filling`, of shared memory that is filled in between
     ... -> STAGED -> activate -> ACTIVE: `Staging`, of a version that is switched to later
 
+The server says its last answer again every ten seconds. An upload that hears none for SILENT_SECONDS has
+gone astray: a bit that flips in the number of its HTTP/2 stream leaves it open for ever, on a connection
+whose pings are answered. It ends as one whose server is away does.
+
 Requests are written as bytes here. A chunk then costs one copy of its data instead of four, and
 the header's checksum is that of the very bytes that are sent. Needs xxhash, which the client does not.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import grpc
 import xxhash
@@ -21,6 +26,11 @@ from penstock.v1 import weights_pb2
 from penstock.wire import codec
 
 CHUNK_BYTES = 2 * 1024 * 1024
+SILENT_SECONDS = 60.0
+"""Longest time without an answer."""
+ROOM_BYTES_PER_SECOND = 1e9
+"""By which the first may come later: room for the payload is made before it."""
+SILENT_PARTS = 6
 UPDATE_WEIGHTS = "/penstock.v1.RolloutService/UpdateWeights"
 
 Piece = bytes | memoryview
@@ -43,14 +53,17 @@ async def upload(
     *,
     on_sent: Callable[[int], None] | None = None,
     checksums: Sequence[int] = (),
+    silent_seconds: float = SILENT_SECONDS,
 ) -> weights_pb2.UpdateWeightsResponse:
     """Uploads one version; returns the server's last answer, STAGED or ACTIVE.
 
     `payload` is what goes into chunks, in order; it is read once the server is ready, and
     `on_sent` is told the length of each chunk. `checksums` has the XXH3-64 of each, where they are known
-    already. Raises AioRpcError and NotStaged.
+    already. Raises AioRpcError, which is UNAVAILABLE also after `silent_seconds` without an answer, and
+    NotStaged.
     """
-    return await _call(channel, header, lambda: _chunk_requests(payload, on_sent, checksums))
+    body = partial(_chunk_requests, payload, on_sent, checksums)
+    return await _call(channel, header, body, silent_seconds=silent_seconds)
 
 
 class Filling:
@@ -161,6 +174,7 @@ async def _call(
     on_staged: Callable[[weights_pb2.UpdateWeightsResponse], None] | None = None,
     activation: asyncio.Future[weights_pb2.WeightActivation | None] | None = None,
     ready: asyncio.Future[bool] | None = None,
+    silent_seconds: float = SILENT_SECONDS,
 ) -> weights_pb2.UpdateWeightsResponse:
     """One call; `body` has what comes once the server is ready, at last the commit. `on_staged` is told
     of each answer but READY, `activation` has what to send after it, and `ready` is told what the first
@@ -175,7 +189,8 @@ async def _call(
     )
     last: weights_pb2.UpdateWeightsResponse | None = None
     try:
-        async for response in method(_requests(header, body, ready, activation)):
+        call = method(_requests(header, body, ready, activation))
+        async for response in _answers(call, header, silent_seconds):
             if response.state != weights_pb2.WEIGHT_STATE_READY:
                 last = response
                 if on_staged is not None:
@@ -194,6 +209,36 @@ async def _call(
             f"version {header.weight_version}: the server ended the upload without staging it"
         )
     return last
+
+
+async def _answers(
+    call: grpc.aio.StreamStreamCall[bytes, weights_pb2.UpdateWeightsResponse],
+    header: weights_pb2.WeightHeader,
+    silent_seconds: float,
+) -> AsyncIterator[weights_pb2.UpdateWeightsResponse]:
+    """What the server says. Raises AioRpcError, also where it says nothing for too long."""
+    bound = silent_seconds + header.inline.length_bytes / ROOM_BYTES_PER_SECOND
+    answers = aiter(call)
+    while True:
+        answer = asyncio.ensure_future(anext(answers, None))
+        try:
+            # In parts: a loop that stood still for as long has had no time to hear.
+            for _ in range(SILENT_PARTS):
+                await asyncio.wait([answer], timeout=bound / SILENT_PARTS)
+            if not answer.done():
+                call.cancel()
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    grpc.aio.Metadata(),
+                    grpc.aio.Metadata(),
+                    f"the server said nothing of version {header.weight_version} for {bound:.0f} s",
+                )
+        finally:
+            answer.cancel()
+        if (response := await answer) is None:
+            return
+        yield response
+        bound = silent_seconds
 
 
 async def _requests(
