@@ -64,7 +64,7 @@ class Recovered:
     run_id: str = ""
     trainer_epoch: int = 0
     weight_version: int = 0
-    """The last that was active."""
+    """The last that was active, also where only what came of it was recorded in time."""
     tasks: dict[str, task_service_pb2.Task] = field(
         default_factory=dict[str, task_service_pb2.Task]
     )
@@ -109,8 +109,10 @@ class Recovered:
                 if parent is not None or not opened.parent_token_count:
                     self.trajectories[opened.trajectory_id] = open_record(opened, parent)
         elif kind == "turn_changed":
-            if (found := self.trajectories.get(record.turn_changed.trajectory_id)) is not None:
-                apply_turn(found, record.turn_changed)
+            changed = record.turn_changed
+            self._saw(*(segment.weight_version for segment in changed.segments))
+            if (found := self.trajectories.get(changed.trajectory_id)) is not None:
+                apply_turn(found, changed)
         elif kind == "trajectory_closed":
             self._closed(record.trajectory_closed)
         elif kind == "trajectories_forgotten":
@@ -133,6 +135,10 @@ class Recovered:
         else:
             raise ValueError(f"a record of a kind that this server does not know: {kind}")
 
+    def _saw(self, *weight_versions: int) -> None:
+        # Versions sample before the record of their switch: what is kept of the weights is put away first.
+        self.weight_version = max((self.weight_version, *weight_versions))
+
     def _session(self, began: journal_pb2.SessionBegan) -> None:
         self.run_id = began.run_id
         self.trainer_epoch = began.trainer_epoch
@@ -154,6 +160,7 @@ class Recovered:
         if group_id in self.ended or (changed.task_id and changed.task_id not in self.tasks):
             # It was complete when the journal was compacted, and a later record says so too.
             return
+        self._saw(changed.admitted_weight_version)
         self.pending.pop(changed.task_id, None)
         group = Group(
             group_id,

@@ -436,6 +436,38 @@ async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_pa
         assert set((await third.generate("u")).versions) == {0}
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+async def test_that_is_known_also_before_the_record_of_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await hello(first.wire)
+        written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        journal = first.serving._journal
+        begin_append = journal.begin_append
+
+        def held(records: Any, **options: Any) -> Any:
+            kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
+            return written if "weights_activated" in kinds else begin_append(records, **options)
+
+        monkeypatch.setattr(journal, "begin_append", held)
+        switch = asyncio.create_task(first.upload(1))
+        async with asyncio.timeout(20):
+            while not first.serving.switch.active_version:
+                await asyncio.sleep(0)
+        if sampled:
+            assert set((await first.generate("t")).versions) == {1}
+        else:
+            await submit(first, "a")
+            await lease(first, 1)
+        after = killed(tmp_path / "a")
+        written.set_result([])
+        await switch
+    async with on_disk(after) as second:
+        assert second.serving.switch.awaiting_trainer
+        assert second.serving.admission.trainer_awaited
+
+
 async def test_a_caller_that_is_gone_leaves_its_group_in_its_place(tmp_path: Path) -> None:
     async with on_disk(tmp_path / "a") as harness:
         await harness.generate("g0", group_id="g", group_size=1)

@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from google.protobuf.internal.encoder import _VarintBytes
 
+from penstock.server.journal import EncodedRecord
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from tests.fakes import expected_tokens
@@ -115,8 +116,8 @@ async def test_a_switch_is_answered_once_it_is_written_down(
     begin_append = journal.begin_append
 
     def held(records: Any, **options: Any) -> Any:
-        activated = any(getattr(record, "weights_activated", None) for record in records)
-        return written if activated else begin_append(records, **options)
+        kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
+        return written if "weights_activated" in kinds else begin_append(records, **options)
 
     monkeypatch.setattr(journal, "begin_append", held)
     exchange.send(switch_weights={"weight_version": 1})
