@@ -14,8 +14,8 @@ States of a group, and the calls that move it:
 
 Running and finished groups are *outstanding*. A taken group is remembered only while the trainer
 holds the version it was taken at, because until then it fills one of that version's B places: under
-every policy, outstanding groups and taken ones together number at most `target`, which the
-freshness controller moves between `fewest_outstanding` and (L+1)*B.
+every policy, outstanding groups and taken ones, of which no more than B count, together number at most
+`target`, which the freshness controller moves between `fewest_outstanding` and (L+1)*B.
 
 Order of events, per step: `advance(v)` when the trainer holds `v`; `select(credit)` whenever the
 demand, the finished groups or the trainer's version changed; then `admit` while `may_admit`.
@@ -74,7 +74,7 @@ What a failure does
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -178,8 +178,10 @@ class StalenessGate:
         self._finished: dict[str, _Finished] = {}
         self._due: Counter[int] = Counter()
         """Outstanding groups by deadline."""
-        self._batch: set[str] = set()
-        """Groups taken at the version the trainer holds, as many as a step has."""
+        self._batch: OrderedDict[str, None] = OrderedDict()
+        """Ids of groups taken at the version the trainer holds: also more than a step has, of which some
+        will be refused, or were trained before a restart of the server and are delivered again."""
+        self._most_remembered = max(1024, 4 * contract.max_outstanding)
         self._order = 0
         self._step_began: float | None = None
         self._unmet = 0
@@ -217,7 +219,7 @@ class StalenessGate:
     @property
     def taken(self) -> int:
         """Groups taken at the version the trainer holds, at most those of a step."""
-        return len(self._batch)
+        return min(len(self._batch), self.contract.groups_per_step)
 
     def buffered_lags(self) -> list[int]:
         """Lag of the oldest token of each finished group, were it taken now; for metrics."""
@@ -306,7 +308,7 @@ class StalenessGate:
         elif (group := self._finished.pop(group_id, None)) is not None:
             self._forget_deadline(group.oldest)
         else:
-            self._batch.discard(group_id)
+            self._batch.pop(group_id, None)
 
     def restore(self, group_id: str, oldest_version: int | None) -> None:
         """A delivered group must be delivered again: it is finished once more, past admission.
@@ -316,7 +318,7 @@ class StalenessGate:
         """
         if group_id in self._running or group_id in self._finished:
             raise ValueError(f"group {group_id!r} is outstanding already")
-        self._batch.discard(group_id)
+        self._batch.pop(group_id, None)
         oldest = self._trainer_version if oldest_version is None else oldest_version
         self._due[oldest + self.contract.max_lag] += 1
         self._buffer(group_id, oldest)
@@ -337,10 +339,11 @@ class StalenessGate:
             taken = tuple(queue[:credit])
         for group_id in taken:
             self._forget_deadline(self._finished.pop(group_id).oldest)
-            # Beyond a step's worth none holds a place, and a run whose weights never change keeps no ids.
-            if len(self._batch) < self.contract.groups_per_step:
-                self._batch.add(group_id)
-        unmet = min(credit - len(taken), self.contract.groups_per_step - len(self._batch))
+            self._batch[group_id] = None
+        while len(self._batch) > self._most_remembered:
+            # A run whose weights never change must not keep the id of every group.
+            self._batch.popitem(last=False)
+        unmet = min(credit - len(taken), self.contract.groups_per_step - self.taken)
         self._watch_starvation(unmet, now)
         if taken and unmet <= 0:
             self._surplus = len(self._finished)
@@ -348,7 +351,7 @@ class StalenessGate:
 
     def _whole_batch(self, queue: Iterable[str], credit: int) -> tuple[str, ...]:
         """Earliest deadlines first, as many as credit and batch allow, or none."""
-        wanted = min(credit, self.contract.groups_per_step - len(self._batch))
+        wanted = min(credit, self.contract.groups_per_step - self.taken)
         if wanted <= 0 or len(self._finished) < wanted:
             return ()
         loads = self._loads()
@@ -374,7 +377,7 @@ class StalenessGate:
         horizon = range(self._trainer_version, self._trainer_version + self.contract.max_lag + 1)
         overdue = sum(n for deadline, n in self._due.items() if deadline < horizon.start)
         loads: list[int] = []
-        load = overdue + len(self._batch)
+        load = overdue + self.taken
         for deadline in horizon:
             load += self._due[deadline]
             loads.append(load)
@@ -383,8 +386,7 @@ class StalenessGate:
     def _has_place(self) -> bool:
         # A taken group keeps its place until the trainer has the next version: freed at once, the
         # place would let groups fall L+1 versions behind.
-        taken = min(len(self._batch), self.contract.groups_per_step)
-        return self.outstanding + taken < self.target
+        return self.outstanding + self.taken < self.target
 
     def _capacity(self, k: int) -> int:
         return self.contract.groups_per_step * (k + 1)

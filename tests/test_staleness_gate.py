@@ -207,14 +207,46 @@ def test_groups_with_a_token_past_the_bound_are_discarded_at_selection(policy: L
     gate.admit("b", 2)
 
 
-def test_a_run_whose_weights_never_change_remembers_no_more_than_a_step() -> None:
+@pytest.mark.parametrize("policy", [MASK, REQUEUE, DROP])
+def test_what_is_delivered_again_does_not_take_the_place_of_what_is_trained(
+    policy: LatePolicy,
+) -> None:
+    # The server was killed before it had the receipt of "old", and its successor delivers that once more.
+    gate = make_gate(0, 1, policy, version=1)
+    gate.adopt("new", 1)
+    gate.restore("old", 0 if policy is MASK else 1)
+    assert gate.select(1, 0.0).taken == ("old",)
+    gate.finish("new", 1, 0.0)
+    assert gate.select(1, 0.0).taken == ("new",)
+    # Its receipt names a step that is over.
+    gate.vacate("old")
+    assert gate.taken == 1
+    assert not gate.may_admit(1), "it would be trained at version 2"
+    gate.advance(2, 0.0)
+    assert gate.may_admit(2)
+
+
+def test_of_more_than_a_batch_those_that_are_not_refused_keep_their_places() -> None:
+    gate = make_gate(1, 2, MASK)
+    admitted = admit_all(gate, 0)
+    finish_all(gate, admitted, 0)
+    assert len(gate.select(4, 0.0).taken) == 4
+    for group_id in admitted[:2]:
+        gate.vacate(group_id)
+    assert (gate.taken, len(admit_all(gate, 0, "h"))) == (2, 2)
+    gate.vacate(admitted[2])
+    assert (gate.taken, len(admit_all(gate, 0, "i"))) == (1, 1)
+
+
+def test_a_run_whose_weights_never_change_remembers_a_bounded_number() -> None:
     gate = make_gate(1, 3, MASK)
-    for number in range(20):
+    for number in range(5000):
         gate.admit(str(number), 0)
         gate.finish(str(number), 0, 0.0)
         assert gate.select(1, 0.0).taken == (str(number),)
     assert (gate.taken, gate.outstanding) == (3, 0)
     assert gate.may_admit(0)
+    assert len(gate._batch) <= 1024
 
 
 # WAIT.
