@@ -334,20 +334,55 @@ class Connection:
 
     # Who writes
 
-    async def ask_owner(self, seconds: float) -> str | None:
-        """What the server that writes says of itself; None where there is none, or it does not answer."""
+    async def ask_owner(self, seconds: float, absent_seconds: float) -> str | None:
+        """What the server that writes says of itself; None where there is none, or it does not answer.
+
+        There is none once nobody has listened for `absent_seconds`. That begins anew where the connection
+        is lost: whoever writes has lost theirs too, and may come back later. Raises Unreachable.
+        """
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._patience
+        absent_since: float | None = None
+        while True:
+            try:
+                answer = await self._ask_owner_once(seconds)
+            except PASSING as error:
+                absent_since = None
+                await self._again(until - clock(), error)
+                continue
+            except errors.Error as error:
+                raise Unreachable(f"the connection to NATS has ended: {error}") from error
+            if answer is None:
+                logger.warning(
+                    "whoever writes to the stream %s has not answered for %.0f s and is taken over from",
+                    self.subjects.stream,
+                    seconds,
+                )
+                return None
+            if (answer.headers or {}).get("Status") != NO_RESPONDERS:
+                return answer.data.decode(errors="replace")
+            absent_since = clock() if absent_since is None else absent_since
+            if clock() >= absent_since + absent_seconds:
+                return None
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _ask_owner_once(self, seconds: float) -> Msg | None:
+        """The owner's answer, or that nobody listens; None where somebody does and says nothing. Raises
+        PASSING where it is NATS that is away."""
+        if not self._up.is_set():
+            raise ConnectionResetError("the connection was lost")
+        reply = await self._send(self.subjects.owner, b"")
         try:
-            answer = await self._client.request(self.subjects.owner, b"", timeout=seconds)
-        except errors.NoRespondersError:
+            async with asyncio.timeout(seconds):
+                answer = await self._answers[reply]
+        except TimeoutError:
+            await self._client.flush(cast("int", ANSWER_SECONDS))
             return None
-        except errors.TimeoutError:
-            logger.warning(
-                "whoever writes to the stream %s has not answered for %.0f s and is taken over from",
-                self.subjects.stream,
-                seconds,
-            )
-            return None
-        return answer.data.decode(errors="replace")
+        finally:
+            self._answers.pop(reply, None)
+        if answer is None:
+            raise ConnectionResetError("the connection was lost")
+        return answer
 
     async def answer_as_owner(self, what: str) -> None:
         """Tells whoever asks from here on who writes."""

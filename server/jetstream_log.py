@@ -1,7 +1,8 @@
 """The contents of a journal's stream: taken, read, added to, and cleared of what a snapshot made obsolete.
 
-Who writes. Whoever opens the stream asks for the server that does; where none answers it says OWNER in the
-next place. From then on any message of another server finds its place taken.
+Who writes. Whoever opens the stream asks for the server that does; where none answers, nor comes to listen
+for a while, it says OWNER in the next place. From then on any message of another server finds its place
+taken.
 
 The places of messages are counted here, and each message is stored in its place or not at all: so nothing
 is missing in between, and nothing is there twice. Nothing is ever removed from the BEGIN of the last whole
@@ -40,6 +41,10 @@ from penstock.server.journal import JournalInUse, JournalUnreadable, Record, Sto
 
 OWNER_SECONDS = 10.0
 """After which a server that does not say that it writes is taken over from."""
+ABSENT_SECONDS = 3.0
+"""After which a stream that has been written to counts as nobody's, where nobody listens. NATS that just
+started knows nobody yet: a server that lived through that is back after a tenth of a second, or, where the
+machine was away too, once a packet that went there in vain is sent again."""
 MESSAGE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
 """Longest record that lies in the log itself: what is held is copied by each compaction."""
@@ -100,7 +105,9 @@ class StreamLog:
             await check_synced(section.monitor)
         # Before anybody is asked: whoever comes to be the owner meanwhile takes the place that is next now.
         state = await open_stream(connection, section.max_bytes)
-        owner = await connection.ask_owner(OWNER_SECONDS)
+        # To a new one nobody can have written.
+        absent_seconds = ABSENT_SECONDS if state.last else 0.0
+        owner = await connection.ask_owner(OWNER_SECONDS, absent_seconds)
         if owner is not None:
             raise JournalInUse(f"another server writes to the stream {section.stream}: {owner}")
         await connection.answer_as_owner(f"process {os.getpid()} of {socket.gethostname()}")

@@ -43,8 +43,9 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
 
 
 @pytest.fixture
-def store(nats: NatsServer) -> JetStreamStore:
-    """A stream that nobody has used."""
+def store(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> JetStreamStore:
+    """A stream that nobody has used; whoever opens it again is not kept waiting."""
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
     return JetStreamStore(nats)
 
 
@@ -184,6 +185,80 @@ async def test_a_server_that_was_taken_over_from_writes_nothing_more(
         await second.append([record("third")])
     await first.close()
     assert await store.names() == ["first", "second", "third"]
+
+
+async def test_a_server_that_comes_back_to_nats_later_than_another_one_asks_is_not_taken_over_from(
+    store: JetStreamStore, nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 20.0)
+    async with store.opened() as (first, _):
+        await first.append([record("a")])
+        client = first._log.connection._client
+        connect, back = client._connect_to_server, asyncio.Event()
+
+        async def later(server: Any) -> None:
+            await back.wait()
+            await connect(server)
+
+        client._connect_to_server = later
+        nats.kill()
+        await asyncio.to_thread(nats.start)
+        asking = asyncio.create_task(store.make())
+        # It is connected, and nobody listens.
+        await asyncio.sleep(1.0)
+        assert not asking.done()
+        back.set()
+        with pytest.raises(JournalInUse, match="process"):
+            await asking
+        await first.append([record("b")])
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
+    assert await store.names() == ["a", "b"]
+
+
+async def test_nats_that_goes_away_as_it_is_asked_who_writes_is_no_answer(
+    store: JetStreamStore, nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_log, "OWNER_SECONDS", 3.0)
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 20.0)
+    async with store.opened() as (first, _):
+        await first.append([record("a")])
+        asked = asyncio.Event()
+        (listening,) = (
+            each
+            for each in first._log.connection._client._subs.values()
+            if each.subject == first._log.connection.subjects.owner
+        )
+        answer = listening._cb
+
+        async def lost(_: Any) -> None:
+            """Its answer never comes to NATS."""
+            asked.set()
+
+        listening._cb = lost
+        asking = asyncio.create_task(store.make())
+        await asked.wait()
+        listening._cb = answer
+        nats.kill()
+        # For longer than it waits for an answer.
+        await asyncio.sleep(3.5)
+        assert not asking.done()
+        await asyncio.to_thread(nats.start)
+        with pytest.raises(JournalInUse, match="process"):
+            await asking
+        await first.append([record("b")])
+
+
+async def test_only_a_stream_that_was_written_to_is_waited_for(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 60.0)
+    async with asyncio.timeout(20), store.opened() as (journal, _):
+        await journal.append([record("a")])
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 1.0)
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    assert await store.names() == ["a"]
+    assert clock() >= began + 1.0
 
 
 async def test_of_two_that_begin_at_once_one_writes(store: JetStreamStore) -> None:

@@ -39,10 +39,13 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
 
 
 @pytest.fixture(params=["log", "jetstream"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """Each of them, empty."""
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Each of them, empty; whoever opens it again is not kept waiting."""
     if request.param == "log":
         return LogStore(tmp_path)
+    from penstock.server import jetstream_log
+
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
     return JetStreamStore(request.getfixturevalue("nats"))
 
 
