@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,10 +115,17 @@ async def worker_process(
         await worker.wait()
 
 
-def start_worker(folder: Path, address: str, *options: str, name: str = "worker") -> Process:
+def start_worker(
+    folder: Path,
+    address: str,
+    *options: str,
+    name: str = "worker",
+    environment: Mapping[str, str] | None = None,
+) -> Process:
     """`penstock rollout`, started."""
     command = (sys.executable, "-m", "penstock.client", "rollout", "--server", address, *options)
-    return Process.start(Command(name, command, folder / f"{name}.log", ENVIRONMENT))
+    environment = {**ENVIRONMENT, **(environment or {})}
+    return Process.start(Command(name, command, folder / f"{name}.log", environment))
 
 
 def engines_of(pid: int) -> list[psutil.Process]:

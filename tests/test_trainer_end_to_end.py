@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from penstock.server.engine import (
     TensorMeta,
 )
 from penstock.server.errors import DomainError
+from penstock.server.journal_opening import open_journal
 from penstock.server.memory_budget import MemoryBudget
 from penstock.server.serving import Serving, bind
 from penstock.trainer.ledger import StepEntry, read_ledger
@@ -103,11 +104,13 @@ async def serving(
     listen: str = "127.0.0.1:0",
     step_seconds: float = 0.001,
     adapters: AdapterLimits | None = None,
+    settings: Sequence[str] = (),
 ) -> AsyncGenerator[Server]:
     engine = LoadingEngine(tensors_of(tiny), step_seconds, adapters)
-    loaded = server_config.load(None, [f"listen={listen}"])
+    loaded = server_config.load(None, [f"listen={listen}", *settings])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
-    running = Serving(server, engine, ByteRenderer(), loaded)
+    journal = await open_journal(loaded.journal)
+    running = Serving(server, engine, ByteRenderer(), loaded, journal)
     await running.start()
     try:
         yield Server(running, engine, f"127.0.0.1:{port}")

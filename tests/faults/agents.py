@@ -9,7 +9,10 @@ from functools import cache
 from pathlib import Path
 
 from penstock.client import Task, Trajectory
+from tests.faults.agent_log import write_down
 
+LOG = "PENSTOCK_TEST_AGENT_LOG"
+"""Names a folder: `generate` writes down there what its closes are answered."""
 TOOL_ANSWERS = "PENSTOCK_TEST_TOOL_ANSWERS"
 """Names a file: the tool of `waits` answers once it is there."""
 
@@ -17,6 +20,9 @@ TOOL_ANSWERS = "PENSTOCK_TEST_TOOL_ANSWERS"
 async def generate(task: Task, trajectory: Trajectory) -> float:
     """A few turns, now and then with a pause between them."""
     rng = random.Random(trajectory.trajectory_id)
+    if LOG in os.environ:
+        # Of each process its own: two lines that are written at once are none.
+        write_down(trajectory, Path(os.environ[LOG], f"{os.getpid()}.jsonl"))
     await trajectory.turn(max_tokens=rng.randint(1, 30), ignore_eos=True)
     for _ in range(rng.randint(0, 2)):
         await asyncio.sleep(rng.uniform(0.0, 0.05))

@@ -10,7 +10,18 @@ from typing import Any
 
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.trainer.ledger import StepEntry, read_ledger
-from tests.faults.history import Answer, Group, History, Step, read_group, read_outcome
+from tests.faults.history import (
+    Answer,
+    Group,
+    History,
+    Step,
+    explain_fake,
+    lineage,
+    read_answers,
+    read_group,
+    read_outcome,
+    violations,
+)
 
 
 @dataclass
@@ -111,3 +122,26 @@ def with_delivered(history: History, groups: Iterable[Group]) -> History:
     """The same, where the journal was compacted: groups as they were delivered count as well."""
     known = {group.group_id: group for group in groups}
     return replace(history, groups={**known, **history.groups})
+
+
+def without_refusals_of_what_was_trained(history: History) -> History:
+    """A trainer that is given once more what a checkpoint contains refuses it, so that it comes no more."""
+    trained = {found for step in lineage(history.ledger) for found in step.group_ids}
+    return replace(history, dropped=history.dropped - trained)
+
+
+def check_what_is_left(
+    journal: Path,
+    ledger: Path | Sequence[Step] = (),
+    answers: Path | Sequence[Answer] = (),
+    delivered: Iterable[Group] = (),
+) -> History:
+    """That a run of the fake engine kept its promises, by what its three sides left, which are all gone.
+
+    `delivered` has groups that a compaction may have taken out of the journal. Returns the history.
+    """
+    told = read_answers(answers) if isinstance(answers, Path) else list(answers)
+    history = with_delivered(history_of(journal, ledger, told), delivered)
+    found = violations(without_refusals_of_what_was_trained(history), explain_fake)
+    assert not found, [str(one) for one in found[:10]]
+    return history

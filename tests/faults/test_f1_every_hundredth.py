@@ -27,6 +27,7 @@ from tests.faults.trainers import (
     KILLED,
     Nursery,
     Stand,
+    check_history,
     check_lineage,
     check_weights,
     model_of,
@@ -105,6 +106,7 @@ async def test_interrupted_at_every_hundredth(
                 check_weights(stand)
                 assert curve_of(stand) == curve
                 assert model_of(stand) == weights
+            check_history(stand)
     except BaseException as error:
         options = "" if report.count is None else f"--fault-count {report.count}"
         nodeid = request.node.nodeid

@@ -4,7 +4,8 @@
 
 A run of a tiny model against a real server around the fake engine. Its trainer is killed with SIGKILL
 again and again, at random moments or at a named point, and resumed each time, until the run comes to
-its end. Then the ledger is read from disk, and compared with what the server accepted.
+its end. Then the ledger is read from disk, and compared with what the server accepted; and once nobody runs
+any more, with the journal and with what the agents wrote down.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.faults.trainers import (
     KILLED,
     Nursery,
     Stand,
+    check_history,
     check_lineage,
     check_weights,
     model_of,
@@ -113,6 +115,7 @@ async def test_a_killed_trainer(
                     # No version was ever made twice, and each is that of a run nobody killed.
                     assert stand.server.engine.versions == list(range(1, STEPS + 1))
                     assert model_of(stand) == undisturbed
+            check_history(stand)
         except BaseException as error:
             again = report.failed(where, what, seed, request.node.nodeid, kills, wanted)
             error.add_note(f"again: {again}; its files: {folder}")

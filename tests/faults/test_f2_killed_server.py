@@ -1,4 +1,7 @@
-"""F2: kill -9 of the server at named points. Nothing that it acknowledged is missing afterwards."""
+"""F2: kill -9 of the server at named points. Nothing that it acknowledged is missing afterwards.
+
+Asked of the server that comes after it, and at last of what all three sides left, when none of them runs.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.failpoints import VARIABLE
 from penstock.wire.failure import read_failure
+from tests.faults.history import Answer, Group, Step, read_group, read_outcome, read_runs
+from tests.faults.history_sources import check_what_is_left
 from tests.faults.report import Report
 from tests.harness import (
     CompleteTrajectoryRequest,
@@ -74,9 +79,25 @@ class Told:
     """Tokens of the turns whose end was told, by trajectory."""
     trained: Counter[str] = field(default_factory=Counter[str])
     """Tasks, each time that they were trained."""
+    answers: list[Answer] = field(default_factory=list[Answer])
+    ledger: list[Step] = field(default_factory=list[Step])
+    delivered: dict[str, Group] = field(default_factory=dict[str, Group])
+    """What was trained, as it came."""
     step: int = 0
     saved: int = 0
     """The last step in a checkpoint."""
+
+    def write_down(self, groups: list[Group]) -> None:
+        """As a trainer does in its ledger."""
+        self.delivered |= {group.group_id: group for group in groups}
+        self.ledger.append(
+            Step(
+                self.step,
+                tuple(group.group_id for group in groups),
+                tuple(group.task_id for group in groups),
+                tuple(t.trajectory_id for group in groups for t in group.trajectories),
+            )
+        )
 
 
 class Run:
@@ -116,9 +137,10 @@ class Run:
         call = wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=3))
         async with asyncio.TaskGroup() as working:
             while (given := await call.read()) is not grpc.aio.EOF:
-                working.create_task(self._attempt(wire, given.trajectory_id))
+                working.create_task(self._attempt(wire, given))
 
-    async def _attempt(self, wire: Any, trajectory_id: str) -> None:
+    async def _attempt(self, wire: Any, given: Any) -> None:
+        trajectory_id = given.trajectory_id
         request = GenerateRequest(trajectory_id=trajectory_id, sampling_params=sampling(8))
         try:
             turn = await collect(wire.Generate(request))
@@ -127,10 +149,20 @@ class Run:
             if self._random.random() < 0.15:
                 outcome = Outcome(failure=Failure(reason="UNLUCKY"))
             outcome.metadata["filler"] = "x" * METADATA_BYTES
-            await wire.CompleteTrajectory(
+            closed = await wire.CompleteTrajectory(
                 CompleteTrajectoryRequest(trajectory_id=trajectory_id, outcome=outcome)
             )
             self.told.outcomes[trajectory_id] = outcome
+            self.told.answers.append(
+                Answer(
+                    trajectory_id,
+                    given.group_id,
+                    read_outcome(outcome),
+                    closed.group_completed,
+                    closed.retried,
+                    read_runs(turn.segments),
+                )
+            )
         except grpc.aio.AioRpcError as error:
             # A lease that ran out while the machine was busy is somebody else's.
             if read_failure(error).reason != "LEASE_EXPIRED":
@@ -159,6 +191,7 @@ class Run:
                 continue
             told.step += 1
             told.trained.update(item.group.task_id for item in batch)
+            told.write_down([read_group(item.group) for item in batch])
             ids = [item.delivery_id for item in batch]
             if told.step % 2 == 0:
                 told.saved = told.step
@@ -288,6 +321,9 @@ async def kill_at(
             agents.cancel()
             await asyncio.gather(agents, return_exceptions=True)
         assert run.told.trained == Counter(dict.fromkeys(run.told.tasks, 1))
+    if journal is None:
+        told = run.told
+        check_what_is_left(folder / "journal", told.ledger, told.answers, told.delivered.values())
 
 
 async def test_nothing_acknowledged_is_missing_after_a_kill(

@@ -18,6 +18,8 @@ import pytest
 
 from penstock.client import connect
 from penstock.wire.security import open_channel
+from tests.faults.history import Answer, Step, read_outcome, read_runs
+from tests.faults.history_sources import check_what_is_left
 from tests.faults.report import COUNT, Report
 from tests.faults.test_f3_killed_engine import TRAJECTORIES, Script
 from tests.faults.workers import crew
@@ -26,6 +28,7 @@ from tests.harness import (
     GetServerInfoRequest,
     Harness,
     LeaseTasksRequest,
+    Outcome,
     RenewLeaseRequest,
     SubmitTasksRequest,
     Wire,
@@ -165,27 +168,43 @@ async def test_what_a_replaced_trainer_says_late_is_refused(
     tmp_path: Path, report: Report, pause: Pause
 ) -> None:
     stops = Stops(report, "trainer", "test_what_a_replaced_trainer_says_late_is_refused")
+    folders = [tmp_path / str(place) for place in range(stops.at_once)]
+    answers: list[list[Answer]] = [[] for _ in folders]
+    ledgers: list[list[Step]] = [[] for _ in folders]
     async with contextlib.AsyncExitStack() as stack:
         servers: list[Harness] = []
-        for place in range(stops.at_once):
-            folder = tmp_path / str(place)
+        for folder in folders:
             folder.mkdir()
-            servers.append(await stack.enter_async_context(serve(folder)))
+            settings = (f"journal.folder={folder / 'journal'}", "journal.durability=process")
+            servers.append(await stack.enter_async_context(serve(folder, *settings)))
         epochs = numbers(10, 10)
 
         async def stop(place: int, rng: random.Random) -> None:
-            await _replace(servers[place], next(epochs), rng.randint(1, 3), pause(rng))
+            epoch, groups = next(epochs), rng.randint(1, 3)
+            answers[place] += await _accepted(servers[place], epoch, groups)
+            ledgers[place].append(await _replace(servers[place], epoch, groups, pause(rng)))
 
         await stops.make(stop)
+    for folder, ledger, told in zip(folders, ledgers, answers, strict=True):
+        history = check_what_is_left(folder / "journal", ledger, told)
+        assert not history.held, "each of them was trained"
     stops.survived()
 
 
-async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) -> None:
-    """One trainer takes groups and stands still; another takes over; the first goes on to speak."""
-    for index in range(groups):
-        fields = {"group_id": f"{epoch}-{index}", "group_size": 1}
-        await harness.generate(f"{epoch}-{index}", **fields)
-        await harness.complete(f"{epoch}-{index}")
+async def _accepted(harness: Harness, epoch: int, count: int) -> list[Answer]:
+    """So many groups, closed; as their agent writes it down."""
+    found: list[Answer] = []
+    for name in (f"{epoch}-{index}" for index in range(count)):
+        turn = await harness.generate(name, group_id=name, group_size=1)
+        completed = await harness.complete(name)
+        outcome = read_outcome(Outcome(reward=1.0))
+        found.append(Answer(name, name, outcome, completed, runs=read_runs(turn.segments)))
+    return found
+
+
+async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) -> Step:
+    """One trainer takes groups and stands still; another takes over; the first goes on to speak. Returns
+    the step of the one that comes after them."""
     late = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.faults.late_trainer"),
         *(harness.address, str(epoch), str(groups)),
@@ -199,7 +218,7 @@ async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) ->
         with stopped(late.pid):
             late.stdin.write(b"go on\n")
             newer = await hello(harness.wire, epoch + 1, **ROOMY)
-            assert await _delivered(newer, groups) == groups
+            assert len(await _delivered(newer, groups)) == groups
             await asyncio.sleep(seconds)
         said = (await late.stdout.read()).decode().splitlines()
         # Of a connection that was closed meanwhile the stream's status may be lost with it. What the
@@ -213,17 +232,20 @@ async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) ->
     newer.half_close()
     # Its receipts made nothing final: whoever comes next is given the same groups, and uses them up.
     newest = await hello(harness.wire, epoch + 2, **ROOMY)
-    assert await _delivered(newest, groups, step=epoch) == groups
+    used = await _delivered(newest, groups, step=epoch)
+    assert len(used) == groups
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     assert (info.active_weight_version, list(info.staged_weight_versions)) == (0, [])
     newest.half_close()
+    return Step(epoch, tuple(sorted(used)))
 
 
-async def _delivered(trainer: Any, count: int, step: int = 0) -> int:
-    """Takes so many groups; with a step they are used by it, for good."""
+async def _delivered(trainer: Any, count: int, step: int = 0) -> set[str]:
+    """Takes so many groups, and returns their ids; with a step they are used by it, for good."""
     trainer.send(demand={"group_count": count})
-    ids = [(await trainer.receive("delivery")).delivery_id for _ in range(count)]
+    deliveries = [await trainer.receive("delivery") for _ in range(count)]
     if step:
+        ids = [delivery.delivery_id for delivery in deliveries]
         trainer.send(receipt={"delivery_ids": ids, "step": step})
         trainer.send(checkpoint={"step": step})
-    return len(set(ids))
+    return {delivery.group.group_id for delivery in deliveries}

@@ -14,7 +14,7 @@ import random
 import re
 import signal
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,8 @@ import pytest
 from penstock.demo.processes import Command, Process
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
-from tests.faults.history import History, lineage, violations
-from tests.faults.history_sources import history_of
+from tests.faults.history import lineage, violations
+from tests.faults.history_sources import history_of, without_refusals_of_what_was_trained
 from tests.faults.report import Report
 
 TEST = "tests/faults/test_supervised_run.py::test_a_run_ends_whatever_is_killed"
@@ -163,9 +163,3 @@ def check(out: Path, steps: int) -> None:
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert max(record["lag_max"] for record in metrics) <= 4
     assert sum(record["failures"] for record in metrics) == 0
-
-
-def without_refusals_of_what_was_trained(history: History) -> History:
-    """A trainer that is given once more what a checkpoint contains refuses it, so that it comes no more."""
-    trained = {found for step in lineage(history.ledger) for found in step.group_ids}
-    return replace(history, dropped=history.dropped - trained)

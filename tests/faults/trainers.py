@@ -26,10 +26,14 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.server.engine import AdapterLimits
 from penstock.trainer.ledger import RefusedEntry, StepEntry, read_ledger
+from tests.faults.agent_log import write_down
+from tests.faults.history_sources import check_what_is_left
 from tests.test_trainer_end_to_end import Server, configure, letters, sampled, serving
 from tests.trainer_processes import TrainerProcess, start_trainer_process
 
 GROUPS_PER_STEP = 2
+JOURNAL, AGENTS = "journal", "agents.jsonl"
+"""What the server and its worker leave in a run's folder."""
 # Of so many tasks one has no attempt that succeeds.
 FAILING = 9
 KILLED = -signal.SIGKILL
@@ -155,13 +159,14 @@ async def standing(
     **sections: dict[str, Any],
 ) -> AsyncGenerator[Stand]:
     """A run that is ready to begin."""
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = (f"journal.folder={folder / JOURNAL}", "journal.durability=process")
     async with (
-        serving(model, step_seconds=0.0, adapters=adapters) as server,
-        at_work(server.address),
+        serving(model, step_seconds=0.0, adapters=adapters, settings=journal) as server,
+        at_work(server.address, folder / AGENTS),
     ):
         accepted = Accepted()
         accepted.watch(server)
-        folder.mkdir(parents=True, exist_ok=True)
         settings: dict[str, dict[str, Any]] = {
             "run": {"steps": steps},
             "data": {"group_size": 2, "sampling": {"max_tokens": 6}},
@@ -176,9 +181,16 @@ async def standing(
 
 
 @contextlib.asynccontextmanager
-async def at_work(address: str) -> AsyncGenerator[None]:
+async def at_work(address: str, log: Path | None = None) -> AsyncGenerator[None]:
+    """A worker, which writes down in `log` what it is answered."""
+
+    async def asking(task: Task, trajectory: Trajectory) -> None:
+        if log is not None:
+            write_down(trajectory, log)
+        await ask(task, trajectory)
+
     calls = Calls(address, Patience())
-    worker = Worker(calls, ask, judge, WorkerSettings(concurrency=8, drain_seconds=0.1))
+    worker = Worker(calls, asking, judge, WorkerSettings(concurrency=8, drain_seconds=0.1))
     task = asyncio.create_task(worker.run())
     try:
         yield
@@ -227,6 +239,15 @@ def check_lineage(stand: Stand) -> None:
     assert not left & trained
     assert trained | refused | left == set(accepted.tasks)
     check_data(stand, {group.task_id for group in groups}, refused)
+
+
+def check_history(stand: Stand) -> None:
+    """The same, once nobody runs any more, by the journal, the ledger and the agents' log alone."""
+    folder = stand.folder
+    history = check_what_is_left(folder / JOURNAL, folder / "out" / "ledger.jsonl", folder / AGENTS)
+    assert {answer.group_id for answer in history.answers} >= {
+        name for step in history.ledger for name in step.group_ids
+    }
 
 
 def check_data(stand: Stand, trained: set[str], refused: set[str]) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.processes import Process
+from tests.faults.agents import LOG
+from tests.faults.history import read_answers
+from tests.faults.history_sources import check_what_is_left
 from tests.faults.lateness import watched_lateness
 from tests.harness import (
     Exchange,
@@ -49,6 +52,7 @@ class Crew:
             *("--agent-id", agent_id, "--concurrency", str(CONCURRENCY)),
             *("--generate", "tests.faults.agents:generate"),
             name=agent_id,
+            environment={LOG: str(self.folder)},
         )
         return agent_id
 
@@ -103,14 +107,28 @@ class Crew:
             assert not any(t.outcome.HasField("failure") for t in group.trajectories), group
         trainer.half_close()
 
+    def check_history(self) -> None:
+        """The same, once nobody runs any more, by the journal and the agents' logs: nothing is trained, so
+        that all is still there."""
+        answers = [
+            answer for agent in self.folder.glob("*.jsonl") for answer in read_answers(agent)
+        ]
+        history = check_what_is_left(self.folder / "journal", answers=answers)
+        assert {group.task_id for group in history.groups.values()} == {
+            f"task-{index}" for index in range(self.submitted)
+        }
+        assert history.held == set(history.groups)
+
     async def _next(self, trainer: Exchange) -> Any:
         return (await trainer.receive("delivery")).group
 
 
 @contextlib.asynccontextmanager
 async def crew(folder: Path, workers: int = 2) -> AsyncGenerator[Crew]:
-    """A server with short leases, and so many workers."""
+    """A server with short leases, and so many workers; what they leave is checked in the end."""
     settings = (
+        f"journal.folder={folder / 'journal'}",
+        "journal.durability=process",
         f"leases.seconds={LEASE_SECONDS}",
         f"leases.grace_seconds={GRACE_SECONDS}",
         "leases.max_attempts=1000",
@@ -126,3 +144,4 @@ async def crew(folder: Path, workers: int = 2) -> AsyncGenerator[Crew]:
             for worker in found.workers.values():
                 worker.kill()
                 await worker.wait()
+    found.check_history()

@@ -15,21 +15,20 @@ from penstock.client.calls import Patience
 from penstock.client.client import Client
 from penstock.client.errors import PenstockError
 from penstock.client.leases import Attempt
-from penstock.client.outcome import Outcome, write_outcome
+from penstock.client.outcome import Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.tasks import Task
 from penstock.trainer.exchange import Exchange
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import Security, open_channel
+from tests.faults.agent_log import answered
 from tests.faults.history import (
     Answer,
     Group,
     History,
-    Run,
     Step,
     explain_fake,
     read_group,
-    read_outcome,
     violations,
 )
 from tests.harness import StalenessContract
@@ -99,25 +98,7 @@ class Workload:
                 raise
             self.lost_attempts += 1
             return
-        runs = tuple(
-            Run(
-                tuple(int(token) for token in segment.token_ids),
-                segment.weight_version,
-                tuple(float(logprob) for logprob in segment.logprobs),
-            )
-            for turn in trajectory.turns
-            for segment in turn.segments
-        )
-        self.answers.append(
-            Answer(
-                trajectory.trajectory_id,
-                attempt.group_id,
-                read_outcome(write_outcome(outcome)),
-                closed.group_completed,
-                closed.retried,
-                runs,
-            )
-        )
+        self.answers.append(answered(trajectory, outcome, closed))
 
     # Trainer
 
