@@ -43,9 +43,11 @@ class Journaled:
         if kind == "group_changed":
             self.open.add(said.group_id)
         elif kind == "trajectory_closed":
-            self.closed[said.trajectory_id] = read_outcome(said.outcome)
             if said.retried:
+                # It is in no group: another attempt takes its place.
                 self.forgotten.add(said.trajectory_id)
+            else:
+                self.closed[said.trajectory_id] = read_outcome(said.outcome)
         elif kind == "trajectories_forgotten":
             self.forgotten.update(said.trajectory_ids)
         elif kind == "group_finished":

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
-from tests.faults.history import Kind, Step, explain_fake, violations
+from tests.faults.history import Answer, Kind, Step, explain_fake, read_outcome, violations
 from tests.faults.history_sources import history_of, steps_of
 from tests.faults.workload import Workload
-from tests.harness import serve
+from tests.harness import (
+    CompleteTrajectoryRequest,
+    Failure,
+    LeaseTasksRequest,
+    Outcome,
+    SubmitTasksRequest,
+    Task,
+    serve,
+)
 
 GROUPS = 6
 
@@ -27,6 +35,23 @@ async def test_the_history_of_a_run_is_in_its_journal(tmp_path: Path) -> None:
     # One that fell back to its last checkpoint and was not given them yet.
     earlier = history_of(journal, workload.ledger[:-1], workload.answers)
     assert set(workload.ledger[-1].group_ids) == {v.subject for v in violations(earlier)}
+
+
+async def test_a_failure_that_is_made_again_is_in_no_group(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    async with serve(tmp_path, f"journal.folder={journal}") as running:
+        task = Task(task_id="task", group_size=1, text="?")
+        await running.wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
+        leases = running.wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=1))
+        held = await leases.read()
+        failed = Outcome(failure=Failure(reason="BROKEN"))
+        closed = await running.wire.CompleteTrajectory(
+            CompleteTrajectoryRequest(trajectory_id=held.trajectory_id, outcome=failed)
+        )
+        leases.cancel()
+    assert closed.retried and not closed.group_completed
+    answer = Answer(held.trajectory_id, held.group_id, read_outcome(failed), retried=True)
+    assert violations(history_of(journal, [], [answer])) == []
 
 
 def test_steps_and_refusals_are_read_from_the_ledger(tmp_path: Path) -> None:
