@@ -19,7 +19,7 @@ import json
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -299,78 +299,167 @@ def requests_over_http() -> dict[str, bytes]:
     }
 
 
-async def read_nothing(port: int, rng: random.Random, cut_off: Counter[str]) -> None:
-    """Asks for one kind of thing as often as it is taken, and for another when it is cut off."""
+async def ask_on(port: int, rng: random.Random, heard: Counter[str], *, read: bool) -> None:
+    """Asks for one kind of thing as often as it is taken, and for another when it is cut off; who reads is
+    cut off by nobody, and goes on to another after a while."""
     loop, requests = asyncio.get_running_loop(), requests_over_http()
     while True:
         kind = rng.choice(list(requests))
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with contextlib.AsyncExitStack() as stack:
+            connection = stack.enter_context(socket.socket())
             connection.setblocking(False)
-            with contextlib.suppress(ConnectionError):
-                await loop.sock_connect(connection, ("127.0.0.1", port))
-                await loop.sock_sendall(connection, requests[kind])
-                if kind == "half":
-                    await loop.sock_recv(connection, 1)
-                else:
-                    while True:
-                        await asyncio.sleep(rng.uniform(0.0, 0.1))
-                        await loop.sock_sendall(connection, requests[kind])
-            cut_off[kind] += 1
+            stack.enter_context(contextlib.suppress(ConnectionError, TimeoutError))
+            if read:
+                await stack.enter_async_context(asyncio.timeout(STALLED_SECONDS))
+            else:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+            if read:
+                reading = asyncio.create_task(read_all(connection))
+                stack.push_async_callback(asyncio.wait, [reading])
+                stack.callback(reading.cancel)
+            await loop.sock_sendall(connection, requests[kind])
+            if kind == "half":
+                await loop.sock_recv(connection, 1)
+            else:
+                while True:
+                    await asyncio.sleep(rng.uniform(0.0, 0.1))
+                    await loop.sock_sendall(connection, requests[kind])
+        heard[kind] += 1
+
+
+async def read_all(connection: socket.socket) -> None:
+    """Whatever comes."""
+    with contextlib.suppress(ConnectionError):
+        while await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
+            pass
+
+
+class HttpPlace:
+    """A server of chat completions, and who asks it."""
+
+    def __init__(self, server: ServerProcess, port: int, client: httpx.AsyncClient) -> None:
+        self.server = server
+        self.port = port
+        self._client = client
+        self._url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        self.heard: Counter[str] = Counter()
+        """How often its many callers were answered, or cut off, by kind."""
+
+    async def ask(self) -> None:
+        """One short turn of another caller."""
+        said = [{"role": "user", "content": "hello"}]
+        asked = {"model": "m", "max_tokens": 8, "messages": said}
+        assert (await self._client.post(self._url, json=asked)).status_code == 200
+
+    async def speed(self, seconds: float) -> float:
+        """Short turns a second, while this process is not late itself."""
+        turns, clock = 0, asyncio.get_running_loop().time
+        begun = clock()
+
+        async def one() -> None:
+            nonlocal turns
+            while clock() - begun < seconds:
+                await self.ask()
+                turns += 1
+
+        async with watched_lateness() as lateness:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(OTHERS):
+                    tasks.create_task(one())
+            return turns / max(clock() - begun - await lateness.seconds(), 0.01)
+
+
+@contextlib.asynccontextmanager
+async def http_place(
+    folder: Path, rng: random.Random, count: int, *settings: str, read: bool
+) -> AsyncGenerator[HttpPlace]:
+    """A server that so many callers ask all the time, once another has been answered."""
+    listen = ("--http-listen", "127.0.0.1:0", *OPTIONS)
+    settings = (*SETTINGS, *settings)
+    with fake_server(folder, *settings, step_seconds=0.004, options=listen) as server:
+        async with connected(server) as other, httpx.AsyncClient(timeout=20) as client:
+            port = (await other.wire.GetServerInfo(GetServerInfoRequest())).http_port
+            place = HttpPlace(server, port, client)
+            await place.ask()
+            before = server.footprint()
+            tasks = [
+                asyncio.create_task(
+                    ask_on(port, random.Random(rng.random()), place.heard, read=read)
+                )
+                for _ in range(count)
+            ]
+            try:
+                yield place
+                for task in tasks:
+                    assert not task.done(), task.exception()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.timeout(20):
+                # The other callers keep their connections.
+                while server.footprint().files > before.files + OTHERS:
+                    await asyncio.sleep(0.1)
+        server.check_alive()
+
+
+def compare(speeds: dict[str, list[float]]) -> Iterator[tuple[str, float]]:
+    """What the speed beside callers that do not read is of that elsewhere: slices of a round share what
+    else the machine does."""
+    for beside in ("read", "alone"):
+        pairs = zip(speeds["unread"], speeds[beside], strict=True)
+        yield beside, median(unread / other for unread, other in pairs)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     count = report.count or QUICK
     name, node = f"{count} callers over HTTP that read nothing", request.node.nodeid
-    seconds = min(120.0, request.config.getoption("fault_seconds")) if report.count else 3.0
-    rng = random.Random(report.seed)
-    listen = ("--http-listen", "127.0.0.1:0", *OPTIONS)
-    settings = (*SETTINGS, "limits.stalled_seconds=1")
-    with fake_server(tmp_path, *settings, step_seconds=0.001, options=listen) as server:
-        async with connected(server) as other, httpx.AsyncClient(timeout=20) as http:
-            port = (await other.wire.GetServerInfo(GetServerInfoRequest())).http_port
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            asked = {
-                "model": "m",
-                "max_tokens": 8,
-                "messages": [{"role": "user", "content": "hello"}],
-            }
-            assert (await http.post(url, json=asked)).status_code == 200
-            before = peak = server.footprint()
-            cut_off: Counter[str] = Counter()
-            unread = [
-                asyncio.create_task(read_nothing(port, random.Random(rng.random()), cut_off))
-                for _ in range(count)
-            ]
-            clock = asyncio.get_running_loop().time
-            begun, answered, files = clock(), 0, before.files
-            end = begun + seconds
-            # On a busy machine the first is cut off later.
-            while clock() < end or (not cut_off and clock() < end + PATIENCE_SECONDS):
-                assert (await http.post(url, json=asked)).status_code == 200
-                answered += 1
-                now = server.footprint()
+    each = SLICE_SECONDS if report.count else QUICK_SLICE_SECONDS
+    seconds = request.config.getoption("fault_seconds") if report.count else QUICK_SLICES * each
+    rng, clock = random.Random(report.seed), asyncio.get_running_loop().time
+    speeds: dict[str, list[float]] = {"unread": [], "read": [], "alone": []}
+    # So that somebody is cut off in a run of seconds.
+    settings = () if report.count else ("limits.stalled_seconds=1",)
+    async with contextlib.AsyncExitStack() as stack:
+        places = {
+            beside: await stack.enter_async_context(
+                http_place(tmp_path / beside, rng, callers, *settings, read=beside == "read")
+            )
+            for beside, callers in (("unread", count), ("read", count), ("alone", 0))
+            # In a run of seconds there is nothing to compare, and each takes long to start.
+            if report.count or beside == "unread"
+        }
+        unread = places["unread"]
+        # None of its callers has come far yet.
+        before = peak = unread.server.footprint()
+        begun, files = clock(), before.files
+        # On a busy machine the first is cut off later.
+        while clock() < begun + seconds or (
+            not unread.heard and clock() < begun + seconds + PATIENCE_SECONDS
+        ):
+            for beside in rng.sample(list(places), len(places)):
+                speeds[beside].append(await places[beside].speed(each))
+                now = unread.server.footprint()
                 peak = max(peak, now, key=lambda one: one.resident_bytes)
                 files = max(files, now.files)
-            lasted = clock() - begun
-            for task in unread:
-                assert not task.done(), task.exception()
-                task.cancel()
-            await asyncio.gather(*unread, return_exceptions=True)
-            # Nobody held on to what it did not read.
-            assert {"half", "whole", "streamed"} <= set(cut_off) if report.count else cut_off
-            async with asyncio.timeout(20):
-                while server.footprint().files > before.files:
-                    await asyncio.sleep(0.1)
-        server.check_alive()
+        lasted = clock() - begun
+    # Nobody held on to what it did not read.
+    cut_off = unread.heard
+    assert {"half", "whole", "streamed"} <= set(cut_off) if report.count else cut_off
     grown, budget = peak.resident_bytes - before.resident_bytes, BUDGET_MIB << 20
-    if grown > budget:
+    compared = dict(compare(speeds)) if report.count else {}
+    fast = not compared or compared["read"] >= SPEED
+    if not fast or grown > budget:
         report.failed("F8 fake", name, report.seed, node, 0, 1)
+    assert fast, (compared, speeds)
     assert grown <= budget
-    figures = (
-        f"for {lasted:.0f} s; cut off {cut_off.total()} times; "
-        f"{answered / lasted:.0f} answers a second to another; "
-        f"{grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}; {files} files"
-    )
+    figures = f"for {lasted:.0f} s; cut off {cut_off.total()} times; "
+    if compared:
+        figures += (
+            f"others {compared['read']:.2f} of the speed beside callers that read, "
+            f"{compared['alone']:.2f} of that beside none, of {len(speeds['read'])} rounds; "
+        )
+    figures += f"{grown / 1e6:+.0f} MB at most, of a budget of {budget / 1e6:.0f}; {files} files"
     report.survived("F8 fake", name, count, "callers", figures)
