@@ -102,10 +102,10 @@ What is promised, the faults that were made to happen to it, and what became of 
  `make test`. Every line is of the newest run of its fault, from its seed. `make soak` is the run \
 under load.
 
-Where somebody is killed or stopped in a run with groups and a trainer (F1, F2, F4, F5, F7, F12's model, \
-`penstock up`), what became of every group and token is decided afterwards, from what the three sides wrote \
-down and nothing else: the server's journal, the trainer's ledger, the agents' logs. The rules are at the head of \
-`tests/faults/history.py`.
+Where somebody is killed or stopped in a run with groups and a trainer (F1, F2, F4, F5, F7, F12's \
+model, `penstock up`), what became of every group and token is decided afterwards, from what the three \
+sides wrote down and nothing else: the server's journal, the trainer's ledger, the agents' logs. The \
+rules are at the head of `tests/faults/history.py`.
 """
 
 
