@@ -488,10 +488,12 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                     speeds.setdefault(name, {}).setdefault(turns, []).append(speed)
                     ratio = speed / round_speeds["raw"]
                     ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
-                for name in SECURE if arguments.secure else ():
-                    plain = round_speeds[name.replace("tls_to_plaintext", "penstock")]
-                    ratio = round_speeds[name.replace("tls_to_plaintext", "penstock_tls")] / plain
-                    ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
+                for name in SECURE:
+                    plain = name.replace("tls_to_plaintext", "penstock")
+                    secure = name.replace("tls_to_plaintext", "penstock_tls")
+                    if plain in round_speeds and secure in round_speeds:
+                        ratio = round_speeds[secure] / round_speeds[plain]
+                        ratios.setdefault(name, {}).setdefault(turns, []).append(ratio)
                 for name, (ours, theirs) in PEERS.items():
                     if ours in round_speeds and theirs in round_speeds:
                         ratio = round_speeds[ours] / round_speeds[theirs]
@@ -518,11 +520,12 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                 f"{turns} turns: {name} {statistics.median(found):.3f} "
                 f"(middle half {found[len(found) // 4]:.3f} to {found[-1 - len(found) // 4]:.3f})"
             )
-    if arguments.secure:
-        for turns in counts:
-            found = [f"{statistics.median(ratios[name][turns]):.3f}" for name in SECURE]
+    for name in SECURE:
+        for turns, found in ratios.get(name, {}).items():
+            found.sort()
             console.print(
-                f"{turns} turns: TLS and a token to plaintext {found[0]}, streamed {found[1]}"
+                f"{turns} turns: {name} {statistics.median(found):.3f} "
+                f"(middle half {found[len(found) // 4]:.3f} to {found[-1 - len(found) // 4]:.3f})"
             )
     return {
         "ratio_to_raw" if name == "penstock" else name: {
