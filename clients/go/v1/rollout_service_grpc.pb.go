@@ -23,7 +23,8 @@ type RolloutServiceClient interface {
 	Continue(ctx context.Context, in *ContinueRequest, opts ...grpc.CallOption) (RolloutService_ContinueClient, error)
 	// Stops turns in flight and returns once the engine no longer works on them.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
-	// Uploads one weight version and, on commit, stages it or switches to it.
+	// Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+	// answer is said again every ten seconds while there is no other.
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (RolloutService_UpdateWeightsClient, error)
 	// Hands out the bytes of a full version that this server has or is being given, to another server.
 	FetchWeights(ctx context.Context, in *FetchWeightsRequest, opts ...grpc.CallOption) (RolloutService_FetchWeightsClient, error)
@@ -205,7 +206,8 @@ type RolloutServiceServer interface {
 	Continue(*ContinueRequest, RolloutService_ContinueServer) error
 	// Stops turns in flight and returns once the engine no longer works on them.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
-	// Uploads one weight version and, on commit, stages it or switches to it.
+	// Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+	// answer is said again every ten seconds while there is no other.
 	UpdateWeights(RolloutService_UpdateWeightsServer) error
 	// Hands out the bytes of a full version that this server has or is being given, to another server.
 	FetchWeights(*FetchWeightsRequest, RolloutService_FetchWeightsServer) error

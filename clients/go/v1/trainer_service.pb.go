@@ -795,7 +795,7 @@ type CheckpointNotice struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Last step the durable checkpoint contains.
+	// Last step that the durable checkpoint contains; of a run that saves none, the last one it has made.
 	Step int64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
 }
 

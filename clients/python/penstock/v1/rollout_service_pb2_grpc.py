@@ -99,7 +99,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Uploads one weight version and, on commit, stages it or switches to it.
+        """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+        answer is said again every ten seconds while there is no other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

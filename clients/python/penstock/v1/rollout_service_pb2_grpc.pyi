@@ -41,7 +41,9 @@ class RolloutServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AbortRequest, _rollout_service_pb2.AbortResponse]
     """Stops turns in flight and returns once the engine no longer works on them."""
     UpdateWeights: _grpc.StreamStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
-    """Uploads one weight version and, on commit, stages it or switches to it."""
+    """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+    answer is said again every ten seconds while there is no other.
+    """
     FetchWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]
     """Hands out the bytes of a full version that this server has or is being given, to another server."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]
@@ -61,7 +63,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AbortRequest, _rollout_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops turns in flight and returns once the engine no longer works on them."""
     UpdateWeights: _aio.StreamStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """Uploads one weight version and, on commit, stages it or switches to it."""
+    """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+    answer is said again every ten seconds while there is no other.
+    """
     FetchWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]  # type: ignore[assignment]
     """Hands out the bytes of a full version that this server has or is being given, to another server."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
@@ -102,7 +106,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_weights_pb2.UpdateWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.UpdateWeightsResponse], _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]]:
-        """Uploads one weight version and, on commit, stages it or switches to it."""
+        """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+        answer is said again every ten seconds while there is no other.
+        """
 
     @_abc_1.abstractmethod
     def FetchWeights(

@@ -372,7 +372,7 @@ class CheckpointNotice(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Last step the durable checkpoint contains."""
+    """Last step that the durable checkpoint contains; of a run that saves none, the last one it has made."""
     def __init__(
         self,
         *,

@@ -2838,7 +2838,10 @@ export const RolloutServiceService = {
     responseSerialize: (value: AbortResponse): Buffer => Buffer.from(AbortResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): AbortResponse => AbortResponse.decode(value),
   },
-  /** Uploads one weight version and, on commit, stages it or switches to it. */
+  /**
+   * Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+   * answer is said again every ten seconds while there is no other.
+   */
   updateWeights: {
     path: "/penstock.v1.RolloutService/UpdateWeights" as const,
     requestStream: true as const,
@@ -2891,7 +2894,10 @@ export interface RolloutServiceServer extends UntypedServiceImplementation {
   continue: handleServerStreamingCall<ContinueRequest, ContinueResponse>;
   /** Stops turns in flight and returns once the engine no longer works on them. */
   abort: handleUnaryCall<AbortRequest, AbortResponse>;
-  /** Uploads one weight version and, on commit, stages it or switches to it. */
+  /**
+   * Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+   * answer is said again every ten seconds while there is no other.
+   */
   updateWeights: handleBidiStreamingCall<UpdateWeightsRequest, UpdateWeightsResponse>;
   /** Hands out the bytes of a full version that this server has or is being given, to another server. */
   fetchWeights: handleServerStreamingCall<FetchWeightsRequest, FetchWeightsResponse>;
@@ -2932,7 +2938,10 @@ export interface RolloutServiceClient extends Client {
     options: Partial<CallOptions>,
     callback: (error: ServiceError | null, response: AbortResponse) => void,
   ): ClientUnaryCall;
-  /** Uploads one weight version and, on commit, stages it or switches to it. */
+  /**
+   * Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
+   * answer is said again every ten seconds while there is no other.
+   */
   updateWeights(): ClientDuplexStream<UpdateWeightsRequest, UpdateWeightsResponse>;
   updateWeights(options: Partial<CallOptions>): ClientDuplexStream<UpdateWeightsRequest, UpdateWeightsResponse>;
   updateWeights(

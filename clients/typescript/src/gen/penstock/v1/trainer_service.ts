@@ -149,7 +149,7 @@ export interface SwitchWeights {
 
 /** Makes receipts final. */
 export interface CheckpointNotice {
-  /** Last step the durable checkpoint contains. */
+  /** Last step that the durable checkpoint contains; of a run that saves none, the last one it has made. */
   step: bigint;
 }
 
