@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -22,6 +22,7 @@ from penstock.server.authorization import open_gate
 from penstock.server.conversation import Renderer
 from penstock.server.engine import AdapterLimits
 from penstock.server.http_server import open_http
+from penstock.server.journal import EncodedRecord
 from penstock.server.journal_opening import open_journal
 from penstock.server.service import SERVICES
 from penstock.server.serving import Serving, bind
@@ -36,6 +37,9 @@ from penstock.v1 import (
 from penstock.wire import codec, sparse
 from penstock.wire.security import Security, open_channel
 from tests.fakes import TENSORS, ByteRenderer, FakeEngine
+
+if TYPE_CHECKING:
+    import pytest
 
 ON_DISK = "PENSTOCK_TEST_JOURNAL"
 """With this variable set every server of the tests keeps its journal on the disk."""
@@ -327,6 +331,23 @@ def header(version: int, *, staged: bool = False, **fields: Any) -> tuple[Any, b
         }
     )
     return message, data
+
+
+def hold_back_switches(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> asyncio.Future[list[Any]]:
+    """Has the journal not take the record of a switch, and any other as ever; what is returned has to be
+    set, as if it was durable then."""
+    written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+    journal = harness.serving._journal
+    begin_append = journal.begin_append
+
+    def held(records: Any, **options: Any) -> Any:
+        kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
+        return written if "weights_activated" in kinds else begin_append(records, **options)
+
+    monkeypatch.setattr(journal, "begin_append", held)
+    return written
 
 
 @contextlib.contextmanager

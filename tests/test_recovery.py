@@ -47,6 +47,7 @@ from tests.harness import (
     Task,
     collect,
     hello,
+    hold_back_switches,
     sampling,
     sequence,
     serve,
@@ -442,15 +443,7 @@ async def test_that_is_known_also_before_the_record_of_the_switch(
 ) -> None:
     async with on_disk(tmp_path / "a") as first:
         await hello(first.wire)
-        written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        journal = first.serving._journal
-        begin_append = journal.begin_append
-
-        def held(records: Any, **options: Any) -> Any:
-            kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
-            return written if "weights_activated" in kinds else begin_append(records, **options)
-
-        monkeypatch.setattr(journal, "begin_append", held)
+        written = hold_back_switches(first, monkeypatch)
         switch = asyncio.create_task(first.upload(1))
         async with asyncio.timeout(20):
             while not first.serving.switch.active_version:

@@ -15,7 +15,6 @@ import pytest
 import xxhash
 from google.protobuf.internal.encoder import _VarintBytes
 
-from penstock.server.journal import EncodedRecord
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from tests.fakes import expected_tokens
@@ -30,6 +29,7 @@ from tests.harness import (
     WeightHeader,
     header,
     hello,
+    hold_back_switches,
     messages,
     payload,
     sampling,
@@ -111,15 +111,7 @@ async def test_a_switch_is_answered_once_it_is_written_down(
 ) -> None:
     exchange = await hello(harness.wire)
     await harness.upload(1, staged=True)
-    written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-    journal = harness.serving._journal
-    begin_append = journal.begin_append
-
-    def held(records: Any, **options: Any) -> Any:
-        kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
-        return written if "weights_activated" in kinds else begin_append(records, **options)
-
-    monkeypatch.setattr(journal, "begin_append", held)
+    written = hold_back_switches(harness, monkeypatch)
     exchange.send(switch_weights={"weight_version": 1})
     await until(lambda: harness.engine.loaded != [])
     await exchange.nothing()
