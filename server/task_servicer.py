@@ -73,7 +73,9 @@ class TaskServicer:
         # A newer trainer may have come meanwhile.
         self._check_session(request.run_id, request.trainer_epoch)
         self._budget.check(request.ByteSize())
-        self._journal.check_room(request.ByteSize())
+        if any(task.task_id not in self._queue.known_tasks for task in request.tasks):
+            # Who asks again what is known gets an answer also where the disk is full.
+            self._journal.check_room(request.ByteSize())
         accepted, duplicates = self._queue.submit(request.tasks)
         # Without any it waits: those known already may not be durable yet.
         await self._journal.append([task_accepted(task) for task in accepted])
