@@ -513,16 +513,9 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             ),
         )
     console.print(table)
-    for name in PEERS:
-        for turns in counts if name in ratios else ():
-            found = sorted(ratios[name][turns])
-            console.print(
-                f"{turns} turns: {name} {statistics.median(found):.3f} "
-                f"(middle half {found[len(found) // 4]:.3f} to {found[-1 - len(found) // 4]:.3f})"
-            )
-    for name in SECURE:
-        for turns, found in ratios.get(name, {}).items():
-            found.sort()
+    for name in (*PEERS, *SECURE):
+        for turns, values in ratios.get(name, {}).items():
+            found = sorted(values)
             console.print(
                 f"{turns} turns: {name} {statistics.median(found):.3f} "
                 f"(middle half {found[len(found) // 4]:.3f} to {found[-1 - len(found) // 4]:.3f})"

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from penstock.server.attempts import Attempt, Group
+from penstock.server.errors import DomainError
 from penstock.server.group_bytes import group_finished
 from penstock.server.journal import (
     EncodedRecord,
@@ -30,6 +31,7 @@ from penstock.server.recovery import Recovered
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
+from penstock.wire.reasons import Reason
 from tests.fakes import expected_tokens
 from tests.harness import (
     AbortRequest,
@@ -472,6 +474,23 @@ async def test_a_caller_that_is_gone_leaves_its_group_in_its_place(tmp_path: Pat
         exchange = await hello(harness.wire)
         exchange.send(demand={"group_count": 1})
         assert (await exchange.receive("delivery")).group.group_id == "g"
+
+
+async def test_who_asks_again_what_is_known_needs_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with on_disk(tmp_path / "a") as harness:
+        await submit(harness, "known")
+
+        def full(byte_count: int) -> None:
+            raise DomainError(Reason.DISK_FULL, f"no room for {byte_count} bytes")
+
+        monkeypatch.setattr(harness.serving._journal, "check_room", full)
+        assert (await submit(harness, "known")).duplicate_count == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await submit(harness, "known", "new")
+        assert read_failure(caught.value).reason == "DISK_FULL"
+        assert harness.serving.queue.pending_count == 1
 
 
 async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(

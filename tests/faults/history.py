@@ -114,6 +114,16 @@ class Step:
     trajectory_ids: tuple[str, ...] = ()
 
 
+def step_with(number: int, groups: Sequence[Group]) -> Step:
+    """A step that was made of these."""
+    return Step(
+        number,
+        tuple(group.group_id for group in groups),
+        tuple(group.task_id for group in groups),
+        tuple(t.trajectory_id for group in groups for t in group.trajectories),
+    )
+
+
 @dataclass(frozen=True)
 class History:
     """What everybody wrote down."""

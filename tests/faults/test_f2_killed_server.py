@@ -21,7 +21,7 @@ from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.failpoints import VARIABLE
 from penstock.wire.failure import read_failure
-from tests.faults.history import Answer, Group, Step, read_group, read_outcome, read_runs
+from tests.faults.history import Answer, Group, Step, read_group, read_outcome, read_runs, step_with
 from tests.faults.history_sources import check_what_is_left
 from tests.faults.report import Report
 from tests.harness import (
@@ -90,14 +90,7 @@ class Told:
     def write_down(self, groups: list[Group]) -> None:
         """As a trainer does in its ledger."""
         self.delivered |= {group.group_id: group for group in groups}
-        self.ledger.append(
-            Step(
-                self.step,
-                tuple(group.group_id for group in groups),
-                tuple(group.task_id for group in groups),
-                tuple(t.trajectory_id for group in groups for t in group.trajectories),
-            )
-        )
+        self.ledger.append(step_with(self.step, groups))
 
 
 class Run:

@@ -29,6 +29,7 @@ from tests.faults.history import (
     Step,
     explain_fake,
     read_group,
+    step_with,
     violations,
 )
 from tests.harness import StalenessContract
@@ -138,14 +139,7 @@ class Workload:
             batch = [await exchange.next_group() for _ in range(count)]
             groups = [read_group(group) for group in batch]
             self.delivered |= {group.group_id: group for group in groups}
-            self.ledger.append(
-                Step(
-                    step,
-                    tuple(group.group_id for group in groups),
-                    tuple(group.task_id for group in groups),
-                    tuple(t.trajectory_id for group in groups for t in group.trajectories),
-                )
-            )
+            self.ledger.append(step_with(step, groups))
             exchange.receipt(batch, step)
             exchange.checkpoint(step)
         await exchange.ready()
