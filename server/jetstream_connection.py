@@ -22,6 +22,7 @@ from typing import Any, cast
 from nats import errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from penstock.server.config import JournalSection
 from penstock.server.jetstream_answers import (
@@ -88,6 +89,8 @@ class Connection:
         self._asked = 0
         self._last_error = ""
         self._up = asyncio.Event()
+        self._answering: Subscription | None = None
+        """To who asks which server writes; None while this one does not."""
 
     async def connect(self) -> None:
         """Raises Unreachable and Refused."""
@@ -391,11 +394,22 @@ class Connection:
             with suppress(errors.Error, OSError):
                 await asked.respond(what.encode())
 
-        await self._subscribe(self.subjects.owner, answer)
+        self._answering = await self._subscribe(self.subjects.owner, answer)
 
-    async def _subscribe(self, subject: str, what: Callable[[Msg], Awaitable[None]]) -> None:
+    async def stop_answering(self) -> None:
+        """Tells nobody any more, not itself either. Raises Unreachable."""
+        assert self._answering is not None
+        answering, self._answering = self._answering, None
+        try:
+            await answering.unsubscribe()
+        except errors.Error as error:
+            raise Unreachable(f"the connection to NATS has ended: {error}") from error
+
+    async def _subscribe(
+        self, subject: str, what: Callable[[Msg], Awaitable[None]]
+    ) -> Subscription:
         # One of its parameters that is not used here is without a type.
-        await cast("Any", self._client).subscribe(subject, cb=what)
+        return await cast("Any", self._client).subscribe(subject, cb=what)
 
 
 def _unavailable(answer: Msg) -> bool:

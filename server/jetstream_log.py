@@ -17,7 +17,7 @@ import socket
 from collections.abc import AsyncIterator
 
 from penstock.server.config import JournalSection
-from penstock.server.jetstream_answers import Fenced, JetStreamError
+from penstock.server.jetstream_answers import Fenced, JetStreamError, StreamState
 from penstock.server.jetstream_connection import Connection
 from penstock.server.jetstream_frames import (
     MESSAGE_OVERHEAD,
@@ -45,6 +45,8 @@ ABSENT_SECONDS = 3.0
 """After which a stream that has been written to counts as nobody's, where nobody listens. NATS that just
 started knows nobody yet: a server that lived through that is back after a tenth of a second, or, where the
 machine was away too, once a packet that went there in vain is sent again."""
+TRIES = 3
+"""Of taking a stream where nobody says that they write, and its next place is taken."""
 MESSAGE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
 """Longest record that lies in the log itself: what is held is copied by each compaction."""
@@ -103,16 +105,7 @@ class StreamLog:
         if section.durability == "fsync":
             assert section.monitor is not None, "the configuration sees to it"
             await check_synced(section.monitor)
-        # Before anybody is asked: whoever comes to be the owner meanwhile takes the place that is next now.
-        state = await open_stream(connection, section.max_bytes)
-        # To a new one nobody can have written.
-        absent_seconds = ABSENT_SECONDS if state.last else 0.0
-        owner = await connection.ask_owner(OWNER_SECONDS, absent_seconds)
-        if owner is not None:
-            raise JournalInUse(f"another server writes to the stream {section.stream}: {owner}")
-        await connection.answer_as_owner(f"process {os.getpid()} of {socket.gethostname()}")
-        self._next = state.last + 1
-        await self.store([Entry(Kind.OWNER, (connection.writer.encode(),))])
+        state = await self._own()
         end = await connection.fetch_last(connection.subjects.end)
         if end is not None:
             self._begin = begin_of(end)
@@ -120,6 +113,34 @@ class StreamLog:
             raise JournalUnreadable(
                 f"the stream {section.stream} begins with message {state.first}: its beginning is lost"
             )
+
+    async def _own(self) -> StreamState:
+        """Says in the next place that this server writes; returns how the stream was.
+
+        Where the place is taken meanwhile, nobody need have who writes from here on: what a server had sent
+        when it was killed may be stored that late. So it is asked again who writes, TRIES times in all.
+        Raises JournalInUse, JournalUnreadable and JetStreamError.
+        """
+        section, connection = self._section, self.connection
+        tries = 0
+        while True:
+            # Before anybody is asked: who comes to be the owner meanwhile takes the place that is next now.
+            state = await open_stream(connection, section.max_bytes)
+            # To a new one nobody can have written.
+            absent_seconds = ABSENT_SECONDS if state.last else 0.0
+            owner = await connection.ask_owner(OWNER_SECONDS, absent_seconds)
+            if owner is not None:
+                raise JournalInUse(f"another server writes to the stream {section.stream}: {owner}")
+            await connection.answer_as_owner(f"process {os.getpid()} of {socket.gethostname()}")
+            self._next = state.last + 1
+            try:
+                await self.store([Entry(Kind.OWNER, (connection.writer.encode(),))])
+                return state
+            except Fenced:
+                await connection.stop_answering()
+                tries += 1
+                if tries == TRIES:
+                    raise
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Every record as the last server left them. Raises JournalUnreadable."""

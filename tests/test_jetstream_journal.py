@@ -27,6 +27,7 @@ from penstock.server.jetstream_frames import (
     Subjects,
     read_message,
 )
+from penstock.server.jetstream_stream import open_stream
 from penstock.server.journal import JournalInUse, JournalUnreadable
 from penstock.wire.reasons import Reason
 from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
@@ -259,6 +260,41 @@ async def test_only_a_stream_that_was_written_to_is_waited_for(
     began = clock()
     assert await store.names() == ["a"]
     assert clock() >= began + 1.0
+
+
+@pytest.mark.parametrize("late", [1, 3])
+async def test_what_a_killed_server_had_sent_may_be_stored_while_the_next_one_begins(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    killed = await store.make()
+    assert await names_in(killed) == []
+    await killed.start(list)
+    opened = 0
+
+    async def open_before_it_is_stored(connection: Any, max_bytes: int) -> Any:
+        nonlocal opened
+        state = await open_stream(connection, max_bytes)
+        opened += 1
+        if opened <= late:
+            await killed.append([record(f"late{opened}")])
+        if opened == late:
+            await store.crash(killed)
+        return state
+
+    # It answers nobody any more.
+    await killed._log.connection.stop_answering()
+    monkeypatch.setattr(jetstream_log, "open_stream", open_before_it_is_stored)
+    if late < jetstream_log.TRIES:
+        assert await store.names() == ["late1"]
+        assert opened == late + 1
+    else:
+        # It is not killed, as it seems: it writes whenever it is looked at.
+        with pytest.raises(JournalInUse, match="another server writes"):
+            await store.make()
+        assert opened == jetstream_log.TRIES
+        monkeypatch.undo()
+        monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
+        assert await store.names() == ["late1", "late2", "late3"]
 
 
 async def test_of_two_that_begin_at_once_one_writes(store: JetStreamStore) -> None:
