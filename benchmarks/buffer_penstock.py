@@ -24,7 +24,7 @@ from penstock.v1 import (
     trainer_service_pb2,
     trajectory_pb2,
 )
-from penstock.wire import codec
+from penstock.wire import allocator, codec
 from penstock.wire.channel import client_options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +128,8 @@ async def at_a_time(count: int, work: Sequence[Coroutine[Any, Any, object]]) -> 
 
 async def trainer(address: str) -> None:
     """Takes as many groups as each line says; answers with when each was there as numpy arrays."""
+    # As `penstock train`.
+    allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     channel = grpc.aio.insecure_channel(address, options=client_options())
     await channel.channel_ready()
     outgoing: asyncio.Queue[Any] = asyncio.Queue()

@@ -16,10 +16,11 @@ import click
 from benchmarks.buffer_groups import TOKENS, Sample, sample_of
 from tests.fakes import ByteRenderer, FakeEngine
 
-from penstock.server import allocator, config
+from penstock.server import config
 from penstock.server.engine import Delta, EngineRequest, Finish
 from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind
+from penstock.wire import allocator
 
 
 class InstantEngine(FakeEngine):

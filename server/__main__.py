@@ -135,11 +135,10 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
 
-    from penstock.server import allocator
     from penstock.server.http_server import HttpAddressInUse
     from penstock.server.journal import JournalInUse, JournalUnreadable
     from penstock.server.serving import AddressInUse
-    from penstock.wire import telemetry
+    from penstock.wire import allocator, telemetry
     from penstock.wire.models import missing_folder
     from penstock.wire.security import CredentialsUnusable
 

@@ -1,4 +1,4 @@
-"""A server keeps the memory of a large message for the next one."""
+"""A server, and a trainer, keep the memory of a large message for the next one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import resource
-from penstock.server import allocator
+from penstock.wire import allocator
 
-allocator.keep_freed_memory()
+allocator.keep_freed_memory({arguments})
 
 def messages(count):
     for _ in range(count):
@@ -28,7 +28,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_large_messages_use_memory_again() -> None:
-    faults = int(subprocess.check_output([sys.executable, "-c", PROGRAM]))
+@pytest.mark.parametrize(
+    "arguments", ["", "allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES"]
+)
+def test_large_messages_use_memory_again(arguments: str) -> None:
+    program = PROGRAM.format(arguments=arguments)
+    faults = int(subprocess.check_output([sys.executable, "-c", program]))
     # Twenty times 512 pages of 2 MiB, were each given back; left to itself malloc may do either.
     assert faults < 512

@@ -158,8 +158,9 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> None:
     from penstock.trainer.compute import ComputeThread
-    from penstock.wire import telemetry
+    from penstock.wire import allocator, telemetry
 
+    allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")
     compute = ComputeThread(config.model.threads)
     try:
