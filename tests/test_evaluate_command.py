@@ -14,9 +14,12 @@ from penstock.client import Patience, Task, Trajectory, group_reward
 from penstock.client.calls import Calls
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import single_turn
+from penstock.trainer.config import load_config
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.evaluate_alone import Extent, Functions, Measuring
 from penstock.trainer.evaluate_command import main
+from penstock.trainer.evaluate_sets import Given, open_sets
+from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_record import EvaluationRecord
 from penstock.trainer.sources.opening import open_source
 from tests.harness import Harness, hello
@@ -158,6 +161,127 @@ def test_a_command_line_that_cannot_be_used_is_refused(
         assert said in capsys.readouterr().err
     assert main([*server, "--data", path, *reward, "--dry-run"]) == 0
     assert main([*server, "--task", "sums", "--dry-run"]) == 0
+
+
+TRAINER = """
+[server]
+address = "{address}"
+[model]
+path = "nobody/reads-it"
+[data]
+system_prompt = "Of all."
+sampling = {{ temperature = 0.5, max_tokens = 9 }}
+jsonl = {{ path = "{data}" }}
+[algorithm]
+advantage = {{ kind = "grpo" }}
+[[evaluation]]
+name = "mixed"
+prompts = 6
+samples_per_prompt = 2
+concurrency = 2
+sampling = {{ stop = ["never"], max_tokens = 4, top_k = 7 }}
+[[evaluation.mixture]]
+name = "rows"
+weight = 1.0
+jsonl = {{ path = "{data}" }}
+[[evaluation.mixture]]
+name = "sums"
+weight = 1.0
+python = {{ function = "penstock.demo.tasks:sums" }}
+[[evaluation]]
+name = "rows-alone"
+system_prompt = ""
+passes_from = 0.5
+jsonl = {{ path = "{data}" }}
+[[evaluation]]
+name = "game"
+environment = {{ name = "textarena:GuessTheNumber-v0" }}
+"""
+
+
+def trainer_file(folder: Path, address: str = "127.0.0.1:1") -> Path:
+    path = folder / "trainer.toml"
+    path.write_text(TRAINER.format(address=address, data=data(folder)))
+    return path
+
+
+def test_the_sets_of_a_trainers_file_are_asked_as_the_trainer_asks_them(tmp_path: Path) -> None:
+    path = trainer_file(tmp_path)
+    config = load_config(path)
+    mixed, rows, _ = open_sets(config, path, (), Given(), attempts=3)
+    assert mixed.extent == Extent(
+        name="mixed",
+        prompts=6,
+        samples_per_prompt=2,
+        concurrency=2,
+        attempts=3,
+        sampling=SamplingParams(temperature=0.5, top_p=1.0, top_k=7, max_tokens=4, stop=("never",)),
+        system_prompt="Of all.",
+    )
+    assert (rows.extent.prompts, rows.extent.system_prompt, rows.extent.passes_from) == (7, "", 0.5)
+    for evaluation, measured in zip(config.evaluation, (mixed, rows), strict=False):
+        trainers = EvaluationSet(evaluation, config.data)
+        for index in range(measured.extent.prompts):
+            assert trainers.source.problem(index) == measured.source.problem(index)
+    # What the command line says counts over it.
+    given = Given(prompts=3, samples=1, temperature=0.0, stop=("a",), system_prompt="Mine.")
+    (over,) = open_sets(config, path, ("mixed",), given, attempts=1)
+    assert (over.extent.prompts, over.extent.samples_per_prompt) == (3, 1)
+    assert over.extent.sampling == SamplingParams(
+        temperature=0.0, top_p=1.0, top_k=7, max_tokens=4, stop=("a",)
+    )
+    assert (over.extent.system_prompt, over.extent.concurrency) == ("Mine.", 2)
+
+
+def test_a_trainers_file_that_does_not_say_what_to_measure_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, reward = trainer_file(tmp_path), ("--reward", "penstock.demo.rewards:printable_share")
+    none = tmp_path / "none.toml"
+    none.write_text(
+        TRAINER.format(address="h:1", data=data(tmp_path)).partition("[[evaluation]]")[0]
+    )
+    several = tmp_path / "several.toml"
+    several.write_text(file.read_text().replace('"127.0.0.1:1"', '["127.0.0.1:1", "127.0.0.1:2"]'))
+    wrong: list[tuple[tuple[str, ...], str]] = [
+        (("--config", str(file), "--task", "sums"), "or --config"),
+        (("--config", str(file), *reward, "--only", "other"), "--only other"),
+        (("--task", "sums", "--only", "mixed", "--server", "h:1"), "--only goes with --config"),
+        (("--config", str(none), *reward), "has no [[evaluation]]"),
+        (("--config", str(several), *reward), "several servers"),
+        (("--config", str(file), *reward), "the prompts of game are made by an environment"),
+        (("--config", str(file), "--only", "mixed"), "give --reward"),
+        (("--config", str(file), *reward, "--args", str(file)), "--args goes with a --style"),
+        (("--config", str(file), "--style", "verl"), "give --reward"),
+    ]
+    for arguments, said in wrong:
+        assert main(list(arguments)) == 2
+        assert said in capsys.readouterr().err
+    assert main(["--config", str(file), *reward, "--only", "mixed", "--dry-run"]) == 0
+    assert main(["--config", str(file), "--environment", "textarena", "--dry-run"]) == 0
+
+
+def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """As verl calls it."""
+    return {"rows": 1.0, "rows-alone": 1.0, "held-out": 1.0, "named": 3.0}[data_source]
+
+
+async def test_every_set_of_a_file_has_a_table_and_a_line_and_functions_of_another_system_score_it(
+    tmp_path: Path, harness: Harness
+) -> None:
+    file = trainer_file(tmp_path, f"127.0.0.1:{harness.port}")
+    status, out, err = await run(
+        *("-m", "penstock.client", "eval", "--config", str(file), "--style", "verl"),
+        *("--reward", "tests.test_evaluate_command:score_row", "--prompts", "4"),
+        *("--only", "mixed", "--only", "rows-alone", "--attempts", "1"),
+    )
+    assert status == 0, err
+    mixed, rows = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    # It knows nothing of sums.
+    assert (mixed["name"], mixed["prompts"], mixed["failures"]) == ("mixed", 2, 4)
+    assert mixed["failure_reasons"] == {"KEY_ERROR": 4}
+    assert (rows["name"], rows["samples"], rows["reward_mean"]) == ("rows-alone", 4, 1.5)
+    assert "rows-alone, version 0" in out
 
 
 def test_a_server_that_is_not_there_is_said(

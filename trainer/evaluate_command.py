@@ -1,7 +1,7 @@
-"""`penstock eval`: measures what a server samples, by itself; prints a table and, as its last line, JSON.
+"""`penstock eval`: measures what a server samples; prints a table and a line of JSON of each set.
 
-Exit status: 0 measured; 1 no sample could be scored, or the server was lost; 2 the command line cannot be
-used.
+Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 the command line
+cannot be used.
 """
 
 from __future__ import annotations
@@ -10,39 +10,54 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.client.address_type import Address
+from penstock.client.environments.settings import environment_options
 from penstock.client.security_options import security_options
-from penstock.trainer.data_config import (
-    JsonlConfig,
-    MixableConfig,
-    ParquetConfig,
-    PythonConfig,
-    ReasoningGymConfig,
-)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.trainer.evaluate_alone import Extent, Functions
+    from penstock.client.calls import Calls
+    from penstock.client.environments.settings import EnvironmentSettings
+    from penstock.trainer.config import TrainerConfig
+    from penstock.trainer.evaluate_alone import Functions
+    from penstock.trainer.evaluate_sets import MeasuredSet
     from penstock.trainer.evaluation_record import EvaluationRecord, Figures
-    from penstock.trainer.sources.problem import Source
     from penstock.wire.security import Security
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SUMS = "sums"
 # By their names: what they are in is no part of the trainer.
-SUMS_DATA = "penstock.demo.tasks:sums"
 SUMS_REWARD = "penstock.demo.rewards:last_integer_is_answer"
 GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What the command line says of how attempts are made and scored."""
+
+    generate: str | None
+    reward: str | None
+    group_reward: bool
+    style: str
+    arguments: Path | None
+    environments: EnvironmentSettings | None
+
+
 @click.command(name="eval")
-@click.option("--server", metavar="HOST:PORT", type=Address(), help="The rollout server.")
+@click.option(
+    "--server",
+    metavar="HOST:PORT",
+    type=Address(),
+    help="The rollout server. Default: that of --config.",
+)
 @click.option("--model", metavar="MODEL", help="Instead: a folder, or a name on the hub, to serve.")
 @click.option(
     "--max-model-len", metavar="N", type=click.IntRange(min=1), help="With --model: its context."
@@ -54,6 +69,15 @@ GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
 )
 @click.option("--task", metavar="NAME", help=f"Instead: a data set of reasoning-gym, or {SUMS!r}.")
 @click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Instead: a trainer's file, of which every [[evaluation]] is measured. What is given "
+    "besides, such as --prompts, counts over it.",
+)
+@click.option("--only", multiple=True, metavar="NAME", help="With --config: this evaluation of it.")
+@click.option(
     "--reward",
     metavar="PKG.MODULE:FUNCTION",
     help="reward(task, trajectory): a number. Default: what generate returns, or the task's own.",
@@ -64,14 +88,25 @@ GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
     help="generate(task, trajectory): any number of turns. Default: one, on the prompt.",
 )
 @click.option("--group-reward", is_flag=True, help="Call reward once for all samples of a prompt.")
-@click.option("--prompts", default=256, show_default=True, type=click.IntRange(min=1))
-@click.option("--samples", default=1, show_default=True, type=click.IntRange(min=1, max=4096))
 @click.option(
-    "--concurrency",
-    default=16,
+    "--style",
+    type=click.Choice(["penstock", "slime", "verl", "trl"]),
+    default="penstock",
     show_default=True,
-    type=click.IntRange(min=1),
-    help="Prompts under way at a time.",
+    help="How the functions are called; docs/moving.md.",
+)
+@click.option(
+    "--args",
+    "arguments",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With a --style: TOML of what such functions are given as args.",
+)
+@environment_options
+@click.option("--prompts", type=click.IntRange(min=1), help="[default: 256]")
+@click.option("--samples", type=click.IntRange(min=1, max=4096), help="[default: 1]")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), help="Prompts under way at a time.  [default: 16]"
 )
 @click.option("--attempts", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option(
@@ -79,73 +114,72 @@ GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
     type=click.FloatRange(min=0),
     help="0 is greedy.  [default: 0 for one sample, 1 for more]",
 )
-@click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(min=1))
+@click.option("--max-tokens", type=click.IntRange(min=1), help="[default: 256]")
 @click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1))
-@click.option("--system-prompt", default="", help="Text of a system message before each prompt.")
+@click.option("--top-k", type=click.IntRange(min=0))
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends a turn; may be repeated.")
+@click.option("--system-prompt", help="Text of a system message before each prompt.")
 @click.option(
     "--passes-from",
-    default=1.0,
-    show_default=True,
-    help="Reward from which an answer is right, for pass@k.",
+    type=float,
+    help="Reward from which an answer is right, for pass@k.  [default: 1]",
 )
 @click.option("--reconnect-timeout", default=60.0, show_default=True, metavar="SECONDS")
 @click.option("--dry-run", is_flag=True, help="Check all but the server, and exit.")
 @security_options
 def evaluate(
     security: Security,
+    environments: EnvironmentSettings | None,
     server: str | None,
     model: str | None,
     max_model_len: int | None,
     data: str | None,
     task: str | None,
+    config_file: Path | None,
+    only: tuple[str, ...],
     reward: str | None,
     generate: str | None,
     group_reward: bool,
-    prompts: int,
-    samples: int,
-    concurrency: int,
+    style: str,
+    arguments: Path | None,
     attempts: int,
-    temperature: float | None,
-    max_tokens: int,
-    top_p: float | None,
-    system_prompt: str,
-    passes_from: float,
     reconnect_timeout: float,
     dry_run: bool,
+    **said: Any,
 ) -> None:
-    """Measure what a server samples on a set of prompts; docs/evaluation.md.
+    """Measure what a server samples on sets of prompts; docs/evaluation.md.
 
     Takes the turns and scores them in this process, beside a trainer of the same server or without one.
     """
-    from penstock.client.sampling import SamplingParams
-    from penstock.trainer.evaluate_alone import Extent
+    from penstock.trainer.evaluate_sets import Given, open_set, open_sets
 
     if model is not None or max_model_len is not None:
         raise click.UsageError("--model begins a server of its own: leave --server out")
+    if [data, task, config_file].count(None) != 2:
+        raise click.UsageError("give either --data or --task, or --config")
+    if only and config_file is None:
+        raise click.UsageError("--only goes with --config")
+    given = Given(**said)
+    if config_file is None:
+        sets = [open_set(data, task, given, attempts)]
+    else:
+        config = _load_config(config_file)
+        if server is None:
+            server, security = _server_of(config)
+        sets = open_sets(config, config_file, only, given, attempts)
     if server is None:
         raise click.UsageError("give --server, or --model")
-    source = _open(data, task)
-    functions = _load(task, generate, reward, group_reward=group_reward)
-    extent = Extent(
-        name=task or source.name,
-        prompts=_count(source, prompts),
-        samples_per_prompt=samples,
-        concurrency=concurrency,
-        attempts=attempts,
-        sampling=SamplingParams(
-            temperature=(0.0 if samples == 1 else 1.0) if temperature is None else temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-        ),
-        system_prompt=system_prompt,
-        passes_from=passes_from,
-    )
+    scoring = Scoring(generate, reward, group_reward, style, arguments, environments)
+    load = _load(task, scoring)
+    if generate is None and environments is None:
+        for each in sets:
+            if each.needs_environment:
+                raise click.UsageError(
+                    f"the prompts of {each.extent.name} are made by an environment: give --environment"
+                )
     security.check(server)
     if not dry_run:
-        record = asyncio.run(
-            _measure(server, security, reconnect_timeout, source, functions, extent)
-        )
-        sys.exit(_report(record))
+        sys.exit(asyncio.run(_measure(server, security, reconnect_timeout, sets, load)))
 
 
 def main(arguments: list[str]) -> int:
@@ -172,88 +206,115 @@ def main(arguments: list[str]) -> int:
     return OK
 
 
-def _open(data: str | None, task: str | None) -> Source:
-    """Raises ConfigInvalid, UsageError."""
-    from penstock.trainer.sources.opening import open_source
+def _load_config(path: Path) -> TrainerConfig:
+    """Raises ConfigInvalid."""
+    from penstock.trainer.config import load_config
 
-    if (data is None) == (task is None):
-        raise click.UsageError("give either --data or --task")
-    section = "--data" if data is not None else "--task"
-    # Always the same order, so that results can be compared.
-    return open_source(_source(data, task), 0, section)
+    return load_config(path)
 
 
-def _source(data: str | None, task: str | None) -> MixableConfig:
-    if data is None:
-        if task == SUMS:
-            return MixableConfig(python=PythonConfig(function=SUMS_DATA))
-        return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task or ""))
-    path = Path(data)
-    if path.is_dir() or path.suffix == ".parquet":
-        return MixableConfig(parquet=ParquetConfig(path=path))
-    if path.suffix in (".jsonl", ".json"):
-        return MixableConfig(jsonl=JsonlConfig(path=path))
-    if ":" in data:
-        return MixableConfig(python=PythonConfig(function=data))
-    raise click.UsageError(
-        f"--data {data}: neither *.jsonl, *.parquet, a folder of the latter, nor PKG.MODULE:FUNCTION"
-    )
+def _server_of(config: TrainerConfig) -> tuple[str, Security]:
+    """Where a trainer's file says that its server is, and how it is called. Raises ConfigInvalid."""
+    from penstock.trainer.wiring import security_of
+
+    address, *others = config.server.addresses
+    if others:
+        raise click.UsageError("the file has several servers: say which by --server")
+    return address, security_of(config.server)
 
 
-def _load(
-    task: str | None, generate: str | None, reward: str | None, *, group_reward: bool
-) -> Functions:
-    """Raises BadFunction."""
+def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
+    """The functions of the command line, for a server. Raises BadFunction."""
     from penstock.client.functions import BadFunction, load_function
     from penstock.client.scoring import is_group_reward, single_turn
     from penstock.trainer.evaluate_alone import Functions
 
-    if reward is None and generate is None:
-        if task is None:
-            raise BadFunction("give --reward, or a --generate that returns the reward")
-        reward = SUMS_REWARD if task == SUMS else GYM_REWARD
-    if reward is None and group_reward:
+    generate, reward = scoring.generate, scoring.reward
+    if scoring.style != "penstock":
+        return _load_style(scoring)
+    if scoring.arguments is not None:
+        raise BadFunction("--args goes with a --style")
+    if scoring.environments is not None:
+        if generate is not None:
+            raise BadFunction("--environment and --generate each take the turns: give one")
+        from penstock.client.environments.naming import load_agent
+
+        agent = load_agent(scoring.environments)
+    elif generate is not None:
+        agent = load_function(generate, "--generate")
+    else:
+        agent = single_turn
+        if reward is None:
+            if task is None:
+                raise BadFunction("give --reward, or a --generate that returns the reward")
+            reward = SUMS_REWARD if task == SUMS else GYM_REWARD
+    if reward is None and scoring.group_reward:
         raise BadFunction("--group-reward says how --reward is called: give it too")
-    scoring = load_function(reward, "--reward") if reward else None
-    return Functions(
-        load_function(generate, "--generate") if generate else single_turn,
-        scoring,
-        per_group=group_reward or is_group_reward(scoring),
+    score = load_function(reward, "--reward") if reward else None
+    functions = Functions(agent, score, per_group=scoring.group_reward or is_group_reward(score))
+    return lambda calls: functions
+
+
+def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
+    """Functions that were written for another system. Raises BadFunction."""
+    from penstock.client.functions import BadFunction
+    from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
+    from penstock.client.plugins.styles import Style, load_functions
+    from penstock.client.scoring import is_group_reward
+    from penstock.trainer.evaluate_alone import Functions
+
+    if scoring.environments is not None:
+        raise BadFunction(
+            "--style says how functions are called: it does not go with --environment"
+        )
+    try:
+        args = read_arguments(scoring.arguments)
+    except ArgumentsInvalid as error:
+        raise BadFunction(f"--args {error}") from error
+    found = load_functions(
+        *(Style(scoring.style), scoring.generate, scoring.reward, args),
+        whole_group=scoring.group_reward,
     )
 
+    def connected(calls: Calls) -> Functions:
+        found.connect(calls)
+        return Functions(found.generate, found.reward, per_group=is_group_reward(found.reward))
 
-def _count(source: Source, prompts: int) -> int:
-    from penstock.trainer.sources.problem import Finite
-
-    return min(prompts, source.size) if isinstance(source, Finite) else prompts
+    return connected
 
 
 async def _measure(
     server: str,
     security: Security,
     reconnect_timeout: float,
-    source: Source,
-    functions: Functions,
-    extent: Extent,
-) -> EvaluationRecord:
+    sets: Sequence[MeasuredSet],
+    load: Callable[[Calls], Functions],
+) -> int:
+    """Measures one set after the other, and prints each as it ends; returns the exit status."""
     from rich.console import Console
     from rich.progress import Progress
 
     from penstock.client.calls import Calls, Patience
     from penstock.trainer.evaluate_alone import Measuring
 
+    status = OK
     calls = Calls(server, Patience(reconnect_seconds=reconnect_timeout), security)
     try:
+        functions = load(calls)
         console = Console(stderr=True)
         quiet = not console.is_terminal
-        with Progress(console=console, transient=True, disable=quiet) as progress:
-            bar = progress.add_task(extent.name, total=extent.prompts)
-            measuring = Measuring(
-                calls, source, functions, extent, on_prompt=lambda: progress.advance(bar)
-            )
-            return await measuring.run()
+        for each in sets:
+            with Progress(console=console, transient=True, disable=quiet) as progress:
+                bar = progress.add_task(each.extent.name, total=each.extent.prompts)
+                measuring = Measuring(
+                    *(calls, each.source, functions, each.extent),
+                    on_prompt=lambda: progress.advance(bar),  # noqa: B023
+                )
+                record = await measuring.run()
+            status = max(status, _report(record))
     finally:
         await calls.close()
+    return status
 
 
 def _report(record: EvaluationRecord) -> int:

@@ -48,7 +48,7 @@ from typing import Protocol
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ServerFull
 from penstock.trainer.evaluation_config import EvaluationConfig, PinnedConfig
-from penstock.trainer.evaluation_prompts import Asked, Prompts, Schedule, Verdict
+from penstock.trainer.evaluation_prompts import SEED, Asked, Prompts, Schedule, Verdict
 from penstock.trainer.evaluation_record import (
     EvaluationRecord,
     MeasuredPrompt,
@@ -68,8 +68,6 @@ log = logging.getLogger(__name__)
 
 OVER = "EVALUATION_OVER"
 OTHER_VERSION = "OTHER_VERSION"
-# The first prompts of a set are the same in every run, whatever its own seed.
-SEED = 0
 
 Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int]]
 """Gives tasks to a server. Raises ServerFull and ServerLost."""

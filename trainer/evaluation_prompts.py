@@ -21,6 +21,8 @@ from enum import Enum, auto
 from penstock.trainer.evaluation_record import MeasuredPrompt
 
 OTHER_VERSION = "OTHER_VERSION"
+# The first prompts of a set are the same in every run, whatever its own seed.
+SEED = 0
 
 
 class Verdict(Enum):

@@ -1,0 +1,155 @@
+"""What `penstock eval` measures: one set of prompts by its command line, or those of a trainer's file.
+
+Of a file it is the tables `[[evaluation]]`, each as the trainer would ask it: the same prompts, in the same
+order, sampled in the same way. What the command line says besides counts over the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.client.sampling import SamplingParams
+from penstock.trainer.data_config import (
+    JsonlConfig,
+    MixableConfig,
+    ParquetConfig,
+    PythonConfig,
+    ReasoningGymConfig,
+    SamplingConfig,
+)
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.evaluate_alone import Extent
+from penstock.trainer.evaluation_prompts import SEED
+from penstock.trainer.sources.opening import open_source
+from penstock.trainer.sources.problem import Finite, Source
+
+if TYPE_CHECKING:
+    from penstock.trainer.config import TrainerConfig
+    from penstock.trainer.evaluation_config import EvaluationConfig
+
+SUMS = "sums"
+# By its name: what it is in is no part of the trainer.
+SUMS_DATA = "penstock.demo.tasks:sums"
+T = TypeVar("T")
+
+PROMPTS, SAMPLES, CONCURRENCY, MAX_TOKENS, PASSES_FROM = 256, 1, 16, 256, 1.0
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says of how to measure; None where it says nothing."""
+
+    prompts: int | None = None
+    samples: int | None = None
+    concurrency: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    system_prompt: str | None = None
+    passes_from: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """Prompts, and how they are asked."""
+
+    source: Source
+    extent: Extent
+    needs_environment: bool = False
+    """Whether its tasks name episodes of an environment, and have no prompts."""
+
+
+def open_set(data: str | None, task: str | None, given: Given, attempts: int) -> MeasuredSet:
+    """The set of `--data`, or else of `--task`. Raises ConfigInvalid."""
+    section = "--data" if data is not None else "--task"
+    source = open_source(_describe(data, task), SEED, section)
+    samples = _first(given.samples, SAMPLES)
+    extent = Extent(
+        name=task or source.name,
+        prompts=_count(source, _first(given.prompts, PROMPTS)),
+        samples_per_prompt=samples,
+        concurrency=_first(given.concurrency, CONCURRENCY),
+        attempts=attempts,
+        sampling=SamplingParams(
+            temperature=_first(given.temperature, 0.0 if samples == 1 else 1.0),
+            top_p=given.top_p,
+            top_k=_first(given.top_k, 0),
+            max_tokens=_first(given.max_tokens, MAX_TOKENS),
+            stop=given.stop,
+        ),
+        system_prompt=_first(given.system_prompt, ""),
+        passes_from=_first(given.passes_from, PASSES_FROM),
+    )
+    return MeasuredSet(source, extent)
+
+
+def open_sets(
+    config: TrainerConfig, path: Path, only: Sequence[str], given: Given, attempts: int
+) -> list[MeasuredSet]:
+    """The evaluations of a trainer's file, or those that `only` names. Raises ConfigInvalid."""
+    known = {one.name: one for one in config.evaluation}
+    if not known:
+        raise ConfigInvalid(f"{path} has no [[evaluation]]")
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigInvalid(f"--only {unknown[0]}: {path} has {', '.join(known)}")
+    wanted = [one for name, one in known.items() if not only or name in only]
+    return [_open_evaluation(one, config, given, attempts) for one in wanted]
+
+
+def _open_evaluation(
+    evaluation: EvaluationConfig, config: TrainerConfig, given: Given, attempts: int
+) -> MeasuredSet:
+    source = open_source(evaluation, SEED, f"evaluation.{evaluation.name}")
+    extent = Extent(
+        name=evaluation.name,
+        prompts=_count(source, _first(given.prompts, evaluation.prompts)),
+        samples_per_prompt=_first(given.samples, evaluation.samples_per_prompt),
+        concurrency=_first(given.concurrency, evaluation.concurrency),
+        attempts=attempts,
+        sampling=_sampling(evaluation.sampling_over(config.data), given),
+        system_prompt=_first(given.system_prompt, evaluation.system_prompt_over(config.data)),
+        passes_from=_first(given.passes_from, evaluation.passes_from),
+    )
+    parts = evaluation.mixture or (evaluation,)
+    return MeasuredSet(source, extent, any(part.environment is not None for part in parts))
+
+
+def _sampling(config: SamplingConfig, given: Given) -> SamplingParams:
+    return SamplingParams(
+        temperature=_first(given.temperature, config.temperature),
+        top_p=_first(given.top_p, config.top_p),
+        top_k=_first(given.top_k, config.top_k),
+        max_tokens=_first(given.max_tokens, config.max_tokens),
+        stop=given.stop or config.stop,
+    )
+
+
+def _describe(data: str | None, task: str | None) -> MixableConfig:
+    """Raises ConfigInvalid."""
+    if data is None:
+        if task == SUMS:
+            return MixableConfig(python=PythonConfig(function=SUMS_DATA))
+        return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task or ""))
+    path = Path(data)
+    if path.is_dir() or path.suffix == ".parquet":
+        return MixableConfig(parquet=ParquetConfig(path=path))
+    if path.suffix in (".jsonl", ".json"):
+        return MixableConfig(jsonl=JsonlConfig(path=path))
+    if ":" in data:
+        return MixableConfig(python=PythonConfig(function=data))
+    raise ConfigInvalid(
+        f"--data {data}: neither *.jsonl, *.parquet, a folder of the latter, nor PKG.MODULE:FUNCTION"
+    )
+
+
+def _count(source: Source, prompts: int) -> int:
+    return min(prompts, source.size) if isinstance(source, Finite) else prompts
+
+
+def _first(given: T | None, otherwise: T) -> T:
+    return otherwise if given is None else given
