@@ -4,7 +4,8 @@
     POST /v1/responses           POST /v1/attempts/ID/responses           OpenAI responses
     POST /v1/messages            POST /v1/attempts/ID/v1/messages         Anthropic messages
     POST /v1/messages/count_tokens, and the same below an attempt     what a conversation would take
-    GET  /v1/models              GET  /v1/attempts/ID/models
+    GET  /v1/models              GET  /v1/attempts/ID/models          the one that is served
+    GET  /v1/models/NAME         GET  /v1/attempts/ID/models/NAME     the same, whatever it is called
     GET  /health                                                          for probes; asks nobody
 
 Order for each request: who calls, and whether it may (`authorization`) -> its body, bounded in bytes and in
@@ -148,6 +149,7 @@ class Endpoints:
             routes += _routes("messages/count_tokens", "POST", count)
         first = next(iter(self._surfaces.values()))
         routes += _routes("models", "GET", self._guarded(MODELS, first, self._models))
+        routes += _routes("models/{name:path}", "GET", self._guarded(MODELS, first, self._named))
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_endpoint})
 
     def _guarded(self, method: str, surface: Surface, serve: Serve) -> ASGIApp:
@@ -174,8 +176,25 @@ class Endpoints:
     async def _models(
         self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
     ) -> None:
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
-        await sending.json(json.dumps({"object": "list", "data": [model]}))
+        ends = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        table = {"object": "list", "data": [self._describe_model()], **ends}
+        await sending.json(json.dumps(table))
+
+    async def _named(
+        self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
+    ) -> None:
+        # As with turns: agents ask for the name that they were written with.
+        await sending.json(json.dumps(self._describe_model()))
+
+    def _describe_model(self) -> dict[str, object]:
+        """In OpenAI's form and in Anthropic's: both have the path."""
+        ours = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
+        theirs = {
+            "type": "model",
+            "display_name": self._model,
+            "created_at": "1970-01-01T00:00:00Z",
+        }
+        return {**ours, **theirs}
 
     async def _count(
         self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending

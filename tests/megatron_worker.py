@@ -56,6 +56,7 @@ LLAMA3_ROPE = {
 # Odd, so that it has to be padded before two ranks can share it.
 VOCABULARY = 265
 STEPS = 10
+RESUMED = ("tensor", "pipeline", "critic of stages")
 EVERYTHING = {
     "kl": {"kind": "loss", "coefficient": 0.1},
     "correction": {"level": "token", "mode": "clip", "threshold": 2.0},
@@ -65,6 +66,7 @@ PENALIZED = {
     "advantage": {"kind": "reinforce_plus_plus"},
     "kl": {"kind": "reward", "coefficient": 0.1},
 }
+GAE = {"kind": "gae", "trace": 0.5, "critic": {"learning_rate": 1e-3}}
 LEAVES_OUT = {"kl": {"kind": "reward", "coefficient": 0.1}}
 
 
@@ -115,6 +117,15 @@ CASES = {
     ),
     # Of each step an answer that the reference is asked about, and that is not computed then.
     "left out": Case("qwen2", tied=False, tensor=1, pipeline=1, algorithm=LEAVES_OUT),
+    "critic of tensor": Case(
+        "llama", tied=True, tensor=2, pipeline=1, algorithm={"advantage": GAE}, updates=2
+    ),
+    # What the last stage alone knows of the reference is in what the critic should have said, too.
+    "critic of stages": Case(
+        *("qwen3", False, 1, 2),
+        algorithm={"advantage": GAE, "kl": {"kind": "reward", "coefficient": 0.1}},
+    ),
+    "critic of data": Case("qwen2", tied=True, tensor=1, pipeline=1, algorithm={"advantage": GAE}),
     "left out of stages": Case("qwen2", tied=False, tensor=1, pipeline=2, algorithm=LEAVES_OUT),
 }
 
@@ -192,7 +203,11 @@ def train_default(case: Case, folder: Path) -> dict[str, Any]:
     plans, results = [], []
     for _ in range(STEPS):
         plan = plan_step(
-            roll_out(policy, rng), objective, token_budget=60, update_count=case.updates
+            roll_out(policy, rng),
+            objective,
+            token_budget=60,
+            update_count=case.updates,
+            ranks=2 // (case.tensor * case.pipeline),
         )
         plans.append(plan)
         results.append(numbers(policy.step(plan)))
@@ -203,7 +218,8 @@ def train_default(case: Case, folder: Path) -> dict[str, Any]:
 
 def numbers(result: Any) -> dict[str, float]:
     names = ("loss", "grad_norm", "learning_rate", "entropy", "kl_reference", "clip_fraction")
-    return {name: getattr(result, name) for name in names}
+    critic = ("critic_loss", "critic_explained_variance")
+    return {name: getattr(result, name) for name in (*names, *critic)}
 
 
 def share(plan: StepPlan, policy: Any, rank: int) -> StepPlan:
@@ -412,7 +428,7 @@ def main(folder: Path, rank: int) -> None:
             for tied in (True, False):
                 name = f"{family}-{tied}"
                 found["logits"][name] = compare_logits(folder / name, family, tied=tied)
-        for name in ("tensor", "pipeline"):
+        for name in RESUMED:
             found[f"alone {name}"] = save_and_resume(CASES[name], folder / name)
         found["rounded"] = train_rounded(CASES["tensor"], folder / "tensor")
         forget_layout()
@@ -429,7 +445,7 @@ def main(folder: Path, rank: int) -> None:
                 f"resumed {name}",
                 lambda name=name: resume_elsewhere(CASES[name], folder / name, rank),
             )
-            for name in ("tensor", "pipeline")
+            for name in RESUMED
         ),
         ("refusals", lambda: refusals(folder / "pipeline")),
     )

@@ -377,11 +377,14 @@ async def test_errors_have_each_sdks_own_shape(server: Harness):
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="m", input="x")
         assert [model.id async for model in client.models.list()] == ["fake"]
+        assert (await client.models.retrieve("org/any-model")).id == "fake"
     base = server.http.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
         with pytest.raises(anthropic.BadRequestError) as said:
             await client.messages.create(model="m", messages=long, max_tokens=5)
         assert said.value.body["error"]["type"] == "invalid_request_error"
+        assert [model.id async for model in client.models.list()] == ["fake"]
+        assert (await client.models.retrieve("any-model")).display_name == "fake"
     async with httpx.AsyncClient(timeout=20) as http:
         for content, reason in ((b"{", "MALFORMED_MESSAGE"), (b"[]", "MALFORMED_MESSAGE")):
             answer = await http.post(f"{server.http}/chat/completions", content=content)

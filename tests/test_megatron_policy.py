@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron_worker import CASES, FAMILIES
+from tests.megatron_worker import CASES, FAMILIES, RESUMED
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 270
@@ -77,14 +77,22 @@ def test_two_ranks_train_as_one_process_of_the_default_does(
     assert own["untrained"] and own["exported"]
 
 
-@pytest.mark.parametrize("name", ["alone tensor", "alone pipeline"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("critic")])
+def test_a_critic_learns_beside_it(found: dict[str, Any], name: str) -> None:
+    losses = [result["critic_loss"] for result in found[name]["results"]]
+    explained = [result["critic_explained_variance"] for result in found[name]["results"]]
+    assert min(losses) > 0
+    assert abs(explained[0]) < 1e-6 < abs(explained[-1])
+
+
+@pytest.mark.parametrize("name", [f"alone {name}" for name in RESUMED])
 def test_a_resumed_run_goes_on_exactly(found: dict[str, Any], name: str) -> None:
     assert found[name]["exact"]
     # A checkpoint of before the first step goes on with the first.
     assert found[name]["begun anew"] == pytest.approx(2e-5 / 2)
 
 
-@pytest.mark.parametrize("name", ["alone tensor", "alone pipeline"])
+@pytest.mark.parametrize("name", [f"alone {name}" for name in RESUMED])
 def test_a_gradient_that_is_not_finite_is_thrown_away(found: dict[str, Any], name: str) -> None:
     assert found[name]["stayed"]
 
@@ -97,7 +105,7 @@ def test_bfloat16_is_the_arithmetic_and_not_the_weights(found: dict[str, Any]) -
         assert 0 < max(far) < bound, name
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_ranks_go_on_from_the_checkpoint_of_one(found: dict[str, Any], name: str) -> None:
     own = found[f"resumed {name}"]
     assert own["loaded"]

@@ -179,7 +179,6 @@ def test_every_field_explains_itself() -> None:
         ("model.lora={rank = 4, alpha = 8}", ["lora", "PEFT"]),
         ("model.cpu_offload=true", ["cpu_offload", "divided over more"]),
         ("train.reduce_each_micro_batch=true", ["reduce_each_micro_batch", "whole"]),
-        ("algorithm.advantage={kind = 'gae'}", ["gae", "critic"]),
     ],
 )
 def test_what_megatron_has_not_is_refused_with_its_reason(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.trainer.algorithm_config import AlgorithmConfig, Gae, Reinforce
+from penstock.trainer.algorithm_config import AlgorithmConfig, Reinforce
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
@@ -321,11 +321,6 @@ class TrainerConfig(Section):
             raise ValueError(
                 'train.reduce_each_micro_batch cannot be had with model.backend = "megatron": each copy of '
                 "the model has its gradients whole"
-            )
-        if isinstance(self.algorithm.advantage, Gae):
-            raise ValueError(
-                'algorithm.advantage = "gae" cannot be had with model.backend = "megatron": its critic is '
-                "a second model as transformers computes it"
             )
         return self
 

@@ -103,6 +103,10 @@ class Critic:
             fused=True,
         )
 
+    def supports_trees(self) -> bool:
+        """Whether it computes a prefix tree as it computes its sequences one by one."""
+        return self._tokens.supports_trees()
+
     def values(self, batch: MicroBatch) -> Tensor:
         """What each sequence will be worth from each trained token on, float32, shape [N]; no gradient."""
         with torch.no_grad(), self._tokens.without_dropout():

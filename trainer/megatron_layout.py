@@ -38,6 +38,16 @@ class Layout:
     """Those that have the other layers of this rank's micro-batches."""
 
     @property
+    def member(self) -> int:
+        """Its place among the ranks that have the same micro-batches."""
+        return self.stage * self.tensor_ranks + self.tensor
+
+    @property
+    def members(self) -> int:
+        """How many these are."""
+        return self.stages * self.tensor_ranks
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether it sees what the model predicts."""
         return self.stage == self.stages - 1

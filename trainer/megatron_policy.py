@@ -5,16 +5,20 @@ one; rank 0 also has the tokenizer, and what `ranked_policy` says of its methods
 plan, the learning rate and the order of a step are those of `fsdp_policy`. Suffixes as in `batching`.
 
     ranks -> layout: tensor x pipeline x data parallel
-    step     log-probabilities of the reference -> advantages, where they wait -> of the proximal policy ->
-               per update: gradients of this copy's micro-batches, summed over copies, clipped, applied
+    step     log-probabilities of the reference, values of the critic -> advantages, where they wait -> of
+               the proximal policy -> per update: gradients of this copy's micro-batches, summed over
+               copies, clipped, applied; then the critic's
     weights  gathered parameter by parameter to rank 0
     save     a model folder by rank 0; megatron-core's distributed format, and random states, by all
+
+A critic is what it is in `fsdp_policy`: a second model as transformers computes it, of which every rank has
+a share. The ranks of a copy divide its micro-batches among them, and all know what it says of each token.
 
 What differs from the default: with `bfloat16` the weights that compute are bfloat16 too, and float32 ones
 are the optimizer's, which are what is uploaded and saved. Each copy of the model has an optimizer of its
 own: megatron-core's distributed one needs Transformer Engine or apex to save and load.
 """
-# ruff: noqa: N803 - a name ends with its dimensions.
+# ruff: noqa: N803, N806 - a name ends with its dimensions.
 
 from __future__ import annotations
 
@@ -23,9 +27,11 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from megatron.core.distributed import (
@@ -40,11 +46,19 @@ from torch import Tensor, distributed, nn
 from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
-from penstock.trainer.batching import MicroBatch
+from penstock.trainer.batching import EMPTY, MicroBatch
 from penstock.trainer.config import MegatronBackend, ModelConfig, TrainConfig
+from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, PROGRESS_FILE, learning_rate
-from penstock.trainer.loading import SavedTokenizer, compute_dtype, load_tokenizer, outline
+from penstock.trainer.loading import (
+    SavedTokenizer,
+    block_names,
+    compute_dtype,
+    load_model,
+    load_tokenizer,
+    outline,
+)
 from penstock.trainer.megatron_checkpoint import ShardedOptimizer, load_state, save_state
 from penstock.trainer.megatron_description import describe, model_folder
 from penstock.trainer.megatron_layout import join_layout
@@ -64,7 +78,6 @@ from penstock.trainer.token_model import TokenModel, TokenOutput
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
@@ -126,6 +139,16 @@ class MegatronPolicy:
         self._optimizer = _make_optimizer(self._parallel, dtype, train)
         # After the optimizer, whose float32 copies must not be of what is rounded.
         load_weights(self._stage.gpt, shape, self._layout, self._folder)
+        self._critic: Critic | None = None
+        if self._objective.critic is not None:
+            own, _ = load_model(str(self._folder))
+            if model.gradient_checkpointing:
+                own.gradient_checkpointing_enable()
+            self._critic = Critic(
+                *(own, self._objective.critic, train, self._ranks),
+                blocks=block_names(own),
+                autocast=dtype is torch.bfloat16,
+            )
         self._train = train
         self._total_steps = total_steps
         self._steps = 0
@@ -144,15 +167,15 @@ class MegatronPolicy:
         return None
 
     def supports_trees(self) -> bool:
-        """That attention knows masks and positions are what they are said to be."""
-        return True
+        """Its own attention knows masks and positions as they are said to be; whether a critic's does."""
+        return self._critic is None or self._critic.supports_trees()
 
     def step(self, plan: StepPlan) -> StepResult:
         """The updates of one step, of which this rank has its share; see `policy.Policy`."""
         figures, norms = Figures(), list[float]()
-        rate, applied = 0.0, False
-        plan, prepared = self._prepare(plan)
-        for losses, update in prepared:
+        rate, applied, critic_loss = 0.0, False, 0.0
+        plan, prepared, lessons = self._prepare(plan)
+        for number, (losses, update) in enumerate(prepared):
             figures += self._accumulate(losses, update)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.clip_grad_norm(self._train.max_grad_norm))
@@ -163,23 +186,45 @@ class MegatronPolicy:
                 self._steps += 1
                 applied = True
             norms.append(norm)
+            if self._critic is not None:
+                critic_loss += self._critic.learn(lessons[number], update.counts)
         # Those of ranks that compute the same are counted once.
         figures = self._ranks.sum_figures(figures if self._layout.speaks else Figures())
-        return describe_step(plan, figures, norms, applied=applied, learning_rate=rate)
+        result = describe_step(plan, figures, norms, applied=applied, learning_rate=rate)
+        if self._critic is None or not norms:
+            return result
+        return replace(
+            result,
+            critic_loss=critic_loss / len(norms),
+            critic_explained_variance=self._objective.explained_variance(plan.rewards),
+        )
 
-    def _prepare(self, plan: StepPlan) -> tuple[StepPlan, list[tuple[list[Loss], Update]]]:
-        """The plan with its advantages, and what each micro-batch of each update adds to the loss, given
-        what other weights than the current say of its tokens: on the last stage, which alone asks."""
+    def _prepare(
+        self, plan: StepPlan
+    ) -> tuple[StepPlan, list[tuple[list[Loss], Update]], list[list[Lesson]]]:
+        """The plan with its advantages; what each micro-batch of each update adds to the loss, given what
+        other weights than the current say of its tokens: on the last stage, which alone asks; and what the
+        critic learns of each update on this rank."""
         if not plan.updates:
-            return plan, []
+            return plan, [], []
         references: list[Tensor] = []
         known: Tensor | None = None
         if self._reference is not None:
             batches = [batch for update in plan.updates for batch in update.batches]
             references = self._logprobs(self._reference, self._reference.module, batches)
             known = by_place(plan, references)
+        value_N = None if self._critic is None else self._values(self._critic, plan)
         if self._objective.advantages_wait:
-            plan = complete(plan, self._objective, references=references, sum_over_ranks=self._sum)
+            values: list[Tensor] = []
+            if value_N is not None:
+                values = [value_N[b.tokens_N] for update in plan.updates for b in update.batches]
+            plan = complete(
+                plan,
+                self._objective,
+                references=references,
+                values=values,
+                sum_over_ranks=self._sum,
+            )
         prepared: list[tuple[list[Loss], Update]] = []
         for number, update in enumerate(plan.updates):
             proximal: list[Tensor] = []
@@ -196,7 +241,40 @@ class MegatronPolicy:
                 for index, batch in enumerate(update.batches)
             ]
             prepared.append((losses, update))
-        return plan, prepared
+        lessons: list[list[Lesson]] = []
+        if value_N is not None:
+            lessons = self._lessons(plan, value_N)
+        return plan, prepared, lessons
+
+    def _values(self, critic: Critic, plan: StepPlan) -> Tensor:
+        """What the critic says of every token of the step, on every rank; float64, on the CPU."""
+        found_N = np.zeros(len(plan.rewards.sequences_N))
+        for update in plan.updates:
+            for batch in self._share(update.batches):
+                found_N[batch.tokens_N.numpy()] = critic.values(batch).double().cpu().numpy()
+        return torch.from_numpy(self._ranks.sum(found_N))  # pyright: ignore[reportUnknownMemberType]
+
+    def _lessons(self, plan: StepPlan, value_N: Tensor) -> list[list[Lesson]]:
+        """Of this rank's share of each update's micro-batches."""
+        target_N = torch.from_numpy(self._objective.value_targets(plan.rewards))  # pyright: ignore[reportUnknownMemberType]
+        device = self._layout.device
+        return [
+            [
+                Lesson(
+                    batch,
+                    value_N[batch.tokens_N].float().to(device),
+                    target_N[batch.tokens_N].to(device),
+                )
+                for batch in self._share(update.batches)
+            ]
+            for update in plan.updates
+        ]
+
+    def _share(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Of those of this rank's copy of the model, its own: each is one rank's, and all have as many."""
+        most = -(-len(batches) // self._layout.members)
+        own = list(batches[self._layout.member :: self._layout.members])
+        return own + [EMPTY] * (most - len(own))
 
     def _loss(
         self,
@@ -295,6 +373,8 @@ class MegatronPolicy:
         self.save_model(folder)
         save_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
         try:
+            if self._critic is not None:
+                self._critic.save(folder)
             save_random_states(folder, distributed.get_rank())
         except SafetensorError as error:
             raise OSError(str(error)) from error
@@ -311,6 +391,8 @@ class MegatronPolicy:
             )
             self._steps = progress["optimizer_steps"]
             load_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
+            if self._critic is not None:
+                self._critic.load(folder)
             # Last: what was loaded before may have drawn from them.
             load_random_states(folder, distributed.get_rank())
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:

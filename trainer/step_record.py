@@ -91,8 +91,20 @@ class StepRecord:
     idle_ratio: float = figure(
         0.0, PER_SECOND, "share", "Part of the time in which the trainer waited for groups."
     )
+    compute_ratio: float = figure(
+        0.0,
+        PER_SECOND,
+        "share",
+        "Part of the time in which it computed; the rest is waiting, uploads, switches and checkpoints.",
+    )
     tokens_trained_per_second: float = figure(
         0.0, PER_SECOND, "tokens/s", "`tokens_trained`, per second of the whole step."
+    )
+    tokens_computed_per_second: float = figure(
+        0.0,
+        PER_SECOND,
+        "tokens/s",
+        "`tokens_computed`, per second of the whole step: without those that cost nothing.",
     )
     tokens_received_per_second: float = figure(
         0.0, PER_SECOND, "tokens/s", "`tokens_received`, per second of the whole step."
@@ -151,7 +163,9 @@ class StepRecord:
         self.seconds = self.seconds_total = seconds
         if seconds > 0.0:
             self.idle_ratio = self.seconds_wait / seconds
+            self.compute_ratio = self.seconds_train / seconds
             self.tokens_trained_per_second = self.result.tokens_trained / seconds
+            self.tokens_computed_per_second = self.result.tokens_computed / seconds
             self.tokens_received_per_second = self.tokens_received / seconds
 
     def line(self) -> dict[str, Value]:
