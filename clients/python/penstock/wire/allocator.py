@@ -21,8 +21,8 @@ def keep_freed_memory(
     """Lets messages of up to `map_bytes` reuse memory of those before them.
 
     By its own rules malloc may give it back to the kernel after each and ask for zeroed pages with the
-    next, which costs an upload more than half of its speed, and a trainer two thirds of what it takes to
-    receive a group. Only both settings together help. Does nothing where the C library is not glibc.
+    next, which costs an upload more than half of its speed, and a trainer a third of its time in the
+    kernel. Only both settings together help. Does nothing where the C library is not glibc.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
