@@ -20,6 +20,7 @@ import click
 from penstock.client.address_type import Address
 from penstock.client.environments.settings import environment_options
 from penstock.client.security_options import security_options
+from penstock.client.style_options import style_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from penstock.wire.security import Security
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
-SUMS = "sums"
-# By their names: what they are in is no part of the trainer.
-SUMS_REWARD = "penstock.demo.rewards:last_integer_is_answer"
-GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Scoring:
     metavar="DATA",
     help="A *.jsonl or *.parquet file, a folder of the latter, or PKG.MODULE:FUNCTION.",
 )
-@click.option("--task", metavar="NAME", help=f"Instead: a data set of reasoning-gym, or {SUMS!r}.")
+@click.option("--task", metavar="NAME", help="Instead: a data set of reasoning-gym, or 'sums'.")
 @click.option(
     "--config",
     "config_file",
@@ -88,20 +85,7 @@ class Scoring:
     help="generate(task, trajectory): any number of turns. Default: one, on the prompt.",
 )
 @click.option("--group-reward", is_flag=True, help="Call reward once for all samples of a prompt.")
-@click.option(
-    "--style",
-    type=click.Choice(["penstock", "slime", "verl", "trl"]),
-    default="penstock",
-    show_default=True,
-    help="How the functions are called; docs/moving.md.",
-)
-@click.option(
-    "--args",
-    "arguments",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="With a --style: TOML of what such functions are given as args.",
-)
+@style_options
 @environment_options
 @click.option("--prompts", type=click.IntRange(min=1), help="[default: 256]")
 @click.option("--samples", type=click.IntRange(min=1, max=4096), help="[default: 1]")
@@ -163,7 +147,9 @@ def evaluate(
     if config_file is None:
         sets = [open_set(data, task, given, attempts)]
     else:
-        config = _load_config(config_file)
+        from penstock.trainer.config import load_config
+
+        config = load_config(config_file)
         if server is None:
             server, security = _server_of(config)
         sets = open_sets(config, config_file, only, given, attempts)
@@ -206,13 +192,6 @@ def main(arguments: list[str]) -> int:
     return OK
 
 
-def _load_config(path: Path) -> TrainerConfig:
-    """Raises ConfigInvalid."""
-    from penstock.trainer.config import load_config
-
-    return load_config(path)
-
-
 def _server_of(config: TrainerConfig) -> tuple[str, Security]:
     """Where a trainer's file says that its server is, and how it is called. Raises ConfigInvalid."""
     from penstock.trainer.wiring import security_of
@@ -228,6 +207,7 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
     from penstock.client.functions import BadFunction, load_function
     from penstock.client.scoring import is_group_reward, single_turn
     from penstock.trainer.evaluate_alone import Functions
+    from penstock.trainer.evaluate_sets import reward_of
 
     generate, reward = scoring.generate, scoring.reward
     if scoring.style != "penstock":
@@ -247,7 +227,7 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
         if reward is None:
             if task is None:
                 raise BadFunction("give --reward, or a --generate that returns the reward")
-            reward = SUMS_REWARD if task == SUMS else GYM_REWARD
+            reward = reward_of(task)
     if reward is None and scoring.group_reward:
         raise BadFunction("--group-reward says how --reward is called: give it too")
     score = load_function(reward, "--reward") if reward else None

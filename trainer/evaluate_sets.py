@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from penstock.trainer.evaluation_config import EvaluationConfig
 
 SUMS = "sums"
-# By its name: what it is in is no part of the trainer.
+# By their names: what they are in is no part of the trainer.
 SUMS_DATA = "penstock.demo.tasks:sums"
+SUMS_REWARD = "penstock.demo.rewards:last_integer_is_answer"
+GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
 T = TypeVar("T")
 
 PROMPTS, SAMPLES, CONCURRENCY, MAX_TOKENS, PASSES_FROM = 256, 1, 16, 256, 1.0
@@ -86,6 +88,11 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
         passes_from=_first(given.passes_from, PASSES_FROM),
     )
     return MeasuredSet(source, extent)
+
+
+def reward_of(task: str) -> str:
+    """The name of the reward that a `--task` comes with."""
+    return SUMS_REWARD if task == SUMS else GYM_REWARD
 
 
 def open_sets(

@@ -21,6 +21,7 @@ from penstock.client.external.options import command_options
 from penstock.client.health_command import health
 from penstock.client.loading import exit_with, load
 from penstock.client.security_options import security_options
+from penstock.client.style_options import style_options
 from penstock.client.up_command import up
 
 if TYPE_CHECKING:
@@ -158,21 +159,7 @@ def train(
     help="Wait this long for a lost server before an attempt in flight is given up. New attempts "
     "are waited for without a bound.",
 )
-@click.option(
-    "--style",
-    type=click.Choice(["penstock", "slime", "verl", "trl"]),
-    default="penstock",
-    show_default=True,
-    help="How the functions are called: as here, or as the system they were written for calls them; "
-    "docs/moving.md.",
-)
-@click.option(
-    "--args",
-    "arguments",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="With a --style: TOML of what such functions are given as args.",
-)
+@style_options
 @click.option(
     "--rollout-function",
     metavar="PKG.MODULE:FUNCTION",
