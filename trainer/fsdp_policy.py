@@ -26,7 +26,7 @@ import json
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -162,7 +162,7 @@ class FsdpPolicy:
         """The updates of one step; see `policy.Policy`."""
         figures = Figures()
         norms: list[float] = []
-        rate, applied, critic_loss = 0.0, False, 0.0
+        rate, applied, critic_losses = 0.0, False, list[float]()
         plan, prepared = self._prepare(plan)
         for parts, counts in prepared:
             for number, part in enumerate(parts, start=1):
@@ -179,15 +179,16 @@ class FsdpPolicy:
             norms.append(norm)
             if self._critic is not None:
                 lessons = [part.lesson for part in parts if part.lesson is not None]
-                critic_loss += self._critic.learn(lessons, counts)
+                critic_losses.append(self._critic.learn(lessons, counts))
         figures = self._sharding.sum_figures(figures)
-        result = describe_step(plan, figures, norms, applied=applied, learning_rate=rate)
-        if self._critic is None or not norms:
-            return result
-        return replace(
-            result,
-            critic_loss=critic_loss / len(norms),
-            critic_explained_variance=self._objective.explained_variance(plan.rewards),
+        return describe_step(
+            plan,
+            figures,
+            norms,
+            applied=applied,
+            learning_rate=rate,
+            critic_losses=critic_losses,
+            explained_variance=self._objective.explained_variance,
         )
 
     def _update(self, rate: float) -> None:

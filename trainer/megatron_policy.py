@@ -27,7 +27,6 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -173,7 +172,7 @@ class MegatronPolicy:
     def step(self, plan: StepPlan) -> StepResult:
         """The updates of one step, of which this rank has its share; see `policy.Policy`."""
         figures, norms = Figures(), list[float]()
-        rate, applied, critic_loss = 0.0, False, 0.0
+        rate, applied, critic_losses = 0.0, False, list[float]()
         plan, prepared, lessons = self._prepare(plan)
         for number, (losses, update) in enumerate(prepared):
             figures += self._accumulate(losses, update)
@@ -187,16 +186,17 @@ class MegatronPolicy:
                 applied = True
             norms.append(norm)
             if self._critic is not None:
-                critic_loss += self._critic.learn(lessons[number], update.counts)
+                critic_losses.append(self._critic.learn(lessons[number], update.counts))
         # Those of ranks that compute the same are counted once.
         figures = self._ranks.sum_figures(figures if self._layout.speaks else Figures())
-        result = describe_step(plan, figures, norms, applied=applied, learning_rate=rate)
-        if self._critic is None or not norms:
-            return result
-        return replace(
-            result,
-            critic_loss=critic_loss / len(norms),
-            critic_explained_variance=self._objective.explained_variance(plan.rewards),
+        return describe_step(
+            plan,
+            figures,
+            norms,
+            applied=applied,
+            learning_rate=rate,
+            critic_losses=critic_losses,
+            explained_variance=self._objective.explained_variance,
         )
 
     def _prepare(

@@ -7,13 +7,14 @@ event loop's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from penstock.trainer.algorithms.batches import RewardBatch
 from penstock.trainer.algorithms.objective import Figures
 from penstock.trainer.figures import LAST, MAX, MEAN, SUM, figure, weighted
 from penstock.trainer.planning import StepPlan
@@ -118,9 +119,11 @@ def describe_step(
     *,
     applied: bool,
     learning_rate: float,
+    critic_losses: Sequence[float],
+    explained_variance: Callable[[RewardBatch], float],
 ) -> StepResult:
     """What the figures of all micro-batches of a plan come to, whose advantages are there. `norms` are of
-    the gradients of its updates."""
+    the gradients of its updates, `critic_losses` of the critic's, where there is one."""
     planned = StepResult(
         applied=applied,
         updates=len(norms),
@@ -154,6 +157,8 @@ def describe_step(
         correction_weight_max=figures.weight_max,
         correction_masked=share_if_any(figures.masked),
         correction_clipped=share_if_any(figures.clipped),
+        critic_loss=sum(critic_losses) / len(norms) if critic_losses else None,
+        critic_explained_variance=explained_variance(plan.rewards) if critic_losses else None,
     )
 
 
