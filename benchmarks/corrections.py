@@ -1,12 +1,13 @@
 """What corrections are worth: the demo's task with data made stale on purpose, by off-policy correction.
 
-    python benchmarks/corrections.py [--steps 50] [--seeds 3] [--only tis,icepop]
+    python benchmarks/corrections.py [--steps 50] [--seeds 3] [--only tis,icepop] [--out FOLDER]
 
 As `penstock demo`, but with the learning rate doubled, two optimizer updates a step, `max_lag` 8 and the
 controller off (`freshness = false`): the server always has nine steps' groups under way, and what the
 trainer gets is as old as it may be. `fresh` is the same with `max_lag` 0, where there is little to correct.
 
-Seeds are interleaved. Printed by correction: the mean reward of the last five steps of each seed, the mean
+Seeds are interleaved. It takes hours: with `--out FOLDER`, called again, only those are run that are not
+there in full. Printed by correction: the mean reward of the last five steps of each seed, the mean
 lag of the trained tokens, the mean and the largest weight, and what it masked or cut.
 
 The last line is one JSON object: {"final_reward": {"off": [..], ..}}, one figure a seed.
@@ -15,7 +16,6 @@ The last line is one JSON object: {"final_reward": {"off": [..], ..}}, one figur
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import tempfile
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from demo_runs import Setup, run
+from demo_runs import Setup, run_once
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +61,7 @@ ARMS = {
 
 
 def train(folder: Path, arm: Arm, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The records of one run's steps."""
+    """The records of one run's steps; of one that is in `folder` already, as they are."""
     rate = 2 * SMALL_MODEL.learning_rate
     scale = replace(SMALL_MODEL, max_lag=arm.max_lag, learning_rate=rate)
     setup = Setup(
@@ -76,8 +76,7 @@ def train(folder: Path, arm: Arm, steps: int, seed: int) -> list[dict[str, Any]]
             "algorithm": {"correction": arm.correction},
         },
     )
-    folder.mkdir()
-    asyncio.run(run(folder, setup))
+    run_once(folder, setup)
     return read_lines(folder / "metrics.jsonl")
 
 
@@ -96,7 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="of each run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default=",".join(ARMS), help="these corrections")
-    parser.add_argument("--out", type=Path, help="keep the runs' folders here")
+    parser.add_argument("--out", type=Path, help="keep the runs' folders here, and go on there")
     arguments = parser.parse_args()
     arms = {name: ARMS[name] for name in arguments.only.split(",")}
     console = Console(width=120)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tomli_w
@@ -17,6 +19,7 @@ from penstock.demo.activity import record_activity
 from penstock.demo.model import prepare_model
 from penstock.demo.processes import Command, break_off
 from penstock.demo.settings import SUMS, Plan, Scale
+from penstock.demo.summary import read_lines
 from penstock.demo.supervisor import Cast, Restarts, Supervisor
 from penstock.demo.tasks import write_sums
 
@@ -44,6 +47,24 @@ class Setup:
     )
     """Put over the demo's."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def run_once(folder: Path, setup: Setup) -> None:
+    """`run`, unless `folder` has all of its steps already; what was broken off there is begun again.
+
+    Raises ValueError for a folder of another setup.
+    """
+    note = folder / "setup.json"
+    text = json.dumps(asdict(setup), indent=1)
+    if folder.exists():
+        if not note.exists() or note.read_text() != text:
+            raise ValueError(f"{folder} has a run of other settings, or what is not a run")
+        if len(read_lines(folder / "metrics.jsonl")) >= setup.steps:
+            return
+        shutil.rmtree(folder)
+    folder.mkdir()
+    note.write_text(text)
+    asyncio.run(run(folder, setup))
 
 
 async def run(folder: Path, setup: Setup) -> None:
