@@ -15,6 +15,10 @@ engine alone is a fake, which wrote the turns before the clock began; so were th
 seven sent, as their agents do when each is done. `penstock, 8 outcomes` has those within the clock, too:
 eight calls for each group.
 
+The trainer is on the server's host, and does what it does there: `Exchange` tells it where in the journal a
+group lies, and it reads it there. `penstock, over a socket` is what a trainer of another host has, to which
+the group itself is sent.
+
 Ray: producer -> queue (an actor) -> consumer. The producer has the group in the form that it puts, and the
 clock begins when it does. Nothing is durable. What that form is makes all the difference; `buffer_ray` has
 four. A Ray actor queue *with cloudpickle* is what the fully asynchronous trainers of rllm (`pickled lists`)
@@ -98,11 +102,13 @@ class Figures:
         return statistics.quantiles(self.latencies, n=100)[percent - 1] * 1e3
 
 
-def through_penstock(agent: Agent, trainer: Trainer, window: int, closed: int) -> Run:
+def through_penstock(
+    agent: Agent, trainer: Trainer, window: int, closed: int, *, by_place: bool = True
+) -> Run:
     async def run(groups: Sequence[int]) -> Round:
         await agent.prepare(groups, closed)
         before = cpu_seconds(penstock_way=True)
-        taking = asyncio.ensure_future(trainer.take(len(groups)))
+        taking = asyncio.ensure_future(trainer.take(len(groups), by_place=by_place))
         start, began = await agent.hand_over(groups, closed, window)
         arrived = await taking
         return _round(start, began, arrived, cpu_seconds(penstock_way=True) - before)
@@ -222,6 +228,9 @@ async def compare(groups: int, rounds: int, window: int, folder: Path | None, lo
         agent, trainer = await stack.enter_async_context(penstock(journal))
         runs = {
             PENSTOCK: through_penstock(agent, trainer, window, SIBLINGS - 1),
+            "penstock, over a socket": through_penstock(
+                agent, trainer, window, SIBLINGS - 1, by_place=False
+            ),
             "penstock, 8 outcomes": through_penstock(agent, trainer, window, 0),
             **theirs,
         }

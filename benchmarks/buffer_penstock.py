@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 from benchmarks.buffer_groups import SIBLINGS, TOKENS, sample_number, sample_of
 
+from penstock.trainer.stored_groups import StoredGroups
 from penstock.v1 import (
     rollout_service_pb2,
     task_service_pb2,
@@ -127,7 +128,8 @@ async def at_a_time(count: int, work: Sequence[Coroutine[Any, Any, object]]) -> 
 
 
 async def trainer(address: str) -> None:
-    """Takes as many groups as each line says; answers with when each was there as numpy arrays."""
+    """Takes as many groups as each line says, and read where they lie or not; answers with when each was
+    there as numpy arrays."""
     # As `penstock train`.
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     channel = grpc.aio.insecure_channel(address, options=client_options())
@@ -147,25 +149,28 @@ async def trainer(address: str) -> None:
     hello.hello.run_id, hello.hello.trainer_epoch = "bench", 1
     hello.hello.staleness.max_lag, hello.hello.staleness.groups_per_step = 8, 1_000
     outgoing.put_nowait(hello)
-    await call.read()
+    stored = StoredGroups.find((await call.read()).welcome.group_folder)
+    assert stored is not None, "the journal is on this host, and cannot be read"
     print("ready", flush=True)
     loop, step = asyncio.get_running_loop(), 0
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        count = json.loads(line)
+        count, by_place = json.loads(line)
         request = ExchangeRequest()
-        request.demand.group_count = count
+        request.demand.group_count, request.demand.by_place = count, by_place
         outgoing.put_nowait(request)
         arrived: dict[str, float] = {}
         kept: list[tuple[int, Any]] = []
         used: list[int] = []
         while len(arrived) < count:
             delivery = (await call.read()).delivery
+            assert delivery.HasField("stored") == by_place
+            group = stored.read(delivery.stored) if by_place else delivery.group
             arrays = [
                 [(codec.token_ids(s), codec.logprobs(s)) for s in trajectory.segments]
-                for trajectory in delivery.group.trajectories
+                for trajectory in group.trajectories
             ]
-            arrived[delivery.group.group_id] = time.monotonic()
-            kept.append((int(delivery.group.group_id), arrays))
+            arrived[group.group_id] = time.monotonic()
+            kept.append((int(group.group_id), arrays))
             used.append(delivery.delivery_id)
             if len(used) == STEP_GROUPS or len(arrived) == count:
                 step += 1
@@ -200,10 +205,10 @@ class Trainer:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def take(self, count: int) -> dict[int, float]:
+    async def take(self, count: int, *, by_place: bool = True) -> dict[int, float]:
         """When each of the next groups was there."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{count}\n".encode())
+        self._process.stdin.write(f"{json.dumps([count, by_place])}\n".encode())
         line = await self._process.stdout.readline()
         assert line, "the trainer ended"
         return {int(group): when for group, when in json.loads(line).items()}

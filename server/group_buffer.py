@@ -30,7 +30,7 @@ from typing import Protocol
 
 from penstock.server.broadcast import Broadcast
 from penstock.server.group_bytes import group_in
-from penstock.server.journal import Journal, Stored
+from penstock.server.journal import FilePlace, Journal, Stored
 from penstock.server.reason_counts import ReasonCounts
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
@@ -49,6 +49,10 @@ class Payload(Protocol):
         """The group as a message. Raises JOURNAL_CORRUPT."""
         ...
 
+    def place(self) -> FilePlace | None:
+        """Where another process of this host finds its record; None where it cannot."""
+        ...
+
     def release(self) -> None:
         """Nobody reads it again."""
         ...
@@ -64,6 +68,10 @@ class InMemory:
     async def read(self) -> bytes:
         """The group as a message."""
         return self._group
+
+    def place(self) -> FilePlace | None:
+        """In no file."""
+        return None
 
     def release(self) -> None:
         """Nothing to do."""
@@ -110,6 +118,13 @@ class InJournal:
         """The group as a message. Raises JOURNAL_CORRUPT."""
         kept = self._kept.take(self.stored)
         return group_in(await self._journal.read(self.stored)) if kept is None else kept
+
+    def place(self) -> FilePlace | None:
+        """Where its record lies; who is told that needs no copy in memory."""
+        place = self._journal.place(self.stored)
+        if place is not None:
+            self._kept.take(self.stored)
+        return place
 
     def release(self) -> None:
         """Its room may be used for something else."""

@@ -34,6 +34,8 @@ from penstock.server.jetstream_log import StreamLog
 from penstock.server.jetstream_snapshot import entry_bytes, entry_of, slice_snapshot
 from penstock.server.journal import (
     Appended,
+    FilePlace,
+    Folder,
     JournalInUse,
     JournalUnreadable,
     OnFull,
@@ -43,8 +45,8 @@ from penstock.server.journal import (
     Stored,
     no_way_to_give,
 )
-from penstock.server.journal_segment import frame_length
 from penstock.wire.failpoints import hit
+from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,11 @@ class JetStreamJournal:
         """All of it."""
         return True
 
+    @property
+    def folder(self) -> Folder | None:
+        """None: it is on another machine."""
+        return None
+
     # Opening
 
     async def open(self) -> None:
@@ -137,6 +144,10 @@ class JetStreamJournal:
                 ) from error
             except JetStreamError as error:
                 raise self._fail(error) from error
+
+    def place(self, stored: Stored) -> FilePlace | None:
+        """None: it is in no file of this host."""
+        return None
 
     # Appending
 

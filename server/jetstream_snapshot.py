@@ -9,7 +9,8 @@ from penstock.server.jetstream_connection import Connection
 from penstock.server.jetstream_frames import Entry, Kind, StoredOutside
 from penstock.server.jetstream_reading import read_stored
 from penstock.server.journal import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
-from penstock.server.journal_segment import frame_length, payload_length
+from penstock.server.journal_segment import payload_length
+from penstock.wire.frames import frame_length
 
 SLICE_BYTES = 1 << 20
 """Between two of them what is appended gets in."""

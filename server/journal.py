@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from penstock.server.attempts import Group
@@ -72,6 +73,28 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Folder:
+    """Files that another process of this host may be able to read."""
+
+    path: Path
+    """Absolute."""
+    device: int
+    """Of its LOCK."""
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """A record in a file of that folder."""
+
+    file: str
+    offset: int
+    """Of its frame, in bytes."""
+    length: int
+    """Of its frame, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deferred:
     """Records that are made only where they are written, in another thread: of what cannot change."""
 
@@ -99,6 +122,11 @@ class Journal(Protocol):
     @property
     def on_disk(self) -> bool:
         """Whether what is appended can be read again, and need not be kept in memory."""
+        ...
+
+    @property
+    def folder(self) -> Folder | None:
+        """Where its files are, if it has any."""
         ...
 
     @property
@@ -136,6 +164,10 @@ class Journal(Protocol):
         """A record again, as bytes. Raises JOURNAL_CORRUPT."""
         ...
 
+    def place(self, stored: Stored) -> FilePlace | None:
+        """Where another process finds a record within the next seconds; None where it cannot."""
+        ...
+
     def hold(self, stored: Stored) -> None:
         """A record that was replayed is kept until `release`, in whatever place."""
         ...
@@ -163,6 +195,11 @@ class MemoryJournal:
     def on_disk(self) -> bool:
         """Nothing is."""
         return False
+
+    @property
+    def folder(self) -> Folder | None:
+        """None."""
+        return None
 
     @property
     def failed(self) -> asyncio.Future[str]:
@@ -193,6 +230,10 @@ class MemoryJournal:
     async def read(self, stored: Stored) -> bytes:
         """Nothing was stored."""
         raise LookupError("nothing is kept in memory")
+
+    def place(self, stored: Stored) -> FilePlace | None:
+        """Nothing was stored."""
+        return None
 
     def hold(self, stored: Stored) -> None:
         """Nothing was stored."""

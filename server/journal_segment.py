@@ -32,18 +32,23 @@ from pathlib import Path
 import xxhash
 
 from penstock.wire.folders import sync_folder
+from penstock.wire.frames import (
+    ALIGNMENT,
+    CLOSING_MARK,
+    FRAME,
+    MARK,
+    digest,
+    frame_length,
+    read_head,
+    read_payload_at,
+)
 
 MAGIC = b"PENSTOK2"
 HEADER = struct.Struct("<8sQQQQ")
 FIRST_MAGIC = b"PENSTOCK"
 FIRST_HEADER = struct.Struct("<8sQ")
-FRAME = struct.Struct("<IIQQ")
-MARK = 0x4C4E524A
-CLOSING_MARK = 0x444E454A
 COUNT = struct.Struct("<Q")
 CLOSING_BYTES = FRAME.size + COUNT.size
-ALIGNMENT = 8
-MAX_PAYLOAD = 1 << 30
 # A piece of this size is written as it lies; smaller ones are copied together first.
 LARGE_PIECE = 64 << 10
 
@@ -111,15 +116,10 @@ def read_header(data: bytes) -> Header:
         return Header(FIRST_HEADER.size, number, None)
     if magic != MAGIC or len(data) < HEADER.size:
         raise ValueError("is no segment of a journal")
-    _, number, before, end, digest = HEADER.unpack_from(data)
-    if xxhash.xxh3_64(data[: HEADER.size - 8]).intdigest() != digest:
+    _, number, before, end, checksum = HEADER.unpack_from(data)
+    if xxhash.xxh3_64(data[: HEADER.size - 8]).intdigest() != checksum:
         raise ValueError("the checksum of its beginning does not match")
     return Header(HEADER.size, number, Place(before, end))
-
-
-def frame_length(payload_length: int) -> int:
-    """Bytes that a payload takes in a segment."""
-    return -(-(FRAME.size + payload_length) // ALIGNMENT) * ALIGNMENT
 
 
 def payload_length(payload: Payload) -> int:
@@ -130,31 +130,18 @@ def payload_length(payload: Payload) -> int:
 def frame_of(payload: Payload, durable: int, mark: int = MARK) -> Payload:
     """The pieces of a frame, in a segment of which `durable` bytes were durable."""
     length = payload_length(payload)
-    head = FRAME.pack(mark, length, durable, _digest(length, durable, payload))
+    head = FRAME.pack(mark, length, durable, digest(length, durable, payload))
     return (head, *payload, bytes(-(FRAME.size + length) % ALIGNMENT))
 
 
 def read_frame(data: memoryview, place: int) -> Frame:
     """The frame that begins `data`, which lies at `place` of its file. Raises ValueError."""
-    if len(data) < FRAME.size:
-        raise ValueError("no room for a frame")
-    mark, length, durable, digest = FRAME.unpack_from(data)
-    if mark not in (MARK, CLOSING_MARK):
-        raise ValueError("no frame begins here")
-    if length > MAX_PAYLOAD or FRAME.size + length > len(data):
-        raise ValueError(f"a frame of {length} bytes does not fit")
+    mark, length, durable, checksum = read_head(data, len(data))
     payload = data[FRAME.size : FRAME.size + length]
     closing = mark == CLOSING_MARK
-    if _digest(length, durable, (payload,)) != digest or (closing and length != COUNT.size):
+    if digest(length, durable, (payload,)) != checksum or (closing and length != COUNT.size):
         raise ValueError("its checksum does not match")
     return Frame(place, frame_length(length), durable, payload, closing)
-
-
-def _digest(length: int, durable: int, payload: Sequence[bytes | bytearray | memoryview]) -> int:
-    digest = xxhash.xxh3_64(struct.pack("<IQ", length, durable))
-    for part in payload:
-        digest.update(part)
-    return digest.intdigest()
 
 
 class SegmentWriter:
@@ -243,9 +230,7 @@ class SegmentWriter:
 def read_payload(path: Path, offset: int, length: int) -> bytes:
     """The payload of one frame. Raises OSError and SegmentCorrupt."""
     with path.open("rb") as file:
-        data = os.pread(file.fileno(), length, offset)
-    try:
-        frame = read_frame(memoryview(data), offset)
-    except ValueError as error:
-        raise SegmentCorrupt(path, offset, str(error)) from error
-    return bytes(frame.payload)
+        try:
+            return read_payload_at(file.fileno(), offset, length)
+        except ValueError as error:
+            raise SegmentCorrupt(path, offset, str(error)) from error

@@ -17,13 +17,8 @@ import numpy as np
 
 from penstock.server.journal import JournalRecord, Record
 from penstock.server.journal_segment import (
-    ALIGNMENT,
-    CLOSING_MARK,
     COUNT,
-    FRAME,
     HEADER,
-    MARK,
-    MAX_PAYLOAD,
     NOWHERE,
     Frame,
     Place,
@@ -31,6 +26,7 @@ from penstock.server.journal_segment import (
     read_frame,
     read_header,
 )
+from penstock.wire.frames import ALIGNMENT, CLOSING_MARK, FRAME, MARK, MAX_PAYLOAD
 
 READ_BYTES = 64 << 10
 SCAN_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from penstock.server.journal_segment import (
     Place,
     SegmentCorrupt,
     SegmentWriter,
-    frame_length,
     payload_length,
 )
 from penstock.wire.failpoints import hit
+from penstock.wire.frames import frame_length
 
 BATCH_BYTES = 1 << 20
 

@@ -21,10 +21,10 @@ from penstock.server.journal_segment import (
     Payload,
     Place,
     SegmentWriter,
-    frame_length,
     payload_length,
 )
 from penstock.wire.failpoints import hit
+from penstock.wire.frames import frame_length
 
 logger = logging.getLogger(__name__)
 

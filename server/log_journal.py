@@ -17,10 +17,12 @@ is room where the next segment is allocated already, and where `journal_room` fi
 Compaction, once what nobody needs outgrows what somebody does: the state as records (`snapshot`), groups
 by where they lie -> appends go on in a later segment -> the snapshot is written by a thread of its own,
 made durable and given its name -> older files are removed. A server that stops in between finds the older
-files whole. What left the state before the snapshot and was still to be written then is written first:
-until it is durable, older files stay. A record that is held is carried over, whether or not the snapshot
-has it yet. One that fails is tried again, after ten times as long as it took. Where something is refused,
-one is made that would not be worth it otherwise: what counted at the last one may be of no use by now.
+files whole. Where a trainer of this host was just told that a group is in one of them, they stay a moment
+longer (`READING_SECONDS`); who comes too late asks again. What left the state before the snapshot and was
+still to be written then is written first: until it is durable, older files stay. A record that is held is
+carried over, whether or not the snapshot has it yet. One that fails is tried again, after ten times as
+long as it took. Where something is refused, one is made that would not be worth it otherwise: what counted
+at the last one may be of no use by now.
 
 What a failure does. A write or an fsync that fails leaves it open what is on the disk: nothing is answered
 any more, `failed` says why, and the server stops. What was answered before is there. After an fsync that
@@ -36,6 +38,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +50,8 @@ from penstock.server.compaction_pace import CompactionPace
 from penstock.server.errors import DomainError
 from penstock.server.journal import (
     Appended,
+    FilePlace,
+    Folder,
     JournalInUse,
     JournalUnreadable,
     OnFull,
@@ -62,7 +67,6 @@ from penstock.server.journal_segment import (
     Payload,
     Place,
     SegmentCorrupt,
-    frame_length,
     payload_length,
     read_payload,
 )
@@ -70,6 +74,7 @@ from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
 from penstock.server.journal_writing import Durability, NoRoom, Segments
 from penstock.wire.failpoints import hit
 from penstock.wire.folders import make_folder
+from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -80,9 +85,8 @@ ROOM_SECONDS = 1.0
 """After which a disk without room for another segment is asked again."""
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What keeps a file from being read, and says nothing of what is in it."""
-
-"""As a compaction took, that the next one waits: of one that failed, or was made only because something was
-refused."""
+READING_SECONDS = 2.0
+"""For which a file stays after somebody was told that a record is in it, unless its room is needed."""
 
 
 @dataclass(eq=False)
@@ -109,6 +113,12 @@ class LogJournal:
         except BlockingIOError as error:
             self._lock.close()
             raise JournalInUse(f"another server writes to the journal {folder}") from error
+        lock = os.fstat(self._lock.fileno())
+        self._shared = Folder(folder.absolute(), lock.st_dev, lock.st_ino)
+        self._told_at = -math.inf
+        """When somebody was last told where a record is."""
+        self._room_needed = asyncio.Event()
+        """Older files are not to wait for those who read them."""
         self._files = find_files(folder)
         for path in self._files.obsolete:
             path.unlink()
@@ -133,6 +143,11 @@ class LogJournal:
     def on_disk(self) -> bool:
         """All of it."""
         return True
+
+    @property
+    def folder(self) -> Folder | None:
+        """Whose files these are."""
+        return self._shared
 
     # Reading
 
@@ -186,6 +201,12 @@ class LogJournal:
     def _read(self, segment: int, offset: int, length: int) -> bytes:
         return read_payload(self._segments.paths[segment], offset, length)
 
+    def place(self, stored: Stored) -> FilePlace | None:
+        """Where the record is now, and stays for READING_SECONDS at least unless its room is needed."""
+        self._told_at = asyncio.get_running_loop().time()
+        path = self._segments.paths[stored.segment]
+        return FilePlace(path.name, stored.offset, stored.length)
+
     # Appending
 
     async def start(self, snapshot: Snapshot) -> None:
@@ -207,6 +228,7 @@ class LogJournal:
             return
         self.on_full(wanted)
         self._pace.press()
+        self._room_needed.set()
         self._wake.set()
         raise DomainError(
             Reason.DISK_FULL,
@@ -260,6 +282,7 @@ class LogJournal:
                     return
                 # It waits, and what comes meanwhile: who asks first is refused.
                 self._pending = [*batch, *self._pending]
+                self._room_needed.set()
                 asyncio.get_running_loop().call_later(ROOM_SECONDS, self._wake.set)
             except Exception as error:  # Of any kind: otherwise no append would ever end again.
                 self._fail(error, batch)
@@ -337,7 +360,10 @@ class LogJournal:
         try:
             await pending
             written = await asyncio.to_thread(self._write_snapshot, number, before, records)
-            await self._replace_older(number, written)
+            older = self._take_over(number, written)
+            # No work: whatever waits ten times as long as this one took need not wait for it.
+            began += await self._let_read()
+            await self._remove(older)
         except DomainError:
             return  # What was appended before failed, and says why.
         except (OSError, SegmentCorrupt) as error:
@@ -352,14 +378,29 @@ class LogJournal:
         self._compacting = None
         self._wake.set()
 
-    async def _replace_older(self, number: int, written: Written) -> None:
+    def _take_over(self, number: int, written: Written) -> list[Path]:
+        """The snapshot is what counts from now on; returns the files that do not any more."""
         older = [(n, path) for n, path in self._segments.paths.items() if n < number]
         self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"
         self._room.end_copy(number, written.end, written.other_bytes)
         for stored, (offset, length) in written.moves:
             stored.segment, stored.offset, stored.length = number, offset, length
-        for older_number, path in older:
+        for older_number, _ in older:
             del self._segments.paths[older_number]
+        return [path for _, path in older]
+
+    async def _let_read(self) -> float:
+        """Waits for those who were told of files that are about to go; returns for how many seconds."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._told_at + READING_SECONDS):
+                await self._room_needed.wait()
+        self._room_needed.clear()
+        return loop.time() - began
+
+    async def _remove(self, older: list[Path]) -> None:
+        for path in older:
             try:
                 # A file of some size takes tens of milliseconds, in which nothing else would be answered.
                 await asyncio.to_thread(path.unlink)
@@ -384,6 +425,7 @@ class LogJournal:
         if self._closing:
             return
         self._closing = True
+        self._room_needed.set()
         self._wake.set()
         if self._writing is not None:
             await self._writing

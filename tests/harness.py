@@ -393,6 +393,7 @@ class Exchange:
 
     def __init__(self, wire: Any) -> None:
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self.welcome: Any = None
         self.call = wire.Exchange(self)
 
     def __aiter__(self) -> Exchange:
@@ -452,7 +453,7 @@ async def hello(wire: Any, epoch: int = 1, **fields: Any) -> Exchange:
             }
         )
     )
-    await exchange.receive("welcome")
+    exchange.welcome = await exchange.receive("welcome")
     return exchange
 
 

@@ -26,15 +26,13 @@ from penstock.server.journal_reading import find_writer, open_stored
 from penstock.server.journal_segment import (
     FIRST_HEADER,
     FIRST_MAGIC,
-    FRAME,
     HEADER,
-    MARK,
     NOWHERE,
     Place,
     SegmentCorrupt,
     SegmentWriter,
-    frame_length,
 )
+from penstock.wire.frames import FRAME, MARK, frame_length
 from tests.harness import CompleteTrajectoryRequest, Exchange, Harness, Turn, hello, sampling, serve
 from tests.test_recovery import killed, lease, on_disk, submit, work
 

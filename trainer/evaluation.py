@@ -60,9 +60,10 @@ from penstock.trainer.handover import keep_trying
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Finite, Problem, Source
 from penstock.trainer.stopping import unless
+from penstock.trainer.stored_groups import Delivered
 from penstock.trainer.tasks import describe_problem
 from penstock.trainer.together import together
-from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2
+from penstock.v1 import task_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
 
@@ -349,7 +350,7 @@ class Evaluator:
             if missing > 0:
                 stream.demand(missing)
 
-    def _take(self, stream: EvaluationStream, delivery: trainer_service_pb2.GroupDelivery) -> None:
+    def _take(self, stream: EvaluationStream, delivery: Delivered) -> None:
         """A group came: it is one prompt's of one evaluation, or nobody's."""
         group, verdict = delivery.group, Verdict.UNKNOWN
         for one in self._sets:

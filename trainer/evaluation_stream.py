@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from penstock.trainer.stored_groups import Delivered
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
@@ -32,7 +33,7 @@ class EvaluationStream:
         self._send = send
         self.owed = 0
         """Groups demanded and not yet delivered."""
-        self.on_delivery: Callable[[trainer_service_pb2.GroupDelivery], None] | None = None
+        self.on_delivery: Callable[[Delivered], None] | None = None
         """Called with each group, which it measures or refuses."""
 
     @property
@@ -55,7 +56,7 @@ class EvaluationStream:
         if self.owed:
             self._demand(self.owed)
 
-    def take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
+    def take(self, delivery: Delivered) -> None:
         """A group came."""
         self.owed = max(0, self.owed - 1)
         if self.on_delivery is None:
@@ -63,14 +64,12 @@ class EvaluationStream:
         else:
             self.on_delivery(delivery)
 
-    def measured(self, delivery: trainer_service_pb2.GroupDelivery, step: int) -> None:
+    def measured(self, delivery: Delivered, step: int) -> None:
         """Says that a group was measured while this step was under way."""
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], step=step)
         self._send(Request(receipt=receipt))
 
-    def refuse(
-        self, delivery: trainer_service_pb2.GroupDelivery, reason: str, message: str
-    ) -> None:
+    def refuse(self, delivery: Delivered, reason: str, message: str) -> None:
         """Says that a group is of no use."""
         rejection = Rejection(reason=reason, message=message)
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], rejection=rejection)

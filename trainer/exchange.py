@@ -16,6 +16,9 @@ wait for one that is away:
       or back and not yet up to date         is set, and nothing is sent any more
     server lost after stop was asked       the same, as soon as the loss is known
 
+On the server's host groups may be read from its journal (`stored_groups`). One that cannot be read ends the
+stream; the next one asks for messages.
+
 What had no receipt by then stays the server's, which delivers it again. A server that falls silent
 without a word is known to be lost when the keepalive says so.
 """
@@ -35,6 +38,7 @@ from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, Swit
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.known_groups import KnownGroups
 from penstock.trainer.stopping import unless
+from penstock.trainer.stored_groups import Delivered, GroupUnreadable, StoredGroups
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failpoints import hit
@@ -121,6 +125,10 @@ class Exchange:
             trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
         ]
         self._outgoing: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None] | None = None
+        self._stored: StoredGroups | None = None
+        """Where groups are read that the server only tells the place of, if they are."""
+        self._reads_stored = True
+        """Whether the next stream may ask for that."""
         self._ready = asyncio.Event()
         self._closing = False
         self._owed = 0
@@ -343,6 +351,9 @@ class Exchange:
             self._end_requests()
             raise SessionRefused(f"the server{self._where} did not answer Hello with Welcome")
         self._may_pass = False
+        folder = first.welcome.group_folder
+        self._stored = StoredGroups.find(folder) if self._reads_stored else None
+        self._reads_stored = True
         self._deliveries_to_see = self.delivery_count + first.welcome.buffered_group_count
         return first.welcome
 
@@ -358,6 +369,11 @@ class Exchange:
         try:
             while (response := await self._receive()) is not None:
                 self._handle(response)
+        except GroupUnreadable as error:
+            self._reads_stored = False
+            self._call.cancel()
+            self._end_requests()
+            return f"a group cannot be read from its journal, {error}"
         except grpc.aio.AioRpcError as error:
             if self._closing:
                 return ""
@@ -387,7 +403,7 @@ class Exchange:
     def _handle(self, response: trainer_service_pb2.ExchangeResponse) -> None:
         kind = response.WhichOneof("message")
         if kind == "delivery":
-            self._take(response.delivery)
+            self._take(self._delivered(response.delivery))
         elif kind == "weight_receipt":
             self._switched(response.weight_receipt)
         elif kind == "notice":
@@ -395,7 +411,15 @@ class Exchange:
             if self.on_notice is not None:
                 self.on_notice(response.notice)
 
-    def _take(self, delivery: trainer_service_pb2.GroupDelivery) -> None:
+    def _delivered(self, delivery: trainer_service_pb2.GroupDelivery) -> Delivered:
+        """Raises GroupUnreadable."""
+        if not delivery.HasField("stored"):
+            return Delivered(delivery.delivery_id, delivery.group)
+        if self._stored is None:
+            raise GroupUnreadable("which was not asked for")
+        return Delivered(delivery.delivery_id, self._stored.read(delivery.stored))
+
+    def _take(self, delivery: Delivered) -> None:
         if delivery.group.purpose == trajectory_pb2.PURPOSE_EVAL:
             self.evaluations.take(delivery)
             return
@@ -456,6 +480,8 @@ class Exchange:
         )
 
     def _send(self, request: trainer_service_pb2.ExchangeRequest) -> None:
+        if request.HasField("demand"):
+            request.demand.by_place = self._stored is not None
         # Without a stream nothing is kept: each kind of message is made good when it is back.
         if self._outgoing is not None:
             self._outgoing.put_nowait(request)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from penstock.trainer.stored_groups import Delivered
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 
@@ -39,7 +40,7 @@ class KnownGroups:
         for group_id, step in (trained or {}).items():
             self._remember(group_id, step)
 
-    def take(self, delivery: trainer_service_pb2.GroupDelivery) -> bool:
+    def take(self, delivery: Delivered) -> bool:
         """Whether the group is new; it is in hand from now on."""
         group_id = delivery.group.group_id
         if self._step(group_id) is not None:
@@ -54,7 +55,7 @@ class KnownGroups:
         return self._in_hand.pop(group_id)
 
     def answer(
-        self, delivery: trainer_service_pb2.GroupDelivery, final_step: int
+        self, delivery: Delivered, final_step: int
     ) -> trainer_service_pb2.GroupReceipt | None:
         """The receipt of a group that was delivered again; None while it is in hand. A durable checkpoint
         contains what was trained up to `final_step`."""

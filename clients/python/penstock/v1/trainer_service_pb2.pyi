@@ -228,23 +228,63 @@ class Welcome(_message.Message):
 
     ACTIVE_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     BUFFERED_GROUP_COUNT_FIELD_NUMBER: _builtins.int
+    GROUP_FOLDER_FIELD_NUMBER: _builtins.int
     active_weight_version: _builtins.int
     """Version now sampling."""
     buffered_group_count: _builtins.int
     """Groups finished and waiting, evaluation groups not among them."""
+    @_builtins.property
+    def group_folder(self) -> Global___GroupFolder:
+        """Folder whose files groups lie in; unset where they lie in none."""
+
     def __init__(
         self,
         *,
         active_weight_version: _builtins.int = ...,
         buffered_group_count: _builtins.int = ...,
+        group_folder: Global___GroupFolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group_folder", b"group_folder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "buffered_group_count", b"buffered_group_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "buffered_group_count", b"buffered_group_count", "group_folder", b"group_folder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class GroupFolder(_message.Message):
+    """A folder of the server's host. A trainer that finds it there may read groups itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Boot id of the host."""
+    path: _builtins.str
+    """Absolute path."""
+    device: _builtins.int
+    """Device of the file LOCK in it: whoever finds the same device and inode there has found the same folder."""
+    inode: _builtins.int
+    """Inode of that file."""
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        path: _builtins.str = ...,
+        device: _builtins.int = ...,
+        inode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "inode", b"inode", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupFolder: _TypeAlias = GroupFolder  # noqa: Y015
 
 @_typing.final
 class Demand(_message.Message):
@@ -254,19 +294,23 @@ class Demand(_message.Message):
 
     GROUP_COUNT_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
+    BY_PLACE_FIELD_NUMBER: _builtins.int
     group_count: _builtins.int
     """Further groups the trainer will take."""
     purpose: _trajectory_pb2.Purpose.ValueType
     """Of this purpose; unspecified is PURPOSE_TRAIN."""
+    by_place: _builtins.bool
+    """Whether groups may come by where they lie in Welcome's group_folder; what the last demand says counts."""
     def __init__(
         self,
         *,
         group_count: _builtins.int = ...,
         purpose: _trajectory_pb2.Purpose.ValueType = ...,
+        by_place: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_count", b"group_count", "purpose", b"purpose"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_place", b"by_place", "group_count", b"group_count", "purpose", b"purpose"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,6 +325,7 @@ class GroupDelivery(_message.Message):
     DELIVERY_ID_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.int
     """Grows within a run."""
     redelivery_count: _builtins.int
@@ -289,20 +334,55 @@ class GroupDelivery(_message.Message):
     def group(self) -> _trajectory_pb2.TrajectoryGroup:
         """The group."""
 
+    @_builtins.property
+    def stored(self) -> Global___StoredGroup:
+        """Where the group lies, in place of `group`; only where by_place allows it."""
+
     def __init__(
         self,
         *,
         delivery_id: _builtins.int = ...,
         group: _trajectory_pb2.TrajectoryGroup | None = ...,
         redelivery_count: _builtins.int = ...,
+        stored: Global___StoredGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "group", b"group", "redelivery_count", b"redelivery_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "group", b"group", "redelivery_count", b"redelivery_count", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupDelivery: _TypeAlias = GroupDelivery  # noqa: Y015
+
+@_typing.final
+class StoredGroup(_message.Message):
+    """A group in a file. Who cannot read it, or finds another checksum, says Hello again without by_place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """Name of the file in Welcome's group_folder."""
+    offset_bytes: _builtins.int
+    """Where the frame begins whose payload is a JournalRecord with group_finished."""
+    length_bytes: _builtins.int
+    """Length of the frame."""
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "length_bytes", b"length_bytes", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredGroup: _TypeAlias = StoredGroup  # noqa: Y015
 
 @_typing.final
 class GroupReceipt(_message.Message):

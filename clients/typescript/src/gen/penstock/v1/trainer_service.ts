@@ -107,6 +107,20 @@ export interface Welcome {
   activeWeightVersion: bigint;
   /** Groups finished and waiting, evaluation groups not among them. */
   bufferedGroupCount: number;
+  /** Folder whose files groups lie in; unset where they lie in none. */
+  groupFolder: GroupFolder | undefined;
+}
+
+/** A folder of the server's host. A trainer that finds it there may read groups itself. */
+export interface GroupFolder {
+  /** Boot id of the host. */
+  hostId: string;
+  /** Absolute path. */
+  path: string;
+  /** Device of the file LOCK in it: whoever finds the same device and inode there has found the same folder. */
+  device: bigint;
+  /** Inode of that file. */
+  inode: bigint;
 }
 
 /** Adds credit. */
@@ -115,6 +129,8 @@ export interface Demand {
   groupCount: number;
   /** Of this purpose; unspecified is PURPOSE_TRAIN. */
   purpose: Purpose;
+  /** Whether groups may come by where they lie in Welcome's group_folder; what the last demand says counts. */
+  byPlace: boolean;
 }
 
 /** One delivered group. */
@@ -127,6 +143,18 @@ export interface GroupDelivery {
     | undefined;
   /** Times the group was delivered before. */
   redeliveryCount: number;
+  /** Where the group lies, in place of `group`; only where by_place allows it. */
+  stored: StoredGroup | undefined;
+}
+
+/** A group in a file. Who cannot read it, or finds another checksum, says Hello again without by_place. */
+export interface StoredGroup {
+  /** Name of the file in Welcome's group_folder. */
+  file: string;
+  /** Where the frame begins whose payload is a JournalRecord with group_finished. */
+  offsetBytes: bigint;
+  /** Length of the frame. */
+  lengthBytes: bigint;
 }
 
 /** Says what became of delivered groups. */
@@ -612,7 +640,7 @@ export const StalenessContract: MessageFns<StalenessContract> = {
 };
 
 function createBaseWelcome(): Welcome {
-  return { activeWeightVersion: 0n, bufferedGroupCount: 0 };
+  return { activeWeightVersion: 0n, bufferedGroupCount: 0, groupFolder: undefined };
 }
 
 export const Welcome: MessageFns<Welcome> = {
@@ -625,6 +653,9 @@ export const Welcome: MessageFns<Welcome> = {
     }
     if (message.bufferedGroupCount !== 0) {
       writer.uint32(16).int32(message.bufferedGroupCount);
+    }
+    if (message.groupFolder !== undefined) {
+      GroupFolder.encode(message.groupFolder, writer.uint32(26).fork()).join();
     }
     return writer;
   },
@@ -658,6 +689,14 @@ export const Welcome: MessageFns<Welcome> = {
             message.bufferedGroupCount = reader.int32();
             continue;
           }
+          case 3: {
+            if (tag !== 26) {
+              break;
+            }
+
+            message.groupFolder = GroupFolder.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -679,12 +718,112 @@ export const Welcome: MessageFns<Welcome> = {
       ? BigInt(object.activeWeightVersion)
       : 0n;
     message.bufferedGroupCount = object.bufferedGroupCount ?? 0;
+    message.groupFolder = (object.groupFolder !== undefined && object.groupFolder !== null)
+      ? GroupFolder.fromPartial(object.groupFolder)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseGroupFolder(): GroupFolder {
+  return { hostId: "", path: "", device: 0n, inode: 0n };
+}
+
+export const GroupFolder: MessageFns<GroupFolder> = {
+  encode(message: GroupFolder, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.hostId !== "") {
+      writer.uint32(10).string(message.hostId);
+    }
+    if (message.path !== "") {
+      writer.uint32(18).string(message.path);
+    }
+    if (message.device !== 0n) {
+      if (BigInt.asUintN(64, message.device) !== message.device) {
+        throw new globalThis.Error("value provided for field message.device of type uint64 too large");
+      }
+      writer.uint32(24).uint64(message.device);
+    }
+    if (message.inode !== 0n) {
+      if (BigInt.asUintN(64, message.inode) !== message.inode) {
+        throw new globalThis.Error("value provided for field message.inode of type uint64 too large");
+      }
+      writer.uint32(32).uint64(message.inode);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): GroupFolder {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseGroupFolder();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.hostId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.path = reader.string();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.device = reader.uint64() as bigint;
+            continue;
+          }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.inode = reader.uint64() as bigint;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<GroupFolder>, I>>(base?: I): GroupFolder {
+    return GroupFolder.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<GroupFolder>, I>>(object: I): GroupFolder {
+    const message = createBaseGroupFolder();
+    message.hostId = object.hostId ?? "";
+    message.path = object.path ?? "";
+    message.device = (object.device !== undefined && object.device !== null) ? BigInt(object.device) : 0n;
+    message.inode = (object.inode !== undefined && object.inode !== null) ? BigInt(object.inode) : 0n;
     return message;
   },
 };
 
 function createBaseDemand(): Demand {
-  return { groupCount: 0, purpose: 0 };
+  return { groupCount: 0, purpose: 0, byPlace: false };
 }
 
 export const Demand: MessageFns<Demand> = {
@@ -694,6 +833,9 @@ export const Demand: MessageFns<Demand> = {
     }
     if (message.purpose !== 0) {
       writer.uint32(16).int32(message.purpose);
+    }
+    if (message.byPlace !== false) {
+      writer.uint32(24).bool(message.byPlace);
     }
     return writer;
   },
@@ -727,6 +869,14 @@ export const Demand: MessageFns<Demand> = {
             message.purpose = reader.int32() as any;
             continue;
           }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.byPlace = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -746,12 +896,13 @@ export const Demand: MessageFns<Demand> = {
     const message = createBaseDemand();
     message.groupCount = object.groupCount ?? 0;
     message.purpose = object.purpose ?? 0;
+    message.byPlace = object.byPlace ?? false;
     return message;
   },
 };
 
 function createBaseGroupDelivery(): GroupDelivery {
-  return { deliveryId: 0n, group: undefined, redeliveryCount: 0 };
+  return { deliveryId: 0n, group: undefined, redeliveryCount: 0, stored: undefined };
 }
 
 export const GroupDelivery: MessageFns<GroupDelivery> = {
@@ -767,6 +918,9 @@ export const GroupDelivery: MessageFns<GroupDelivery> = {
     }
     if (message.redeliveryCount !== 0) {
       writer.uint32(24).int32(message.redeliveryCount);
+    }
+    if (message.stored !== undefined) {
+      StoredGroup.encode(message.stored, writer.uint32(34).fork()).join();
     }
     return writer;
   },
@@ -808,6 +962,14 @@ export const GroupDelivery: MessageFns<GroupDelivery> = {
             message.redeliveryCount = reader.int32();
             continue;
           }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.stored = StoredGroup.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -832,6 +994,98 @@ export const GroupDelivery: MessageFns<GroupDelivery> = {
       ? TrajectoryGroup.fromPartial(object.group)
       : undefined;
     message.redeliveryCount = object.redeliveryCount ?? 0;
+    message.stored = (object.stored !== undefined && object.stored !== null)
+      ? StoredGroup.fromPartial(object.stored)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseStoredGroup(): StoredGroup {
+  return { file: "", offsetBytes: 0n, lengthBytes: 0n };
+}
+
+export const StoredGroup: MessageFns<StoredGroup> = {
+  encode(message: StoredGroup, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.file !== "") {
+      writer.uint32(10).string(message.file);
+    }
+    if (message.offsetBytes !== 0n) {
+      if (BigInt.asIntN(64, message.offsetBytes) !== message.offsetBytes) {
+        throw new globalThis.Error("value provided for field message.offsetBytes of type int64 too large");
+      }
+      writer.uint32(16).int64(message.offsetBytes);
+    }
+    if (message.lengthBytes !== 0n) {
+      if (BigInt.asIntN(64, message.lengthBytes) !== message.lengthBytes) {
+        throw new globalThis.Error("value provided for field message.lengthBytes of type int64 too large");
+      }
+      writer.uint32(24).int64(message.lengthBytes);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): StoredGroup {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseStoredGroup();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.file = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.offsetBytes = reader.int64() as bigint;
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.lengthBytes = reader.int64() as bigint;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<StoredGroup>, I>>(base?: I): StoredGroup {
+    return StoredGroup.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<StoredGroup>, I>>(object: I): StoredGroup {
+    const message = createBaseStoredGroup();
+    message.file = object.file ?? "";
+    message.offsetBytes = (object.offsetBytes !== undefined && object.offsetBytes !== null)
+      ? BigInt(object.offsetBytes)
+      : 0n;
+    message.lengthBytes = (object.lengthBytes !== undefined && object.lengthBytes !== null)
+      ? BigInt(object.lengthBytes)
+      : 0n;
     return message;
   },
 };

@@ -1,0 +1,77 @@
+"""Groups that the server only tells the place of: they lie in its journal's folder, on this host.
+
+    Welcome with a folder -> the same folder is found here -> demands say `by_place` -> StoredGroup -> read
+                          -> another host, another file system, not allowed to -> groups come as messages
+
+What may go wrong with one: its file was removed by a compaction that did not wait for us, or what is read
+is not what was written. Then nobody has the group here, and the server, to which the trainer says Hello
+again without `by_place`, delivers it as a message, or finds itself that it is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.v1 import journal_pb2, trainer_service_pb2, trajectory_pb2
+from penstock.wire import codec
+from penstock.wire.frames import read_payload_at
+from penstock.wire.memory_file import host_id
+
+LOCK = "LOCK"
+
+
+class GroupUnreadable(Exception):
+    """A group is not where the server says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A group that came, in whatever way."""
+
+    delivery_id: int
+    group: trajectory_pb2.TrajectoryGroup
+
+
+class StoredGroups:
+    """A folder of groups that can be read here."""
+
+    def __init__(self, folder: Path) -> None:
+        """`find` says whether it is the server's."""
+        self._folder = folder
+
+    @classmethod
+    def find(cls, told: trainer_service_pb2.GroupFolder) -> StoredGroups | None:
+        """The server's folder; None where it is not here, or not for us to read."""
+        if not told.path or told.host_id != host_id():
+            return None
+        folder = Path(told.path)
+        try:
+            lock = (folder / LOCK).stat()
+            readable = os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
+        except OSError:
+            return None
+        same = (lock.st_dev, lock.st_ino) == (told.device, told.inode)
+        return cls(folder) if same and readable else None
+
+    def read(self, stored: trainer_service_pb2.StoredGroup) -> trajectory_pb2.TrajectoryGroup:
+        """A group. Raises GroupUnreadable."""
+        if not stored.file or Path(stored.file).name != stored.file:
+            raise GroupUnreadable(f"{stored.file!r} is no file of {self._folder}")
+        path = self._folder / stored.file
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise GroupUnreadable(f"{path} is no file")
+                payload = read_payload_at(descriptor, stored.offset_bytes, stored.length_bytes)
+            finally:
+                os.close(descriptor)
+            record = codec.decode(journal_pb2.JournalRecord, payload)
+        except (OSError, ValueError) as error:
+            raise GroupUnreadable(f"{path} at {stored.offset_bytes}: {error}") from error
+        if not record.HasField("group_finished"):
+            raise GroupUnreadable(f"{path} at {stored.offset_bytes}: it is no group")
+        return record.group_finished.group
