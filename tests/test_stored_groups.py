@@ -12,7 +12,7 @@ import pytest
 from penstock.server import log_journal
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
-from penstock.wire import codec
+from penstock.wire import codec, memory_file
 from penstock.wire.frames import FRAME
 from tests.harness import Harness, hello
 from tests.scripted_trainer_server import ScriptedServer, Session
@@ -96,6 +96,15 @@ async def test_another_host_another_folder_and_none_are_not_the_servers(tmp_path
         for name, value in changed.items():
             setattr(other, name, value)
         assert StoredGroups.find(other) is None, changed
+
+
+async def test_a_host_without_a_boot_id_is_not_the_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with on_disk(tmp_path) as harness:
+        folder = (await hello(harness.wire)).welcome.group_folder
+    monkeypatch.setattr(memory_file, "BOOT_ID", tmp_path / "no such file")
+    assert StoredGroups.find(folder) is None
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,17 @@ class StoredGroups:
     @classmethod
     def find(cls, told: trainer_service_pb2.GroupFolder) -> StoredGroups | None:
         """The server's folder; None where it is not here, or not for us to read."""
-        if not told.path or told.host_id != host_id():
+        if not told.path:
             return None
         folder = Path(told.path)
         try:
-            lock = (folder / LOCK).stat()
-            readable = os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
+            # A host that has no boot id is not the server's, which told one.
+            here = host_id() == told.host_id and os.access(folder, os.R_OK | os.X_OK)
+            lock = (folder / LOCK).stat() if here else None
         except OSError:
             return None
-        same = (lock.st_dev, lock.st_ino) == (told.device, told.inode)
-        return cls(folder) if same and readable else None
+        same = lock is not None and (lock.st_dev, lock.st_ino) == (told.device, told.inode)
+        return cls(folder) if same else None
 
     def read(self, stored: trainer_service_pb2.StoredGroup) -> trajectory_pb2.TrajectoryGroup:
         """A group. Raises GroupUnreadable."""
