@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.server import log_journal
+from penstock.server.errors import DomainError
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec, memory_file
@@ -161,7 +162,7 @@ async def test_files_stay_for_those_who_were_told_unless_their_room_is_needed(
         assert moved is not None and (tmp_path / moved.file).exists() and first.exists()
         await asyncio.sleep(0.1)
         assert first.exists() and not journal.compactions
-        with pytest.raises(log_journal.DomainError, match="do not fit"):
+        with pytest.raises(DomainError, match="do not fit"):
             journal.check_room(1 << 40)
         async with asyncio.timeout(20):
             while first.exists():
@@ -180,7 +181,6 @@ async def test_files_go_once_nobody_can_still_be_reading(
             while (tmp_path / place.file).exists():
                 await journal.append([record("filler", 300_000)])
                 await asyncio.sleep(0.01)
-        assert journal.compactions == 1
 
 
 # The trainer's end
