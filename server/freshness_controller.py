@@ -18,6 +18,7 @@ of `benchmarks/staleness.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 TOLERATED_WAIT = 0.02
@@ -50,8 +51,14 @@ class FreshnessController:
 
     @property
     def target(self) -> int:
-        """Groups that may be outstanding now."""
-        return int(self._level)
+        """Groups that may be outstanding now.
+
+        Rounded up. Where groups are fast, two batches are a cliff: one is being trained, and with one group
+        less than another batch every step waits for a whole group to be sampled. Rounded down, the target
+        was over it as soon as the level had moved at all, which is after a single good step.
+        """
+        # The level is a sum of many moves: what is a whole number but for their rounding is one.
+        return math.ceil(self._level - 1e-9)
 
     def observe(self, step: StepObservation) -> None:
         """Adjusts the target after one step."""

@@ -444,6 +444,19 @@ def test_a_light_load_brings_the_target_down_faster_than_a_busy_trainer_does() -
     assert fast.target < slow.target < 32
 
 
+def test_two_batches_are_not_given_up_after_one_good_step() -> None:
+    """One group less than a batch beside the one in training, and each step waits for a whole group."""
+    controller = FreshnessController(4, 5, 8)
+    targets: list[int] = []
+    for _ in range(30):
+        controller.observe(observed(0.0))
+        targets.append(controller.target)
+    # A fiftieth of a batch a step: so many until a group less is tried.
+    assert targets.index(7) == 12
+    controller.observe(observed(30.0))
+    assert controller.target == 8
+
+
 def test_a_step_of_no_length_is_no_observation() -> None:
     controller = FreshnessController(4, 5, 8)
     controller.observe(StepObservation(0.0, 0.0, 0, filled=True))
