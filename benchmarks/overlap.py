@@ -1,6 +1,6 @@
 """What it brings not to wait: steps per hour and idle time by `max_lag`, beside the best there can be.
 
-    python benchmarks/overlap.py [--rounds 1] [--steps 24] [--regimes tools,pinned,shared]
+    python benchmarks/overlap.py [--rounds 1] [--steps 36] [--regimes tools,pinned,shared]
         [--max-lags 0,1,2,4,8] [--out FOLDER]
     python benchmarks/overlap.py --part reward [--reward-steps 60] [--seeds 3] [--max-lags 0,4,8]
 
@@ -18,7 +18,8 @@ With `max_lag = 0` a step of T_sync is t_generate, when the trainer waits, and t
 step can be shorter than the longer of the two, unless the waits of one step overlap those of the next: the
 bound is T_sync / max(t_generate, t_train). `of_bound` is the speed-up over T_sync as a share of it; it is
 above 1 where slow attempts no longer hold up a batch (tools). T is taken from the end of the tenth step,
-when the pipeline is full, to that of the last. t_generate is at `max_lag` 0, with one step's attempts in
+when the pipeline is full, to that of the last: not much fewer, because the controller tries about once in
+so many steps whether a group less would do, which then costs one or two of them. t_generate is at `max_lag` 0, with one step's attempts in
 flight. Rewards are by chance and the learning rate is next to nothing, so that every step costs the same.
 
 Lags are counted again from outside: the worker logs which version sampled how many tokens of each
@@ -302,7 +303,7 @@ def lags_of(arguments: argparse.Namespace) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What it brings not to wait.")
     parser.add_argument("--part", choices=("speed", "reward"), default="speed")
-    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument("--steps", type=int, default=36, help="of each run")
     parser.add_argument("--rounds", type=int, default=1, help="each with every run of --part speed")
     parser.add_argument("--regimes", default=",".join(REGIMES))
     parser.add_argument("--max-lags", default="0,1,2,4,8", help="with 0, for --part speed")
