@@ -18,10 +18,10 @@ With `max_lag = 0` a step of T_sync is t_generate, when the trainer waits, and t
 step can be shorter than the longer of the two, unless the waits of one step overlap those of the next: the
 bound is T_sync / max(t_generate, t_train). `of_bound` is the speed-up over T_sync as a share of it; it is
 above 1 where slow attempts no longer hold up a batch (tools). T is taken from the end of the tenth step,
-when the pipeline is full, to that of the last: not much fewer, because the controller tries about once in
-so many steps whether a group less would do, which then costs one or two of them. t_generate is at
-`max_lag` 0, with one step's attempts in flight. Rewards are by chance and the learning rate is next to
-nothing, so that every step costs the same.
+when the pipeline is full, to that of the last. With many fewer steps than the default it says little: now
+and then the controller tries whether a group less would do, and that costs one or two of them. t_generate
+is at `max_lag` 0, with one step's attempts in flight. Rewards are by chance and the learning rate is next
+to nothing, so that every step costs the same.
 
 Lags are counted again from outside: the worker logs which version sampled how many tokens of each
 trajectory, the trainer's ledger says which step trained it. A violation is a step whose masked tokens are
