@@ -11,6 +11,7 @@ many agents as groups are admitted. The loads differ in how long a group takes:
 - two kinds: 85 % of the groups take 20 to 60 s, the others, such as agents with tools, 240 to 560 s.
 - independent: each of the 8 siblings is log-normal as above by itself, so that the group, which is
   complete with the longest, takes 206 s in the median and 1,000 s at 99 %.
+- fast: 18 to 30 s, less than half of a step: two batches, one of them in training, are enough.
 
 Printed per load and `max_lag`, under MASK, without the controller (outstanding groups fixed at their
 bound) and with it: the part of its time that the trainer waited for groups, the part of the
@@ -82,11 +83,17 @@ def independent(rng: random.Random) -> Attempt:
     return Attempt(tuple((0.0, length) for length in lengths), max(lengths))
 
 
+def fast(rng: random.Random) -> Attempt:
+    """A batch is sampled in half of the time that the trainer takes for one."""
+    return group_of(rng.uniform(18.0, 30.0), rng)
+
+
 LOADS: dict[str, Callable[[random.Random], Attempt]] = {
     "reference": reference,
     "pareto": pareto,
     "two kinds": two_kinds,
     "independent": independent,
+    "fast": fast,
 }
 
 

@@ -6,14 +6,21 @@ that still has a batch finished whenever the trainer asks. That number depends o
 take compared to a step, which nobody knows beforehand and which changes as the policy learns to
 write longer. So it is found by feedback, once per step.
 
-The feedback is an integral: each step moves the target by how much longer, or shorter, than
-`TOLERATED_WAIT` the trainer starved. Summed over a run the moves telescope to the distance between
-the first target and the last, which is bounded; so wherever the target stays clear of its two ends,
-the mean wait tends to `TOLERATED_WAIT`, for every distribution of lengths and every size of batch
-(for batches of one or two groups it is up to four times that, because the move of one step is
-capped). Fixed steps up and down (an eighth and a sixteenth of a batch were tried) settle where
-their frequencies balance: anywhere from 0.5 % to 28 %, for batches of 1 to 64 groups and the loads
-of `benchmarks/staleness.py`.
+The feedback is an integral: each step moves it by how much longer, or shorter, than `TOLERATED_WAIT` the
+trainer starved. Summed over a run the moves telescope to the distance between the first value and the
+last, which is bounded; so wherever it stays clear of its ends, the mean wait tends to `TOLERATED_WAIT`, for
+every distribution of lengths and every size of batch (for batches of one or two groups it is up to four
+times that, because the move of one step is capped). Fixed steps up and down (an eighth and a sixteenth of a
+batch were tried) settle where their frequencies balance: anywhere from 0.5 % to 28 %, for batches of 1 to
+64 groups and the loads of `benchmarks/staleness.py`.
+
+It has two parts, the target and a *debt*. What the trainer starved raises the target, but by no more groups
+than were lacking when it asked: where groups are fast, one that is missing costs as much time as many. Nor
+by those that the step before raised it by: they were begun too late for this one. The rest is debt, which
+steps without starvation pay before they lower the target again. So where a target is a cliff, with no wait
+above it and a long one below, it stays at the edge, and tries a group less as seldom as the tolerated wait
+allows. There is one at two batches, of which one is being trained: below it every step waits for a whole
+group. With the target alone, after every such step it stood half a batch or more too high for dozens.
 """
 
 from __future__ import annotations
@@ -35,6 +42,8 @@ class StepObservation:
     """Thereof with demand unmet because too few groups were finished."""
     surplus: int
     """Groups that were finished and left over when the demand was met."""
+    lacking: int
+    """The most that were asked for and not finished."""
     filled: bool
     """Whether the target was what kept further groups from being admitted."""
 
@@ -48,20 +57,21 @@ class FreshnessController:
         self._ceiling = ceiling
         self._level = float(min(max(2 * groups_per_step, floor), ceiling))
         """The target before rounding: so a batch of one is steered as finely as a large one."""
+        self._debt = 0.0
+        """In groups, at most a batch: what the trainer starved and the target did not rise by."""
+        self._raised = 0.0
+        """By how much the step before raised the level."""
 
     @property
     def target(self) -> int:
-        """Groups that may be outstanding now.
-
-        Rounded up. Where groups are fast, two batches are a cliff: one is being trained, and with one group
-        less than another batch every step waits for a whole group to be sampled. Rounded down, the target
-        was over it as soon as the level had moved at all, which is after a single good step.
-        """
-        # The level is a sum of many moves: what is a whole number but for their rounding is one.
+        """Groups that may be outstanding now."""
+        # Rounded up: else it was over the edge as soon as it had moved at all. The level is a sum of many
+        # moves: what is a whole number but for their rounding is one.
         return math.ceil(self._level - 1e-9)
 
     def observe(self, step: StepObservation) -> None:
         """Adjusts the target after one step."""
+        raised, self._raised = self._raised, 0.0
         if step.seconds <= 0.0:
             return
         excess = step.starved_seconds - TOLERATED_WAIT * step.seconds
@@ -69,9 +79,16 @@ class FreshnessController:
             return  # A higher bound would start no more groups: there are no agents to take them.
         busy = step.seconds - step.starved_seconds
         # One batch at most: a step that starved for ten says no more than that one was missing.
-        move = excess / busy if excess < busy else 1.0
+        move = (excess / busy if excess < busy else 1.0) * self._groups_per_step
+        if move > 0.0:
+            self._raised = min(move, max(0.0, step.lacking - raised))
+            self._debt = min(self._debt + move - self._raised, float(self._groups_per_step))
+            move = self._raised
+        else:
+            paid = min(self._debt, -move)
+            self._debt -= paid
+            move += paid
         if step.starved_seconds == 0.0:
             # More than a batch left over is no noise but a load that has become lighter.
-            move -= max(0.0, step.surplus / self._groups_per_step - 1.0) / 8
-        level = self._level + move * self._groups_per_step
-        self._level = min(max(level, self._floor), self._ceiling)
+            move -= max(0.0, step.surplus - self._groups_per_step) / 8
+        self._level = min(max(self._level + move, self._floor), self._ceiling)

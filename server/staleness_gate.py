@@ -188,6 +188,8 @@ class StalenessGate:
         """Groups the batch lacks and the trainer has demanded."""
         self._starving_since: float | None = None
         self._starved_seconds = 0.0
+        self._lacking = 0
+        """The most groups that the batch lacked while the trainer starved."""
         self._surplus = 0
         self._filled = False
 
@@ -436,16 +438,25 @@ class StalenessGate:
         self._unmet = unmet
         # Under WAIT a trainer may wait for an old group while enough others are finished. It does
         # not starve then: more groups would not help it.
-        self._starving_since = now if unmet > len(self._finished) else None
+        lacking = unmet - len(self._finished)
+        self._lacking = max(self._lacking, lacking)
+        self._starving_since = now if lacking > 0 else None
 
     def _close_step(self, now: float, *, learn: bool) -> None:
         self._watch_starvation(0, now)
         if learn and self._controller and self._step_began is not None:
             seconds = max(0.0, now - self._step_began)
             self._controller.observe(
-                StepObservation(seconds, self._starved_seconds, self._surplus, filled=self._filled)
+                StepObservation(
+                    seconds,
+                    self._starved_seconds,
+                    self._surplus,
+                    self._lacking,
+                    filled=self._filled,
+                )
             )
         self._step_began = now
         self._starved_seconds = 0.0
+        self._lacking = 0
         self._surplus = 0
         self._filled = False

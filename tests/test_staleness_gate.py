@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import settings
@@ -402,8 +403,10 @@ def test_a_new_gate_takes_over_what_is_under_way(policy: LatePolicy) -> None:
 # The freshness controller.
 
 
-def observed(starved: float, *, surplus: int = 0, filled: bool = True) -> StepObservation:
-    return StepObservation(60.0, starved, surplus, filled)
+def observed(
+    starved: float, *, surplus: int = 0, lacking: int = 1_000, filled: bool = True
+) -> StepObservation:
+    return StepObservation(60.0, starved, surplus, lacking, filled)
 
 
 @pytest.mark.parametrize("groups_per_step", [1, 2, 4, 16, 100])
@@ -457,9 +460,29 @@ def test_two_batches_are_not_given_up_after_one_good_step() -> None:
     assert controller.target == 8
 
 
+def test_one_lacking_group_raises_it_by_one_and_a_lower_bound_is_tried_when_that_is_paid_for() -> (
+    None
+):
+    controller = FreshnessController(4, 5, 36)
+    waits: list[float] = []
+    targets: list[int] = []
+    late = False
+    for _ in range(2_000):
+        # Below two batches a step waits for half its time for a group, and the step after it does, too.
+        short = controller.target < 8
+        starved = 30.0 if short or late else 0.0
+        late = short
+        controller.observe(observed(starved, lacking=1 if starved else 0))
+        waits.append(starved / 60.0)
+        targets.append(controller.target)
+    assert set(targets) == {7, 8}
+    assert targets.count(7) < len(targets) / 20
+    assert fmean(waits) == pytest.approx(TOLERATED_WAIT, rel=0.3)
+
+
 def test_a_step_of_no_length_is_no_observation() -> None:
     controller = FreshnessController(4, 5, 8)
-    controller.observe(StepObservation(0.0, 0.0, 0, filled=True))
+    controller.observe(StepObservation(0.0, 0.0, 0, 0, filled=True))
     assert controller.target == 8
 
 
