@@ -36,7 +36,7 @@ from penstock.server.group_buffer import (
     InJournal,
     InMemory,
 )
-from penstock.server.group_bytes import decode_group, encode_group, group_finished
+from penstock.server.group_bytes import EncodedGroup, decode_group, encode_group, group_finished
 from penstock.server.journal import (
     Appended,
     Journal,
@@ -238,7 +238,7 @@ class Closing:
         completed = settled[-1].completed
         if completed is None:
             return _written(self._journal.begin_append([*records, group_changed(group)]))
-        group_bytes, buffered = self._assemble(completed)
+        encoded, buffered = self._assemble(completed)
         self._in_hand.add(buffered.group_id)
         hit("closing.before_append")
         if buffered.byte_count > MAX_GROUP_BYTES:
@@ -248,17 +248,17 @@ class Closing:
         if self._journal.on_disk:
             appended.append(
                 group_finished(
-                    group_bytes,
+                    encoded,
                     buffered.task,
                     buffered.admitted_version,
                     has_policy_tokens=buffered.oldest_version is not None,
                 )
             )
         appending = self._journal.begin_append(appended, hold_last=True)
-        return self._offer(buffered, group_bytes, appending)
+        return self._offer(buffered, encoded, appending)
 
     async def _offer(
-        self, buffered: BufferedGroup, group_bytes: bytes, appending: Awaitable[list[Stored]]
+        self, buffered: BufferedGroup, encoded: EncodedGroup, appending: Awaitable[list[Stored]]
     ) -> None:
         """Offers a group once it is durable, unless its run was replaced meanwhile."""
         stored = await appending
@@ -266,8 +266,8 @@ class Closing:
         if self._leaves_hand(buffered):
             if stored:
                 buffered.payload = InJournal(self._journal, stored[-1], self._buffer.kept)
-                if self._budget.may_keep(len(group_bytes)):
-                    self._buffer.kept.keep(stored[-1], group_bytes)
+                if self._budget.may_keep(encoded.byte_count):
+                    self._buffer.kept.keep(stored[-1], encoded)
             if buffered.training:
                 self._admission.finish(buffered.group_id, buffered.oldest_version)
             self._buffer.add(buffered)
@@ -303,7 +303,7 @@ class Closing:
         if record.turn is not None and record.turn.in_flight:
             self._turns.abort_soon(record.turn)
 
-    def _assemble(self, group: Group) -> tuple[bytes, BufferedGroup]:
+    def _assemble(self, group: Group) -> tuple[EncodedGroup, BufferedGroup]:
         records: list[TrajectoryRecord] = []
         versions: list[int] = []
         for attempt in group.attempts:
@@ -317,19 +317,19 @@ class Closing:
                 self._store.forget(member.trajectory_id)
         task_id = group.task.task_id if group.task is not None else ""
         span = range(min(versions, default=0), max(versions, default=0) + 1)
-        group_bytes = encode_group(group.group_id, task_id, group.purpose, records, span)
+        encoded = encode_group(group.group_id, task_id, group.purpose, records, span)
         buffered = BufferedGroup(
             group.group_id,
             task_id,
             group.purpose,
-            InMemory(group_bytes),
+            InMemory(encoded),
             tuple(record.trajectory_id for record in records),
             group.task,
             group.admitted_version,
             min(versions, default=None),
-            len(group_bytes),
+            encoded.byte_count,
         )
-        return group_bytes, buffered
+        return encoded, buffered
 
     async def _drop_too_large(
         self, buffered: BufferedGroup, appending: Awaitable[list[Stored]]

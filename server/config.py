@@ -121,6 +121,9 @@ class JournalSection(_Section):
     max_bytes: int = Field(default=64 << 30, ge=4 << 20)
     """Most bytes on the disk, or in the stream. Nearly a third of them may be in use: the rest is for what
     compaction is about to free, and for its copy. Beyond that callers get DISK_FULL."""
+    refers_from_bytes: int = Field(default=16 << 10, ge=1)
+    """Of a finished group, segments of so many bytes or more are not written again: its record refers to
+    those of its turns. Each is a read of its own for the trainer. Not with `url`."""
     segment_bytes: int = Field(default=128 << 20, ge=1 << 20)
     """Size of one file, allocated whole, and at most a sixteenth of `max_bytes` whatever stands here; in a
     stream, how much that nobody needs makes for a compaction."""

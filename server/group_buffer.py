@@ -29,7 +29,7 @@ from itertools import chain, islice
 from typing import Protocol
 
 from penstock.server.broadcast import Broadcast
-from penstock.server.group_bytes import group_in
+from penstock.server.group_bytes import EncodedGroup, group_in
 from penstock.server.journal import FilePlace, Journal, Stored
 from penstock.server.reason_counts import ReasonCounts
 from penstock.v1 import task_service_pb2, trajectory_pb2
@@ -61,13 +61,13 @@ class Payload(Protocol):
 class InMemory:
     """A group that is kept as it is."""
 
-    def __init__(self, group: bytes) -> None:
+    def __init__(self, group: EncodedGroup) -> None:
         self._group = group
-        self.memory_bytes = len(group)
+        self.memory_bytes = group.byte_count
 
     async def read(self) -> bytes:
         """The group as a message."""
-        return self._group
+        return self._group.joined()
 
     def place(self) -> FilePlace | None:
         """In no file."""
@@ -82,20 +82,20 @@ class KeptGroups:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._groups: dict[Stored, bytes] = {}
+        self._groups: dict[Stored, EncodedGroup] = {}
         self.byte_count = 0
 
-    def keep(self, stored: Stored, group: bytes) -> None:
+    def keep(self, stored: Stored, group: EncodedGroup) -> None:
         """Keeps a group, where it fits."""
-        if self.byte_count + len(group) <= self._limit_bytes:
+        if self.byte_count + group.byte_count <= self._limit_bytes:
             self._groups[stored] = group
-            self.byte_count += len(group)
+            self.byte_count += group.byte_count
 
-    def take(self, stored: Stored) -> bytes | None:
+    def take(self, stored: Stored) -> EncodedGroup | None:
         """The group, which is kept no longer; None where it was not."""
         group = self._groups.pop(stored, None)
         if group is not None:
-            self.byte_count -= len(group)
+            self.byte_count -= group.byte_count
         return group
 
     def clear(self) -> None:
@@ -117,7 +117,7 @@ class InJournal:
     async def read(self) -> bytes:
         """The group as a message. Raises JOURNAL_CORRUPT."""
         kept = self._kept.take(self.stored)
-        return group_in(await self._journal.read(self.stored)) if kept is None else kept
+        return group_in(await self._journal.read(self.stored)) if kept is None else kept.joined()
 
     def place(self) -> FilePlace | None:
         """Where its record lies; who is told that needs no copy in memory."""

@@ -1,36 +1,41 @@
 """Groups and turns as the bytes that they have on the wire.
 
-A group is put together once, from the byte buffers in which its tokens were sampled. From there on it is
-bytes: the journal's record of it and its delivery are the same bytes with a few others before and after
-them, so nobody on the server's side parses it or serializes it again, and a group of some hundred KiB is
-copied twice: when it is put together, and into the message that carries it.
+A group is put together once, as pieces of which most are the byte buffers in which its tokens were sampled.
+The journal's record of it and its delivery are the same pieces with a few others before and after them, so
+nobody on the server's side parses it or serializes it again.
 
     Segment, Trajectory      what is small, by protobuf; then the arrays, or the segments, as they are
-    TrajectoryGroup          the same, in one piece of memory
+    TrajectoryGroup          the same
     JournalRecord            tags and lengths | group | task, version;
                              a turn in the same way, with the tokens since the record before
     ExchangeResponse         tags and lengths | group | delivery id, deliveries before
+
+The record has a short form, too: large segments that a record of a turn has, as almost all do, are left out
+(`GroupReferred`, `penstock.wire.referred`), so that their tokens are written once and not twice.
 
 Fields may come in any order within a message, so what is small is written first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from google.protobuf.descriptor import Descriptor
 
-from penstock.server.journal import EncodedRecord, JournalRecord, Part
+from penstock.server.journal import EncodedRecord, JournalRecord, Part, ShortRecord, Stored
 from penstock.server.trajectory_store import SegmentRecord, TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire.codec import TOKEN, twin
+from penstock.wire.referred import put_together
 
 _Segment = twin(trajectory_pb2.Segment)
 _Trajectory = twin(trajectory_pb2.Trajectory)
 _TrajectoryGroup = twin(trajectory_pb2.TrajectoryGroup)
 _GroupFinished = twin(journal_pb2.GroupFinished)
+_GroupReferred = twin(journal_pb2.GroupReferred)
+_ReferredSegment = twin(journal_pb2.ReferredSegment)
 _GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
 LENGTH_DELIMITED = 2
@@ -56,6 +61,8 @@ _SEGMENTS = _tag(trajectory_pb2.Trajectory.DESCRIPTOR, "segments")
 _TRAJECTORIES = _tag(trajectory_pb2.TrajectoryGroup.DESCRIPTOR, "trajectories")
 _FINISHED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "group_finished")
 _FINISHED_GROUP = _tag(journal_pb2.GroupFinished.DESCRIPTOR, "group")
+_REFERRED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "group_referred")
+_REFERRED_FINISHED = _tag(journal_pb2.GroupReferred.DESCRIPTOR, "finished")
 _TURN_CHANGED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "turn_changed")
 _TURN_SEGMENTS = _tag(journal_pb2.TurnChanged.DESCRIPTOR, "segments")
 _DELIVERY = _tag(trainer_service_pb2.ExchangeResponse.DESCRIPTOR, "delivery")
@@ -69,25 +76,37 @@ def _length(parts: Iterable[Part]) -> int:
 def _segment(segment: SegmentRecord, start: int, stop: int) -> list[Part]:
     """With copies of its arrays: they may grow meanwhile, which a view of them would not let them."""
     begin, end = start * TOKEN.itemsize, stop * TOKEN.itemsize
-    return _with_arrays(segment, segment.tokens[begin:end], segment.logprobs[begin:end])
+    return _with_arrays(
+        _segment_head(segment), segment.tokens[begin:end], segment.logprobs[begin:end]
+    )
 
 
-def _with_arrays(segment: SegmentRecord, token_ids: bytearray, logprobs: bytearray) -> list[Part]:
-    head = _Segment(
+def _segment_head(segment: SegmentRecord) -> bytes:
+    """All but its arrays."""
+    return _Segment(
         author=segment.author,
         weight_version=segment.weight_version,
         turn_index=segment.turn_index,
         temperature=segment.temperature,
-    )
-    parts: list[Part] = [head.SerializeToString()]
+    ).SerializeToString()
+
+
+def _with_arrays(head: bytes, token_ids: bytearray, logprobs: bytearray) -> list[Part]:
+    parts: list[Part] = [head]
     for tag, array in ((_TOKEN_IDS, token_ids), (_LOGPROBS, logprobs)):
         if array:
             parts += (tag + _varint(len(array)), array)
     return parts
 
 
-def _trajectory(record: TrajectoryRecord) -> list[Part]:
-    head = _Trajectory(
+def _within(tag: bytes, inner: Sequence[Part]) -> list[Part]:
+    """A field of these pieces."""
+    return [tag + _varint(_length(inner)), *inner]
+
+
+def _trajectory_head(record: TrajectoryRecord) -> bytes:
+    """All but its segments."""
+    return _Trajectory(
         trajectory_id=record.trajectory_id,
         sample_index=record.sample_index,
         outcome=record.outcome,
@@ -100,12 +119,71 @@ def _trajectory(record: TrajectoryRecord) -> list[Part]:
         parent_trajectory_id=record.parent_trajectory_id,
         parent_token_count=record.parent_token_count,
         traceparent=record.traceparent,
-    )
-    parts: list[Part] = [head.SerializeToString()]
-    for segment in record.segments:
-        inner = _with_arrays(segment, segment.tokens, segment.logprobs)
-        parts += (_SEGMENTS + _varint(_length(inner)), *inner)
-    return parts
+    ).SerializeToString()
+
+
+class _Trajectories:
+    """The trajectories of a group in both forms, one after the other."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.whole: list[Part] = []
+        self.short: list[Part] = []
+        self.left_out: list[journal_pb2.ReferredSegment] = []
+        self.turns: list[Stored] = []
+
+    def add(self, record: TrajectoryRecord) -> None:
+        """Appends one."""
+        # What is still sampled may come yet, though nobody waits for it.
+        growing = record.turn is not None and record.turn.in_flight
+        head = _trajectory_head(record)
+        whole: list[Part] = [head]
+        short: list[Part] = [head]
+        position = record.parent_token_count
+        for index, segment in enumerate(record.segments):
+            tokens, logprobs = segment.tokens, segment.logprobs
+            if growing:
+                tokens, logprobs = tokens[:], logprobs[:]
+            segment_head = _segment_head(segment)
+            inner = _within(_SEGMENTS, _with_arrays(segment_head, tokens, logprobs))
+            whole += inner
+            count = len(tokens) // TOKEN.itemsize
+            turn = None if growing else record.recorded_at(position, count)
+            if turn is None:
+                short += inner
+            else:
+                short += _within(_SEGMENTS, [segment_head])
+                self.turns.append(turn)
+                self.left_out.append(
+                    _ReferredSegment(
+                        trajectory=self.count,
+                        segment=index,
+                        token_position=position,
+                        token_count=count,
+                    )
+                )
+            position += count
+        self.whole += _within(_TRAJECTORIES, whole)
+        self.short += _within(_TRAJECTORIES, short)
+        self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """A TrajectoryGroup, in pieces that nobody changes any more."""
+
+    parts: tuple[Part, ...]
+    byte_count: int
+    short: tuple[Part, ...]
+    """The same without the arrays of some segments."""
+    left_out: tuple[journal_pb2.ReferredSegment, ...]
+    """Those."""
+    turns: tuple[Stored, ...]
+    """For each of them, the record that has it."""
+
+    def joined(self) -> bytes:
+        """In one piece."""
+        return b"".join(self.parts)
 
 
 def encode_group(
@@ -114,20 +192,27 @@ def encode_group(
     purpose: trajectory_pb2.Purpose.ValueType,
     records: Iterable[TrajectoryRecord],
     versions: range,
-) -> bytes:
-    """A TrajectoryGroup of these trajectories; `versions` is from its oldest to its newest."""
+) -> EncodedGroup:
+    """A TrajectoryGroup of these trajectories, which are closed; `versions` is from its oldest to its
+    newest."""
     head = _TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
         purpose=purpose,
         oldest_weight_version=versions.start,
         newest_weight_version=versions.stop - 1,
-    )
-    parts: list[Part] = [head.SerializeToString()]
+    ).SerializeToString()
+    trajectories = _Trajectories()
     for record in records:
-        inner = _trajectory(record)
-        parts += (_TRAJECTORIES + _varint(_length(inner)), *inner)
-    return b"".join(parts)
+        trajectories.add(record)
+    parts = (head, *trajectories.whole)
+    return EncodedGroup(
+        parts,
+        _length(parts),
+        (head, *trajectories.short),
+        tuple(trajectories.left_out),
+        tuple(trajectories.turns),
+    )
 
 
 def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
@@ -136,20 +221,26 @@ def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
 
 
 def group_finished(
-    group: bytes,
+    group: EncodedGroup,
     task: task_service_pb2.Task | None,
     admitted_version: int,
     *,
     has_policy_tokens: bool,
 ) -> EncodedRecord:
-    """A group is complete."""
-    tail = _GroupFinished(
+    """A group is complete; with its short form, where there is anything to leave out."""
+    message = _GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
     if task is not None:
-        tail.task.CopyFrom(task)
-    parts = (_FINISHED_GROUP + _varint(len(group)), group, tail.SerializeToString())
-    return EncodedRecord((_FINISHED + _varint(_length(parts)), *parts))
+        message.task.CopyFrom(task)
+    tail = message.SerializeToString()
+    whole = _within(_FINISHED, [*_within(_FINISHED_GROUP, group.parts), tail])
+    if not group.left_out:
+        return EncodedRecord(tuple(whole))
+    finished = [*_within(_FINISHED_GROUP, group.short), tail]
+    referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
+    inner = [*_within(_REFERRED_FINISHED, finished), referred.SerializeToString()]
+    return EncodedRecord(tuple(whole), ShortRecord(tuple(_within(_REFERRED, inner)), group.turns))
 
 
 def turn_changed(
@@ -158,9 +249,19 @@ def turn_changed(
     """A turn as it is now, with these of its tokens."""
     parts: list[Part] = [turn.SerializeToString()]
     for segment, start, stop in segments:
-        inner = _segment(segment, start, stop)
-        parts += (_TURN_SEGMENTS + _varint(_length(inner)), *inner)
-    return EncodedRecord((_TURN_CHANGED + _varint(_length(parts)), *parts))
+        parts += _within(_TURN_SEGMENTS, _segment(segment, start, stop))
+    return EncodedRecord(tuple(_within(_TURN_CHANGED, parts)))
+
+
+def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:
+    """A record that may be short, as it would be whole; `turns` has the records that it leaves something
+    to, in the order of what that is. Raises ValueError where they are not those, and DecodeError."""
+    record = JournalRecord.FromString(payload)
+    if not record.HasField("group_referred"):
+        return payload
+    found = (JournalRecord.FromString(turn).turn_changed for turn in turns)
+    finished = put_together(record.group_referred, found)
+    return JournalRecord(group_finished=finished).SerializeToString()
 
 
 def group_in(payload: bytes) -> bytes:

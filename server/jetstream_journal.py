@@ -116,6 +116,11 @@ class JetStreamJournal:
         """None: it is on another machine."""
         return None
 
+    @property
+    def refers_from(self) -> int | None:
+        """None: a message is read by itself."""
+        return None
+
     # Opening
 
     async def open(self) -> None:

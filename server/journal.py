@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +48,17 @@ class EncodedRecord:
     """A record that is bytes already, in pieces that nobody changes any more."""
 
     parts: tuple[Part, ...]
+    short: ShortRecord | None = None
+    """What may be written in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRecord:
+    """The same, but for what records say that were written before, and are where they were."""
+
+    parts: tuple[Part, ...]
+    turns: tuple[Stored, ...]
+    """Those, in the order of what is left to them."""
 
 
 Appended = Record | EncodedRecord
@@ -70,6 +81,13 @@ class Stored:
     """Of its frame, in bytes."""
     length: int
     """Of its frame, in bytes."""
+    turns: tuple[Stored, ...] = field(default=(), kw_only=True)
+    """Records that it leaves something to, in the order of what that is: it is short."""
+
+    @property
+    def byte_count(self) -> int:
+        """What it keeps from being removed: its frame, and those of these records."""
+        return self.length + sum(turn.length for turn in dict.fromkeys(self.turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +110,8 @@ class FilePlace:
     """Of its frame, in bytes."""
     length: int
     """Of its frame, in bytes."""
+    turns: tuple[FilePlace, ...] = ()
+    """Of a short one: where the records are that it leaves something to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,8 @@ class Deferred:
     """Records that are made only where they are written, in another thread: of what cannot change."""
 
     make: Callable[[], Iterable[Appended]]
+    stored: Stored | None = None
+    """Is told where it lies once the snapshot counts, if it is one record and the journal can say so."""
 
 
 SnapshotItem = Record | Stored | Deferred
@@ -127,6 +149,12 @@ class Journal(Protocol):
     @property
     def folder(self) -> Folder | None:
         """Where its files are, if it has any."""
+        ...
+
+    @property
+    def refers_from(self) -> int | None:
+        """Bytes of the smallest segment that a group's record may leave to its turn's; None where a group
+        is always written whole."""
         ...
 
     @property
@@ -161,7 +189,7 @@ class Journal(Protocol):
         ...
 
     async def read(self, stored: Stored) -> bytes:
-        """A record again, as bytes. Raises JOURNAL_CORRUPT."""
+        """A record again, as bytes, and whole. Raises JOURNAL_CORRUPT."""
         ...
 
     def place(self, stored: Stored) -> FilePlace | None:
@@ -199,6 +227,11 @@ class MemoryJournal:
     @property
     def folder(self) -> Folder | None:
         """None."""
+        return None
+
+    @property
+    def refers_from(self) -> int | None:
+        """Nothing is written."""
         return None
 
     @property

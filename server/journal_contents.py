@@ -153,9 +153,11 @@ def _counted(
 ) -> Iterator[tuple[Record, Stored]]:
     """Notes tokens and newest weight version of each group as it passes."""
     for record, stored in records:
-        if record.WhichOneof("record") == "group_finished":
-            group = record.group_finished.group
-            tokens = sum(
+        kind = record.WhichOneof("record")
+        if kind in ("group_finished", "group_referred"):
+            referred = record.group_referred
+            group = (referred.finished if kind == "group_referred" else record.group_finished).group
+            tokens = sum(place.token_count for place in referred.segments) + sum(
                 len(codec.token_ids(segment))
                 for trajectory in group.trajectories
                 for segment in trajectory.segments

@@ -21,6 +21,7 @@ async def open_journal(section: JournalSection) -> Journal:
             durability=section.durability,
             max_bytes=section.max_bytes,
             segment_bytes=section.segment_bytes,
+            refers_from=section.refers_from_bytes,
         )
     except OSError as error:
         raise JournalUnreadable(

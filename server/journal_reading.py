@@ -15,9 +15,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.server.journal import Record, Stored
+from penstock.server.journal import JournalRecord, Record, Stored
 from penstock.server.journal_files import Files, find_files
+from penstock.server.journal_segment import SegmentCorrupt
 from penstock.server.journal_segment_reader import SegmentReader, check_last, check_order
+from penstock.wire.referred import put_together
 
 MAX_REOPENINGS = 100
 
@@ -50,9 +52,16 @@ class StoredJournal:
         check_last(before)
 
     def read(self, stored: Stored) -> Record:
-        """One record again. Raises SegmentCorrupt."""
+        """One record again, and whole. Raises SegmentCorrupt."""
         segment = next(s for s in self.segments if s.number == stored.segment)
-        return segment.read(stored.offset)
+        record = segment.read(stored.offset)
+        if not stored.turns:
+            return record
+        turns = (self.read(turn).turn_changed for turn in stored.turns)
+        try:
+            return JournalRecord(group_finished=put_together(record.group_referred, turns))
+        except ValueError as error:
+            raise SegmentCorrupt(segment.path, stored.offset, str(error)) from error
 
 
 @contextlib.contextmanager

@@ -63,6 +63,10 @@ class Room:
         else:
             self._released += length
 
+    def moved(self, more: int) -> None:
+        """A record that is held takes so many bytes more in the snapshot that it lies in now."""
+        self.kept += more
+
     @property
     def compaction_due(self) -> bool:
         """Whether what nobody needs, as far as that is known, is worth it."""

@@ -26,10 +26,10 @@ class Written:
     """A snapshot that is durable."""
 
     moves: list[tuple[Stored, tuple[int, int]]]
-    """Records that lie in it now: offset and length of their frames."""
+    """What lies in it now, and is to know: offset and length of the frames."""
     end: int
     other_bytes: int
-    """Of the frames of all records but those."""
+    """Of the frames of all records that are not copies of others."""
 
 
 def payload_of(record: Appended) -> Payload:
@@ -55,12 +55,12 @@ def write_snapshot(
         writer = SegmentWriter(unfinished, HEADER.size)
         try:
             for part in _batches(items, read):
-                places = writer.write([payload for _, payload in part])
-                for (stored, _), (offset, length) in zip(part, places, strict=True):
-                    if stored is None:
+                places = writer.write([item.payload for item in part])
+                for item, (offset, length) in zip(part, places, strict=True):
+                    if item.stored is not None:
+                        moves.append((item.stored, (offset, length)))
+                    if not item.copied:
                         other += length
-                    else:
-                        moves.append((stored, (offset, length)))
             writer.write_closing()
             hit("journal.before_snapshot_fsync")
             writer.begin(path, number, before)
@@ -75,29 +75,38 @@ def write_snapshot(
     return Written(moves, writer.end, other)
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One record of a snapshot."""
+
+    payload: Payload
+    stored: Stored | None = None
+    """What is to know where it lies."""
+    copied: bool = False
+    """Whether that says where it lay before."""
+
+
+def _items(items: Iterable[SnapshotItem], read: Callable[[Stored], bytes]) -> Iterator[_Item]:
+    for item in items:
+        if isinstance(item, Stored):
+            yield _Item((read(item),), item, copied=True)
+        elif isinstance(item, Deferred):
+            for record in item.make():
+                yield _Item(payload_of(record), item.stored)
+        else:
+            yield _Item(payload_of(item))
+
+
 def _batches(
     items: Iterable[SnapshotItem], read: Callable[[Stored], bytes]
-) -> Iterator[list[tuple[Stored | None, Payload]]]:
-    """Payloads in parts that are written at once, with the record that each is a copy of."""
-    part: list[tuple[Stored | None, Payload]] = []
+) -> Iterator[list[_Item]]:
+    """In parts that are written at once."""
+    part: list[_Item] = []
     size = 0
-    for item in written_out(items):
-        if isinstance(item, Stored):
-            payload: Payload = (read(item),)
-            part.append((item, payload))
-        else:
-            payload = payload_of(item)
-            part.append((None, payload))
-        size += frame_length(payload_length(payload))
+    for item in _items(items, read):
+        part.append(item)
+        size += frame_length(payload_length(item.payload))
         if size >= BATCH_BYTES:
             yield part
             part, size = [], 0
     yield part
-
-
-def written_out(items: Iterable[SnapshotItem]) -> Iterator[Appended | Stored]:
-    for item in items:
-        if isinstance(item, Deferred):
-            yield from item.make()
-        else:
-            yield item

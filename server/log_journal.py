@@ -16,13 +16,15 @@ is room where the next segment is allocated already, and where `journal_room` fi
 
 Compaction, once what nobody needs outgrows what somebody does: the state as records (`snapshot`), groups
 by where they lie -> appends go on in a later segment -> the snapshot is written by a thread of its own,
-made durable and given its name -> older files are removed. A server that stops in between finds the older
-files whole. Where a trainer of this host was just told that a group is in one of them, they stay a moment
-longer (`READING_SECONDS`); who comes too late asks again. What left the state before the snapshot and was
-still to be written then is written first: until it is durable, older files stay. A record that is held is
-carried over, whether or not the snapshot has it yet. One that fails is tried again, after ten times as
-long as it took. Where something is refused, one is made that would not be worth it otherwise: what counted
-at the last one may be of no use by now.
+made durable and given its name -> older files are removed. A group whose record leaves tokens to those of
+its turns is whole there, and what is appended from then on refers to no file that is about to go: it is
+decided where it is written (`_form_of`), after everything before it and before a compaction can begin. A
+server that stops in between finds the older files whole. Where a trainer of this host was just told that
+a group is in one of them, they stay a moment longer (`READING_SECONDS`); who comes too late asks again.
+What left the state before the snapshot and was still to be written then is written first: until it is
+durable, older files stay. A record that is held is carried over, whether or not the snapshot has it yet.
+One that fails is tried again, after ten times as long as it took. Where something is refused, one is made
+that would not be worth it otherwise: what counted at the last one may be of no use by now.
 
 What a failure does. A write or an fsync that fails leaves it open what is on the disk: nothing is answered
 any more, `failed` says why, and the server stops. What was answered before is there. After an fsync that
@@ -42,20 +44,25 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from google.protobuf.message import DecodeError
+
 from penstock.server.compaction_pace import CompactionPace
 from penstock.server.errors import DomainError
+from penstock.server.group_bytes import whole_record
 from penstock.server.journal import (
     Appended,
+    EncodedRecord,
     FilePlace,
     Folder,
     JournalInUse,
     JournalUnreadable,
     OnFull,
     Record,
+    ShortRecord,
     Snapshot,
     SnapshotItem,
     Stored,
@@ -89,9 +96,21 @@ READING_SECONDS = 2.0
 """For which a file stays after somebody was told that a record is in it, unless its room is needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A record that is not written yet."""
+
+    whole: Payload
+    short: ShortRecord | None
+
+    @classmethod
+    def of(cls, record: Appended) -> _Pending:
+        return cls(payload_of(record), record.short if isinstance(record, EncodedRecord) else None)
+
+
 @dataclass(eq=False)
 class _Append:
-    payloads: list[Payload]
+    records: list[_Pending]
     hold_last: bool
     done: asyncio.Future[list[Stored]]
 
@@ -100,9 +119,18 @@ class LogJournal:
     """Durable records in a folder; see `journal.Journal` for what each method promises."""
 
     def __init__(
-        self, folder: Path, *, durability: Durability, max_bytes: int, segment_bytes: int
+        self,
+        folder: Path,
+        *,
+        durability: Durability,
+        max_bytes: int,
+        segment_bytes: int,
+        refers_from: int | None = None,
     ) -> None:
         """Takes the folder. Raises JournalInUse and OSError."""
+        self._refers_from = refers_from
+        self._leaving = 0
+        """Files with a lower number are about to go, if they are not gone."""
         make_folder(folder, 0o700)
         self._folder = folder
         self._room = Room(max_bytes, segment_bytes)
@@ -149,6 +177,11 @@ class LogJournal:
         """Whose files these are."""
         return self._shared
 
+    @property
+    def refers_from(self) -> int | None:
+        """As it was made."""
+        return self._refers_from
+
     # Reading
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
@@ -183,14 +216,14 @@ class LogJournal:
             self._segments.before = Place(number, self._room.by_file[number])
 
     async def read(self, stored: Stored) -> bytes:
-        """One record again, as bytes. Raises JOURNAL_CORRUPT."""
+        """One record again, as bytes, and whole. Raises JOURNAL_CORRUPT."""
         loop = asyncio.get_running_loop()
         while True:
-            place = (stored.segment, stored.offset, stored.length)
+            place = replace(stored)
             try:
-                return await loop.run_in_executor(None, self._read, *place)
+                return await loop.run_in_executor(None, self._read, place)
             except (OSError, KeyError, SegmentCorrupt) as error:
-                if place != (stored.segment, stored.offset, stored.length):
+                if (place.segment, place.offset) != (stored.segment, stored.offset):
                     continue  # It was moved meanwhile.
                 if isinstance(error, KeyError) or getattr(error, "errno", None) in PASSING:
                     raise
@@ -198,14 +231,24 @@ class LogJournal:
                     Reason.JOURNAL_CORRUPT, f"a record cannot be read again: {error}"
                 ) from error
 
-    def _read(self, segment: int, offset: int, length: int) -> bytes:
-        return read_payload(self._segments.paths[segment], offset, length)
+    def _read(self, stored: Stored) -> bytes:
+        """Whole. Raises OSError, KeyError where its file is gone, and SegmentCorrupt."""
+        path = self._segments.paths[stored.segment]
+        payload = read_payload(path, stored.offset, stored.length)
+        turns = {turn: self._read(turn) for turn in stored.turns}
+        try:
+            return whole_record(payload, map(turns.__getitem__, stored.turns))
+        except (ValueError, DecodeError) as error:
+            raise SegmentCorrupt(path, stored.offset, str(error)) from error
 
     def place(self, stored: Stored) -> FilePlace | None:
         """Where the record is now, and stays for READING_SECONDS at least unless its room is needed."""
         self._told_at = asyncio.get_running_loop().time()
-        path = self._segments.paths[stored.segment]
-        return FilePlace(path.name, stored.offset, stored.length)
+        return self._place(stored)
+
+    def _place(self, stored: Stored) -> FilePlace:
+        name = self._segments.paths[stored.segment].name
+        return FilePlace(name, stored.offset, stored.length, tuple(map(self._place, stored.turns)))
 
     # Appending
 
@@ -247,22 +290,22 @@ class LogJournal:
         """Queues records; the future ends as `append` does. Raises JOURNAL_FAILED."""
         if self._failure is not None:
             raise self._failure
-        payloads = [payload_of(record) for record in records]
+        pending = [_Pending.of(record) for record in records]
         done: asyncio.Future[list[Stored]] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Append(payloads, hold_last, done))
-        self._pending_bytes += sum(frame_length(payload_length(payload)) for payload in payloads)
+        self._pending.append(_Append(pending, hold_last, done))
+        self._pending_bytes += _most_bytes(pending)
         self._wake.set()
         return done
 
     def hold(self, stored: Stored) -> None:
         """A record that is read again later, and has to be kept until `release`."""
         self._held.add(stored)
-        self._room.hold(stored.length)
+        self._room.hold(stored.byte_count)
 
     def release(self, stored: Stored) -> None:
         """Nobody reads it again."""
         self._held.remove(stored)
-        self._room.release(stored.length)
+        self._room.release(stored.byte_count)
         self._pace.change()
         self._wake.set()
 
@@ -289,20 +332,32 @@ class LogJournal:
                 return
 
     async def _write_batch(self, batch: list[_Append]) -> None:
-        payloads = [payload for append in batch for payload in append.payloads]
+        pending = [record for append in batch for record in append.records]
+        forms = [self._form_of(record) for record in pending]
         hit("journal.before_write")
-        places = await self._in_thread(lambda: self._segments.write(payloads))
+        places = await self._in_thread(
+            lambda: self._segments.write([payload for payload, _ in forms])
+        )
         hit("journal.before_reply")
-        if payloads:
+        if pending:
             self._pace.change()
-        self._pending_bytes -= sum(place.length for place in places)
+        self._pending_bytes -= _most_bytes(pending)
+        for place, (_, turns) in zip(places, forms, strict=True):
+            place.turns = turns
         for append in batch:
-            count = len(append.payloads)
+            count = len(append.records)
             if append.hold_last:
                 self.hold(places[count - 1])
             if not append.done.done():
                 append.done.set_result(places[:count])
             places = places[count:]
+
+    def _form_of(self, record: _Pending) -> tuple[Payload, tuple[Stored, ...]]:
+        """What is written of it, and what that refers to: nothing that is about to go."""
+        short = record.short
+        if short is None or any(turn.segment < self._leaving for turn in short.turns):
+            return record.whole, ()
+        return short.parts, short.turns
 
     def _fail(self, error: Exception, batch: list[_Append]) -> None:
         message = f"the journal cannot be written: {error}"
@@ -337,7 +392,7 @@ class LogJournal:
         named = {item for item in records if isinstance(item, Stored)}
         records += self._held - named
         pending = self.begin_append(())
-        number = self._segments.number + 1
+        number = self._leaving = self._segments.number + 1
         self._room.begin_copy()
         await self._in_thread(lambda: self._segments.rotate(number + 1))
         self._compacting = asyncio.create_task(
@@ -384,7 +439,10 @@ class LogJournal:
         self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"
         self._room.end_copy(number, written.end, written.other_bytes)
         for stored, (offset, length) in written.moves:
-            stored.segment, stored.offset, stored.length = number, offset, length
+            before = stored.byte_count
+            stored.segment, stored.offset, stored.length, stored.turns = number, offset, length, ()
+            if stored in self._held:
+                self._room.moved(length - before)
         for older_number, _ in older:
             del self._segments.paths[older_number]
         return [path for _, path in older]
@@ -411,11 +469,7 @@ class LogJournal:
 
     def _write_snapshot(self, number: int, before: Place, records: list[SnapshotItem]) -> Written:
         """In a thread of its own."""
-
-        def read(stored: Stored) -> bytes:
-            return self._read(stored.segment, stored.offset, stored.length)
-
-        return write_snapshot(self._folder, number, before, records, read)
+        return write_snapshot(self._folder, number, before, records, self._read)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -437,3 +491,8 @@ class LogJournal:
         self._segments.close()
         self._thread.shutdown()
         self._lock.close()
+
+
+def _most_bytes(records: Sequence[_Pending]) -> int:
+    """What their frames take where none may be short."""
+    return sum(frame_length(payload_length(record.whole)) for record in records)

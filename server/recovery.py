@@ -112,7 +112,7 @@ class Recovered:
             changed = record.turn_changed
             self._saw(*(segment.weight_version for segment in changed.segments))
             if (found := self.trajectories.get(changed.trajectory_id)) is not None:
-                apply_turn(found, changed)
+                apply_turn(found, changed, stored)
         elif kind == "trajectory_closed":
             self._closed(record.trajectory_closed)
         elif kind == "trajectories_forgotten":
@@ -121,7 +121,10 @@ class Recovered:
         elif kind == "leases_expired":
             self._expired(record.leases_expired)
         elif kind == "group_finished":
-            self._finished(record.group_finished, stored)
+            finished = record.group_finished
+            self._finished(finished, stored, finished.group.ByteSize())
+        elif kind == "group_referred":
+            self._referred(record.group_referred, stored)
         elif kind == "group_dropped":
             self._gone(record.group_dropped.group_id)
         elif kind == "groups_receipted":
@@ -200,7 +203,28 @@ class Recovered:
             if expired.retried:
                 self.trajectories.pop(trajectory_id, None)
 
-    def _finished(self, finished: journal_pb2.GroupFinished, stored: Stored) -> None:
+    def _referred(self, referred: journal_pb2.GroupReferred, stored: Stored) -> None:
+        turns: list[Stored] = []
+        trajectories = referred.finished.group.trajectories
+        for place in referred.segments:
+            name = trajectories[place.trajectory].trajectory_id
+            found = self.trajectories.get(name)
+            turn = (
+                None
+                if found is None
+                else found.recorded_at(place.token_position, place.token_count)
+            )
+            if turn is None:
+                raise ValueError(
+                    f"no turn of {name} has the {place.token_count} tokens at {place.token_position}"
+                )
+            turns.append(turn)
+        stored.turns = tuple(turns)
+        self._finished(referred.finished, stored, referred.group_byte_count)
+
+    def _finished(
+        self, finished: journal_pb2.GroupFinished, stored: Stored, byte_count: int
+    ) -> None:
         group = finished.group
         group_id = group.group_id
         self._leave(group_id, group.task_id)
@@ -215,7 +239,7 @@ class Recovered:
             group.purpose,
             finished.admitted_weight_version,
             group.oldest_weight_version if finished.has_policy_tokens else None,
-            group.ByteSize(),
+            byte_count,
             ids,
             stored,
             task if finished.HasField("task") else None,

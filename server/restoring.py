@@ -46,6 +46,7 @@ class Parts:
             self.queue.leases.remember_expired([trajectory_id], retried=retried)
         self.store.restore(found.trajectories.values(), found.closed.items())
         for record in found.trajectories.values():
+            record.keep_written_from(journal.refers_from)
             root = self.store.root_of(record) if record.parent_trajectory_id else None
             # Also of one whose lease ran out for good: it waits for its siblings.
             attempt = None if root is None else self.queue.held(root.trajectory_id)

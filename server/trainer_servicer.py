@@ -459,12 +459,11 @@ class TrainerServicer:
             await session.send(Delivery(data, group.delivery_id, redelivery_count))
             return
         delivery = GroupDelivery(delivery_id=group.delivery_id, redelivery_count=redelivery_count)
-        stored = delivery.stored
-        stored.file, stored.offset_bytes, stored.length_bytes = (
-            place.file,
-            place.offset,
-            place.length,
-        )
+        for told, where in (
+            (delivery.stored, place),
+            *((delivery.stored.turns.add(), turn) for turn in place.turns),
+        ):
+            told.file, told.offset_bytes, told.length_bytes = where.file, where.offset, where.length
         await session.send(ExchangeResponse(delivery=delivery))
 
     @property

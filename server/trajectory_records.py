@@ -16,7 +16,14 @@ from penstock.server import group_bytes
 from penstock.server.conversation import Tool
 from penstock.server.engine import Delta, Finish
 from penstock.server.history import HeldMessage, History
-from penstock.server.journal import Deferred, EncodedRecord, Journal, JournalRecord, Record
+from penstock.server.journal import (
+    Deferred,
+    EncodedRecord,
+    Journal,
+    JournalRecord,
+    Record,
+    Stored,
+)
 from penstock.server.requests import MIN_TEMPERATURE, sampling_message
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
@@ -48,18 +55,22 @@ class TurnRecorder:
 
     def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
         """Records a turn, or another attempt at it, with the trajectory where that is new."""
-        self._store.charge(record)
-        if record.single_turn or not self._journal.on_disk:
-            return self._nothing
-        opened = [] if record.recorded else [trajectory_opened(record)]
-        return self._journal.begin_append([*opened, turn_changed(record)])
+        return self._record(record, opens=not record.recorded)
 
     def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
         """Records what the policy wrote, and why it stopped. Raises JOURNAL_FAILED."""
+        return self._record(record)
+
+    def _record(self, record: TrajectoryRecord, *, opens: bool = False) -> Awaitable[object]:
         self._store.charge(record)
         if record.single_turn or not self._journal.on_disk:
             return self._nothing
-        return self._journal.begin_append([turn_changed(record)])
+        refers_from = self._journal.refers_from
+        new = [] if refers_from is None else list(record.unrecorded_from(refers_from))
+        opened = [trajectory_opened(record)] if opens else []
+        appending = self._journal.begin_append([*opened, turn_changed(record)])
+        record.written.update(dict.fromkeys(new, appending))
+        return appending
 
 
 def trajectory_opened(record: TrajectoryRecord) -> Record:
@@ -98,13 +109,20 @@ def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
 def whole_turn(record: TrajectoryRecord) -> Deferred:
     """The last turn as it is now, and all tokens up to here.
 
-    A trajectory is only appended to, so its tokens may be copied later: a server holds many.
+    A trajectory is only appended to, so its tokens may be copied later: a server holds many. Until it is
+    known where this lies, nothing refers to what the record has.
     """
     turn, end = _turn(record), record.end
     turn.token_count = record.parent_token_count
     if record.history is not None:
         turn.messages.extend(map(_write_held, record.history.messages))
-    return Deferred(lambda: [group_bytes.turn_changed(turn, record.pieces_between((0, 0), end))])
+    stored = Stored(0, 0, 0)
+    record.written = dict.fromkeys(record.written, stored)
+
+    def make() -> list[EncodedRecord]:
+        return [group_bytes.turn_changed(turn, record.pieces_between((0, 0), end))]
+
+    return Deferred(make, stored)
 
 
 def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
@@ -147,7 +165,7 @@ def open_record(
     return record
 
 
-def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged) -> None:
+def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, stored: Stored) -> None:
     """Appends what is new of it, and makes its turn the last one; one that was cut off is ABORTED."""
     position = changed.token_count
     if position > record.token_count:
@@ -156,6 +174,7 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged) -> No
         )
     for segment in changed.segments:
         tokens = codec.token_ids(segment)
+        record.written[position, len(tokens)] = stored
         known = min(len(tokens), max(0, record.token_count - position))
         position += len(tokens)
         if known == len(tokens):

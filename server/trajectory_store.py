@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from asyncio import Future
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.server.engine import Delta
     from penstock.server.history import History
+    from penstock.server.journal import Stored
     from penstock.server.turns import Turn, TurnSampling
     from penstock.v1 import rollout_service_pb2
 
@@ -63,6 +65,12 @@ class SegmentRecord:
     temperature: float = 0.0
     tokens: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of each of its tokens."""
+        by_policy = self.author == trajectory_pb2.AUTHOR_POLICY
+        return BYTES_PER_TOKEN if by_policy else TOKEN.itemsize
 
     @property
     def token_count(self) -> int:
@@ -135,6 +143,11 @@ class TrajectoryRecord:
     recorded_token_count: int = 0
     recorded: bool = False
     """Whether the journal knows it."""
+    written: dict[tuple[int, int], Future[list[Stored]] | Stored] = field(
+        default_factory=dict["tuple[int, int]", "Future[list[Stored]] | Stored"]
+    )
+    """Records of turns that have large segments of it, by how many tokens come before such a segment and
+    how many it has; or the append, of which the record is the last."""
     parent: TrajectoryRecord | None = None
     """What it branches from."""
     parent_token_count: int = 0
@@ -177,6 +190,35 @@ class TrajectoryRecord:
             if start < stop:
                 yield segment, start, stop
             start = 0
+
+    def unrecorded_from(self, byte_count: int) -> Iterator[tuple[int, int]]:
+        """Segments of so many bytes or more that the journal does not have yet, as `written` has them."""
+        position = max(self.recorded_token_count, self.parent_token_count)
+        for segment, start, stop in self.pieces_between(self.recorded_end, self.end):
+            if (stop - start) * segment.token_bytes >= byte_count:
+                yield position, stop - start
+            position += stop - start
+
+    def keep_written_from(self, byte_count: int | None) -> None:
+        """Forgets records of smaller segments, which none refers to; of all, where nothing does."""
+        bytes_at: dict[int, int] = {}
+        position = self.parent_token_count
+        for segment in self.segments:
+            bytes_at[position] = segment.token_bytes
+            position += segment.token_count
+        self.written = {
+            (position, count): written
+            for (position, count), written in self.written.items()
+            if byte_count is not None and count * bytes_at.get(position, 0) >= byte_count
+        }
+
+    def recorded_at(self, position: int, count: int) -> Stored | None:
+        """The record of the turn that has a segment of `count` tokens after the first `position`."""
+        found = self.written.get((position, count))
+        if isinstance(found, Future):
+            failed = not found.done() or found.cancelled() or found.exception() is not None
+            return None if failed else found.result()[-1]
+        return found
 
     def token_array(self) -> NDArray[np.int32]:
         """Every token so far, those of the parent among them, shape [token_count]."""

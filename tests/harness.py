@@ -475,7 +475,9 @@ async def serve(
     stage = folder / "stage"
     stage.mkdir(exist_ok=True)
     # Without HTTP, whose endpoints import vllm, unless a test asks for it.
-    given = ["listen=127.0.0.1:0", "http.listen=", f"weights.stage_folder={stage}", *settings]
+    given = ["listen=127.0.0.1:0", "http.listen=", f"weights.stage_folder={stage}"]
+    # Turns are of a few tokens.
+    given += ["journal.refers_from_bytes=1", *settings]
     if os.environ.get(ON_DISK):
         given += [f"journal.folder={folder / 'journal'}", "journal.segment_bytes=1048576"]
     loaded = config.load(None, given)

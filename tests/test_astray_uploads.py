@@ -156,7 +156,7 @@ async def answers(harness: Harness, requests: list[Any], pause: float) -> list[i
 async def test_a_server_says_that_it_still_receives(often: None, tmp_path: Any) -> None:
     async with serve(tmp_path) as harness:
         states = await answers(harness, messages(*header(1)), pause=0.2)
-        assert states.count(READY) > 2 and states[-2:] == [STAGED, ACTIVE]
+        assert states.count(READY) > 2 and set(states) == {READY, STAGED, ACTIVE}
         assert states == sorted(states)
         assert harness.serving.switch.active_version == 1
 

@@ -27,7 +27,7 @@ def trajectory(name: str, tokens: int) -> TrajectoryRecord:
     return record
 
 
-def encoded(*records: TrajectoryRecord) -> bytes:
+def encoded(*records: TrajectoryRecord) -> group_bytes.EncodedGroup:
     return group_bytes.encode_group(
         "g", "t", trajectory_pb2.PURPOSE_TRAIN, records, range(4, 8 + 1)
     )
@@ -45,7 +45,7 @@ def test_a_group_reads_as_the_message_of_its_trajectories() -> None:
         oldest_weight_version=4,
         newest_weight_version=8,
     )
-    found = encoded(*records)
+    found = encoded(*records).joined()
     assert group_bytes.decode_group(found) == expected
     assert len(found) == expected.ByteSize()
     # And so for who has no twins.
@@ -54,9 +54,11 @@ def test_a_group_reads_as_the_message_of_its_trajectories() -> None:
 
 
 def test_a_record_and_a_delivery_carry_the_group_as_it_is() -> None:
-    group = encoded(trajectory("a", 1000))
+    made = encoded(trajectory("a", 1000))
+    group = made.joined()
     task = Task(task_id="t", group_size=1)
-    record = group_bytes.group_finished(group, task, 6, has_policy_tokens=True)
+    record = group_bytes.group_finished(made, task, 6, has_policy_tokens=True)
+    assert record.short is None
     payload = b"".join(record.parts)
     finished = JournalRecord.FromString(payload).group_finished
     assert finished.group == group_bytes.decode_group(group)
@@ -70,7 +72,7 @@ def test_a_record_and_a_delivery_carry_the_group_as_it_is() -> None:
 
 
 def test_a_group_is_found_in_a_record_of_another_order() -> None:
-    group = encoded(trajectory("a", 10))
+    group = encoded(trajectory("a", 10)).joined()
     tail = journal_pb2.GroupFinished(has_policy_tokens=True).SerializeToString()
     inner = tail + bytes([1 << 3 | 2]) + group_bytes._varint(len(group)) + group
     payload = group_bytes._FINISHED + group_bytes._varint(len(inner)) + inner

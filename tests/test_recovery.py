@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import AsyncGenerator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ import pytest
 
 from penstock.server.attempts import Attempt, Group
 from penstock.server.errors import DomainError
-from penstock.server.group_bytes import group_finished
+from penstock.server.group_bytes import encode_group, group_finished
 from penstock.server.journal import (
+    Deferred,
     EncodedRecord,
     JournalRecord,
     Stored,
     group_changed,
     tasks_known,
 )
-from penstock.server.journal_snapshot import written_out
 from penstock.server.log_journal import LogJournal
 from penstock.server.recovery import Recovered
 from penstock.v1 import trajectory_pb2
@@ -56,7 +57,6 @@ from tests.harness import (
 )
 
 SEEDS = int(os.environ.get("PENSTOCK_TEST_SEEDS", "10"))
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
 ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
 LENGTH = trajectory_pb2.FINISH_REASON_LENGTH
 
@@ -133,7 +133,10 @@ async def state(harness: Harness) -> list[str]:
     """Everything that counts, in no order."""
     journal = harness.serving._journal
     found: list[str] = []
-    for item in written_out(list(harness.serving.parts.snapshot(0, 0))):
+    snapshot = list(harness.serving.parts.snapshot(0, 0))
+    for item in chain.from_iterable(
+        item.make() if isinstance(item, Deferred) else (item,) for item in snapshot
+    ):
         record = item
         if isinstance(item, Stored):
             record = JournalRecord.FromString(await journal.read(item))
@@ -711,8 +714,8 @@ async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) ->
     group = Group("g", 1, task, trajectory_pb2.PURPOSE_TRAIN, 0)
     group.attempts = [Attempt(group, 0, 0, "g-0-0", leased=True)]
     # The snapshot no longer has the task, for the group is complete; the end of it is queued as well.
-    message = TrajectoryGroup(group_id="g", task_id="t").SerializeToString()
-    encoded = group_finished(message, task, 0, has_policy_tokens=False)
+    whole = encode_group("g", "t", trajectory_pb2.PURPOSE_TRAIN, (), range(1))
+    encoded = group_finished(whole, task, 0, has_policy_tokens=False)
     finished = JournalRecord.FromString(b"".join(encoded.parts))
     for record in (tasks_known(["t"]), group_changed(group), finished):
         found.apply(record, where)

@@ -265,17 +265,20 @@ def cut_last(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "kind"), [(0.75, "group_finished"), (None, "group_changed")], ids=["last", "retried"]
+    ("reward", "kind", "refers_from"),
+    [(0.75, "group_referred", 1), (0.75, "group_finished", 1 << 20), (None, "group_changed", 1)],
+    ids=["last", "last whole", "retried"],
 )
 async def test_a_close_that_was_cut_in_two_is_as_if_it_had_never_been(
-    tmp_path: Path, reward: float | None, kind: str
+    tmp_path: Path, reward: float | None, kind: str, refers_from: int
 ) -> None:
     outcome = (
         Outcome(reward=reward)
         if reward is not None
         else Outcome(failure=Failure(reason="BROKEN", message=""))
     )
-    async with on_disk(tmp_path / "s") as harness:
+    setting = f"journal.refers_from_bytes={refers_from}"
+    async with on_disk(tmp_path / "s", setting) as harness:
         await submit(harness, "task", group_size=1)
         call, (given,) = await lease(harness, 1)
         await harness.generate(given.trajectory_id)

@@ -10,17 +10,22 @@ again without `by_place`, delivers it as a message, or finds itself that it is l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from penstock.v1 import journal_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.frames import read_payload_at
 from penstock.wire.memory_file import host_id
+from penstock.wire.referred import put_together
 
 LOCK = "LOCK"
+JournalRecord = codec.twin(journal_pb2.JournalRecord)
 
 
 class GroupUnreadable(Exception):
@@ -59,20 +64,52 @@ class StoredGroups:
 
     def read(self, stored: trainer_service_pb2.StoredGroup) -> trajectory_pb2.TrajectoryGroup:
         """A group. Raises GroupUnreadable."""
-        if not stored.file or Path(stored.file).name != stored.file:
-            raise GroupUnreadable(f"{stored.file!r} is no file of {self._folder}")
-        path = self._folder / stored.file
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.ExitStack() as stack:
+            files = _Files(self._folder, stack)
+            record = files.read(stored)
+            if record.HasField("group_finished"):
+                return record.group_finished.group
+            if not record.HasField("group_referred"):
+                raise GroupUnreadable(f"{stored.file} at {stored.offset_bytes}: it is no group")
+            turns = (files.read(turn).turn_changed for turn in stored.turns)
             try:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise GroupUnreadable(f"{path} is no file")
-                payload = read_payload_at(descriptor, stored.offset_bytes, stored.length_bytes)
-            finally:
-                os.close(descriptor)
-            record = codec.decode(journal_pb2.JournalRecord, payload)
+                return put_together(record.group_referred, turns).group
+            except ValueError as error:
+                raise GroupUnreadable(f"{stored.file} at {stored.offset_bytes}: {error}") from error
+
+
+class _Files:
+    """Files of the folder that are open while a group is read."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        """`stack` closes them."""
+        self._folder = folder
+        self._stack = stack
+        self._descriptors: dict[str, int] = {}
+
+    def read(
+        self, place: trainer_service_pb2.StoredGroup | trainer_service_pb2.StoredTurn
+    ) -> journal_pb2.JournalRecord:
+        """The record at a place. Raises GroupUnreadable."""
+        try:
+            if place.file not in self._descriptors:
+                self._descriptors[place.file] = self._open(place.file)
+            payload = read_payload_at(
+                self._descriptors[place.file], place.offset_bytes, place.length_bytes
+            )
         except (OSError, ValueError) as error:
-            raise GroupUnreadable(f"{path} at {stored.offset_bytes}: {error}") from error
-        if not record.HasField("group_finished"):
-            raise GroupUnreadable(f"{path} at {stored.offset_bytes}: it is no group")
-        return record.group_finished.group
+            raise GroupUnreadable(f"{place.file} at {place.offset_bytes}: {error}") from error
+        try:
+            return JournalRecord.FromString(payload)
+        except DecodeError as error:
+            raise GroupUnreadable(f"{place.file} at {place.offset_bytes}: no record") from error
+
+    def _open(self, name: str) -> int:
+        if not name or Path(name).name != name:
+            raise GroupUnreadable(f"{name!r} is no file of {self._folder}")
+        path = self._folder / name
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stack.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise GroupUnreadable(f"{path} is no file")
+        return descriptor

@@ -57,7 +57,9 @@ def fake_server(
     log = folder / "server.log"
     command = [*prefix, sys.executable, "-m", "tests.fake_serve", "--listen", f"{host}:0"]
     command += ["--step-seconds", str(step_seconds), *options]
-    for setting in (f"journal.folder={folder / 'journal'}", *settings):
+    # Turns are of a few tokens.
+    given = (f"journal.folder={folder / 'journal'}", "journal.refers_from_bytes=1", *settings)
+    for setting in given:
         command += ["--set", setting]
     with log.open("ab") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT)

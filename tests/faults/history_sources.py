@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.trainer.ledger import StepEntry, read_ledger
+from penstock.wire import codec
+from penstock.wire.referred import positions, put_together
 from tests.faults.history import (
     Answer,
     Group,
@@ -35,6 +37,8 @@ class Journaled:
     closed: dict[str, str] = field(default_factory=dict[str, str])
     forgotten: set[str] = field(default_factory=set[str])
     final_step: int = 0
+    turns: dict[tuple[str, int, int], Any] = field(default_factory=dict[tuple[str, int, int], Any])
+    """Records of turns by trajectory and by what they have of it: tokens before a segment, and its own."""
 
     def read(self, record: Any) -> None:
         """Takes in one record."""
@@ -50,9 +54,15 @@ class Journaled:
                 self.closed[said.trajectory_id] = read_outcome(said.outcome)
         elif kind == "trajectories_forgotten":
             self.forgotten.update(said.trajectory_ids)
-        elif kind == "group_finished":
-            self.open.discard(said.group.group_id)
-            self.groups[said.group.group_id] = read_group(said.group)
+        elif kind == "turn_changed":
+            for position, segment in positions(said):
+                count = len(codec.token_ids(segment))
+                self.turns[said.trajectory_id, position, count] = said
+        elif kind in ("group_finished", "group_referred"):
+            finished = self._put_together(said) if kind == "group_referred" else said
+            group = finished.group
+            self.open.discard(group.group_id)
+            self.groups[group.group_id] = read_group(group)
         elif kind == "group_dropped":
             self.open.discard(said.group_id)
             self.dropped.add(said.group_id)
@@ -66,6 +76,20 @@ class Journaled:
         elif kind == "run_replaced":
             self.dropped |= self.open | set(self.groups)
             self.open.clear()
+
+    def _put_together(self, referred: Any) -> Any:
+        trajectories = referred.finished.group.trajectories
+        return put_together(
+            referred,
+            [
+                self.turns[
+                    trajectories[place.trajectory].trajectory_id,
+                    place.token_position,
+                    place.token_count,
+                ]
+                for place in referred.segments
+            ],
+        )
 
     @property
     def held(self) -> frozenset[str]:

@@ -73,6 +73,7 @@ class JournalRecord(_message.Message):
     TRAJECTORIES_FORGOTTEN_FIELD_NUMBER: _builtins.int
     LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
     GROUP_FINISHED_FIELD_NUMBER: _builtins.int
+    GROUP_REFERRED_FIELD_NUMBER: _builtins.int
     GROUP_DROPPED_FIELD_NUMBER: _builtins.int
     GROUPS_RECEIPTED_FIELD_NUMBER: _builtins.int
     STEP_FINAL_FIELD_NUMBER: _builtins.int
@@ -124,6 +125,10 @@ class JournalRecord(_message.Message):
         """A group is complete."""
 
     @_builtins.property
+    def group_referred(self) -> Global___GroupReferred:
+        """A group is complete, and its record leaves to those of its turns what they have."""
+
+    @_builtins.property
     def group_dropped(self) -> Global___GroupDropped:
         """A group left without being trained."""
 
@@ -161,6 +166,7 @@ class JournalRecord(_message.Message):
         trajectories_forgotten: Global___TrajectoriesForgotten | None = ...,
         leases_expired: Global___LeasesExpired | None = ...,
         group_finished: Global___GroupFinished | None = ...,
+        group_referred: Global___GroupReferred | None = ...,
         group_dropped: Global___GroupDropped | None = ...,
         groups_receipted: Global___GroupsReceipted | None = ...,
         step_final: Global___StepFinal | None = ...,
@@ -168,11 +174,11 @@ class JournalRecord(_message.Message):
         groups_ended: Global___GroupsEnded | None = ...,
         run_replaced: Global___RunReplaced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group_changed", b"group_changed", "group_dropped", b"group_dropped", "group_finished", b"group_finished", "groups_ended", b"groups_ended", "groups_receipted", b"groups_receipted", "leases_expired", b"leases_expired", "record", b"record", "run_replaced", b"run_replaced", "server_started", b"server_started", "session_began", b"session_began", "step_final", b"step_final", "task_accepted", b"task_accepted", "tasks_known", b"tasks_known", "trajectories_forgotten", b"trajectories_forgotten", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "turn_changed", b"turn_changed", "weights_activated", b"weights_activated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group_changed", b"group_changed", "group_dropped", b"group_dropped", "group_finished", b"group_finished", "group_referred", b"group_referred", "groups_ended", b"groups_ended", "groups_receipted", b"groups_receipted", "leases_expired", b"leases_expired", "record", b"record", "run_replaced", b"run_replaced", "server_started", b"server_started", "session_began", b"session_began", "step_final", b"step_final", "task_accepted", b"task_accepted", "tasks_known", b"tasks_known", "trajectories_forgotten", b"trajectories_forgotten", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "turn_changed", b"turn_changed", "weights_activated", b"weights_activated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_changed", b"group_changed", "group_dropped", b"group_dropped", "group_finished", b"group_finished", "groups_ended", b"groups_ended", "groups_receipted", b"groups_receipted", "leases_expired", b"leases_expired", "record", b"record", "run_replaced", b"run_replaced", "server_started", b"server_started", "session_began", b"session_began", "step_final", b"step_final", "task_accepted", b"task_accepted", "tasks_known", b"tasks_known", "trajectories_forgotten", b"trajectories_forgotten", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "turn_changed", b"turn_changed", "weights_activated", b"weights_activated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_changed", b"group_changed", "group_dropped", b"group_dropped", "group_finished", b"group_finished", "group_referred", b"group_referred", "groups_ended", b"groups_ended", "groups_receipted", b"groups_receipted", "leases_expired", b"leases_expired", "record", b"record", "run_replaced", b"run_replaced", "server_started", b"server_started", "session_began", b"session_began", "step_final", b"step_final", "task_accepted", b"task_accepted", "tasks_known", b"tasks_known", "trajectories_forgotten", b"trajectories_forgotten", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "turn_changed", b"turn_changed", "weights_activated", b"weights_activated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["server_started", "session_began", "weights_activated", "task_accepted", "group_changed", "trajectory_opened", "turn_changed", "trajectory_closed", "trajectories_forgotten", "leases_expired", "group_finished", "group_dropped", "groups_receipted", "step_final", "tasks_known", "groups_ended", "run_replaced"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["server_started", "session_began", "weights_activated", "task_accepted", "group_changed", "trajectory_opened", "turn_changed", "trajectory_closed", "trajectories_forgotten", "leases_expired", "group_finished", "group_referred", "group_dropped", "groups_receipted", "step_final", "tasks_known", "groups_ended", "run_replaced"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -743,6 +749,74 @@ class GroupFinished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupFinished: _TypeAlias = GroupFinished  # noqa: Y015
+
+@_typing.final
+class GroupReferred(_message.Message):
+    """A group is complete, and some of its tokens are in records of its turns alone, which came before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINISHED_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    GROUP_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    group_byte_count: _builtins.int
+    """Bytes of the group as a message, with them."""
+    @_builtins.property
+    def finished(self) -> Global___GroupFinished:
+        """The group, without the tokens and log-probabilities of those segments."""
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReferredSegment]:
+        """The segments."""
+
+    def __init__(
+        self,
+        *,
+        finished: Global___GroupFinished | None = ...,
+        segments: _abc.Iterable[Global___ReferredSegment] | None = ...,
+        group_byte_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "group_byte_count", b"group_byte_count", "segments", b"segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupReferred: _TypeAlias = GroupReferred  # noqa: Y015
+
+@_typing.final
+class ReferredSegment(_message.Message):
+    """A segment of a group that is a segment of a TurnChanged of its trajectory: the last one that has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    TOKEN_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    trajectory: _builtins.int
+    """Which of the group's trajectories, from zero."""
+    segment: _builtins.int
+    """Which of the trajectory's segments, from zero."""
+    token_position: _builtins.int
+    """Tokens of the trajectory before it, its parent's among them."""
+    token_count: _builtins.int
+    """Its tokens."""
+    def __init__(
+        self,
+        *,
+        trajectory: _builtins.int = ...,
+        segment: _builtins.int = ...,
+        token_position: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment", "token_count", b"token_count", "token_position", b"token_position", "trajectory", b"trajectory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReferredSegment: _TypeAlias = ReferredSegment  # noqa: Y015
 
 @_typing.final
 class GroupDropped(_message.Message):

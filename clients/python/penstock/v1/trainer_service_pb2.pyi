@@ -363,10 +363,46 @@ class StoredGroup(_message.Message):
     FILE_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     file: _builtins.str
     """Name of the file in Welcome's group_folder."""
     offset_bytes: _builtins.int
-    """Where the frame begins whose payload is a JournalRecord with group_finished."""
+    """Where the frame begins whose payload is a JournalRecord with group_finished or group_referred."""
+    length_bytes: _builtins.int
+    """Length of the frame."""
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredTurn]:
+        """Of a group_referred, for each of its segments in order: the record of the turn that has it."""
+
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+        turns: _abc.Iterable[Global___StoredTurn] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "length_bytes", b"length_bytes", "offset_bytes", b"offset_bytes", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredGroup: _TypeAlias = StoredGroup  # noqa: Y015
+
+@_typing.final
+class StoredTurn(_message.Message):
+    """The record of a turn in a file of the same folder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """Name of the file."""
+    offset_bytes: _builtins.int
+    """Where the frame begins whose payload is a JournalRecord with turn_changed."""
     length_bytes: _builtins.int
     """Length of the frame."""
     def __init__(
@@ -382,7 +418,7 @@ class StoredGroup(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StoredGroup: _TypeAlias = StoredGroup  # noqa: Y015
+Global___StoredTurn: _TypeAlias = StoredTurn  # noqa: Y015
 
 @_typing.final
 class GroupReceipt(_message.Message):

@@ -151,7 +151,19 @@ export interface GroupDelivery {
 export interface StoredGroup {
   /** Name of the file in Welcome's group_folder. */
   file: string;
-  /** Where the frame begins whose payload is a JournalRecord with group_finished. */
+  /** Where the frame begins whose payload is a JournalRecord with group_finished or group_referred. */
+  offsetBytes: bigint;
+  /** Length of the frame. */
+  lengthBytes: bigint;
+  /** Of a group_referred, for each of its segments in order: the record of the turn that has it. */
+  turns: StoredTurn[];
+}
+
+/** The record of a turn in a file of the same folder. */
+export interface StoredTurn {
+  /** Name of the file. */
+  file: string;
+  /** Where the frame begins whose payload is a JournalRecord with turn_changed. */
   offsetBytes: bigint;
   /** Length of the frame. */
   lengthBytes: bigint;
@@ -1002,7 +1014,7 @@ export const GroupDelivery: MessageFns<GroupDelivery> = {
 };
 
 function createBaseStoredGroup(): StoredGroup {
-  return { file: "", offsetBytes: 0n, lengthBytes: 0n };
+  return { file: "", offsetBytes: 0n, lengthBytes: 0n, turns: [] };
 }
 
 export const StoredGroup: MessageFns<StoredGroup> = {
@@ -1021,6 +1033,9 @@ export const StoredGroup: MessageFns<StoredGroup> = {
         throw new globalThis.Error("value provided for field message.lengthBytes of type int64 too large");
       }
       writer.uint32(24).int64(message.lengthBytes);
+    }
+    for (const v of message.turns) {
+      StoredTurn.encode(v!, writer.uint32(34).fork()).join();
     }
     return writer;
   },
@@ -1062,6 +1077,14 @@ export const StoredGroup: MessageFns<StoredGroup> = {
             message.lengthBytes = reader.int64() as bigint;
             continue;
           }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.turns.push(StoredTurn.decode(reader, reader.uint32()));
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1079,6 +1102,96 @@ export const StoredGroup: MessageFns<StoredGroup> = {
   },
   fromPartial<I extends Exact<DeepPartial<StoredGroup>, I>>(object: I): StoredGroup {
     const message = createBaseStoredGroup();
+    message.file = object.file ?? "";
+    message.offsetBytes = (object.offsetBytes !== undefined && object.offsetBytes !== null)
+      ? BigInt(object.offsetBytes)
+      : 0n;
+    message.lengthBytes = (object.lengthBytes !== undefined && object.lengthBytes !== null)
+      ? BigInt(object.lengthBytes)
+      : 0n;
+    message.turns = object.turns?.map((e) => StoredTurn.fromPartial(e)) || [];
+    return message;
+  },
+};
+
+function createBaseStoredTurn(): StoredTurn {
+  return { file: "", offsetBytes: 0n, lengthBytes: 0n };
+}
+
+export const StoredTurn: MessageFns<StoredTurn> = {
+  encode(message: StoredTurn, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.file !== "") {
+      writer.uint32(10).string(message.file);
+    }
+    if (message.offsetBytes !== 0n) {
+      if (BigInt.asIntN(64, message.offsetBytes) !== message.offsetBytes) {
+        throw new globalThis.Error("value provided for field message.offsetBytes of type int64 too large");
+      }
+      writer.uint32(16).int64(message.offsetBytes);
+    }
+    if (message.lengthBytes !== 0n) {
+      if (BigInt.asIntN(64, message.lengthBytes) !== message.lengthBytes) {
+        throw new globalThis.Error("value provided for field message.lengthBytes of type int64 too large");
+      }
+      writer.uint32(24).int64(message.lengthBytes);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): StoredTurn {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseStoredTurn();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.file = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.offsetBytes = reader.int64() as bigint;
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.lengthBytes = reader.int64() as bigint;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<StoredTurn>, I>>(base?: I): StoredTurn {
+    return StoredTurn.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<StoredTurn>, I>>(object: I): StoredTurn {
+    const message = createBaseStoredTurn();
     message.file = object.file ?? "";
     message.offsetBytes = (object.offsetBytes !== undefined && object.offsetBytes !== null)
       ? BigInt(object.offsetBytes)
