@@ -6,6 +6,11 @@ import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: several processes with as many threads as there are cores take turns in
+    # waiting for each other, and a quarter of their time with it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import HealthCheck, settings
 
