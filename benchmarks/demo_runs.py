@@ -27,6 +27,18 @@ CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
+class Model:
+    """What is trained, and the sizes that go with it."""
+
+    folder: str
+    scale: Scale
+
+
+SMOLLM2 = Model("", settings.SMALL_MODEL)
+"""Without a folder: where the demo has it."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """One run."""
 
@@ -41,6 +53,8 @@ class Setup:
     engine_cores: tuple[int, ...] = CORES
     """The worker's too."""
     trainer_cores: tuple[int, ...] = CORES
+    model: str = ""
+    """Folder; the default is the demo's own."""
     server_options: tuple[str, ...] = ()
     trainer_sections: Mapping[str, Mapping[str, object]] = field(
         default_factory=dict[str, Mapping[str, object]]
@@ -68,12 +82,12 @@ def run_once(folder: Path, setup: Setup) -> None:
 
 
 async def run(folder: Path, setup: Setup) -> None:
-    """Server, worker and trainer from the start to the last step; SmolLM2-135M-Instruct on sums.
+    """Server, worker and trainer from the start to the last step, on sums.
 
     `folder`, which is there, has `metrics.jsonl`, `activity.jsonl` and `ledger.jsonl` afterwards. Raises
     ProcessFailed where one of the three ends before its time.
     """
-    model = prepare_model(None, lambda _: None)
+    model = prepare_model(setup.model or None, lambda _: None)
     scale = setup.scale
     plan = Plan(model, "", folder, SUMS, setup.steps, setup.seed, "127.0.0.1:0", scale)
     write_sums(plan.tasks_file)

@@ -2,7 +2,8 @@
 
     python benchmarks/overlap.py [--rounds 1] [--steps 36] [--regimes tools,pinned,shared]
         [--max-lags 0,1,2,4,8] [--out FOLDER]
-    python benchmarks/overlap.py --part reward [--reward-steps 60] [--seeds 3] [--max-lags 0,4,8]
+    python benchmarks/overlap.py --part reward [--smollm2] [--reward-steps 120] [--seeds 3]
+        [--max-lags 0,4,8]
 
 SmolLM2-135M-Instruct on the demo's sums, 32 attempts a step, server, worker and trainer as processes of
 their own, in three regimes:
@@ -33,8 +34,8 @@ of `max_lag` or less, and without a violation at any `max_lag`. What does not is
 All of it takes hours. With `--out FOLDER` the runs' folders stay, and called again with the same folder
 only those are run that are not there in full, so that it can be broken off, and put together from parts.
 
-`--part reward` trains each `max_lag` from the same seeds and compares the mean reward of the last five
-steps.
+`--part reward` trains each `max_lag` from the same seeds and compares the mean reward of the last ten
+steps: of the small model of taught_model.py, or with `--smollm2` of SmolLM2-135M-Instruct.
 
 The last line is one JSON object: {"of_bound": {"tools": {"1": .., ..}, ..}, "lag_violations": 0}, or
 {"final_reward": {"0": [..], ..}}.
@@ -51,17 +52,17 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from demo_runs import CORES, Setup, run_once
+from demo_runs import CORES, SMOLLM2, Model, Setup, run_once
 from rich.console import Console
 from rich.table import Table
+from taught_model import taught_in
 
-from penstock.demo.settings import SMALL_MODEL
 from penstock.demo.summary import read_lines
 from penstock.trainer.ledger import StepEntry, read_ledger
 
 FILLING_STEPS = 10
 GROUPS_PER_STEP = 4
-LAST_STEPS = 5
+LAST_STEPS = 10
 ASKED_FROM = 4
 """The least `max_lag` that should reach the two below."""
 ASKED_SHARE = 0.9
@@ -120,23 +121,30 @@ class Cell:
 
 
 def run_cell(
-    folder: Path, regime_name: str, max_lag: int, steps: int, seed: int, *, learns: bool = False
+    folder: Path,
+    regime_name: str,
+    max_lag: int,
+    steps: int,
+    seed: int,
+    learning: Model | None = None,
 ) -> Cell:
     """Server, worker and trainer from the start to the last step, unless `folder` has them already."""
     regime = REGIMES[regime_name]
-    scale = replace(SMALL_MODEL, max_lag=max_lag)
-    if not learns:
+    model = learning or SMOLLM2
+    scale = replace(model.scale, max_lag=max_lag)
+    if not learning:
         scale = replace(scale, groups_per_step=GROUPS_PER_STEP, learning_rate=1e-9)
     setup = Setup(
         scale,
         steps,
         seed,
         scale.attempts_in_flight * min(regime.steps_in_flight, max_lag + 1),
-        f"overlap_agents:{'reward' if learns else 'chance'}",
+        f"overlap_agents:{'reward' if learning else 'chance'}",
         regime.generate,
         regime.engine_cores,
         regime.trainer_cores,
         environment={"OVERLAP_LOG": str(folder / "seen.jsonl")},
+        model=model.folder,
     )
     run_once(folder, setup)
     return read_cell(folder, regime_name, max_lag)
@@ -275,26 +283,34 @@ def measure_speed(folder: Path, arguments: argparse.Namespace, console: Console)
 
 def measure_reward(folder: Path, arguments: argparse.Namespace, console: Console) -> None:
     lags = lags_of(arguments)
-    found: dict[int, list[float]] = {lag: [] for lag in lags}
+    model = SMOLLM2 if arguments.smollm2 else taught_in(folder)
+    steps = arguments.reward_steps
+    found: dict[int, list[Cell]] = {lag: [] for lag in lags}
     # Interleaved, so that what else the machine does falls on all of them.
     for seed in range(arguments.seeds):
         for lag in lags:
             name = f"reward-{lag}-{seed}"
-            steps = arguments.reward_steps
-            cell = run_cell(folder / name, "shared", lag, steps, seed, learns=True)
-            found[lag].append(cell.reward)
+            cell = run_cell(folder / name, "shared", lag, steps, seed, model)
+            found[lag].append(cell)
             console.print(f"[dim]{name}: {cell.reward:.3f}, {cell.violations} violations[/]")
-    table = Table(
-        title=f"reward after {arguments.reward_steps} steps, mean of the last {LAST_STEPS}"
-    )
-    for column in ("max_lag", "mean", "deviation", "each seed"):
+    table = Table(title=f"reward after {steps} steps, mean of the last {LAST_STEPS}")
+    for column in ("max_lag", "mean", "deviation", "each seed", "mean lag", "violations"):
         table.add_column(column, justify="right")
-    for lag, rewards in found.items():
+    for lag, cells in found.items():
+        rewards = [cell.reward for cell in cells]
         spread = stdev(rewards) if len(rewards) > 1 else 0.0
         each = "  ".join(f"{reward:.3f}" for reward in rewards)
-        table.add_row(str(lag), f"{fmean(rewards):.3f}", f"{spread:.3f}", each)
+        table.add_row(
+            str(lag),
+            f"{fmean(rewards):.3f}",
+            f"{spread:.3f}",
+            each,
+            f"{fmean(cell.lag_mean for cell in cells):.2f}",
+            str(sum(cell.violations for cell in cells)),
+        )
     console.print(table)
-    print(json.dumps({"final_reward": {str(lag): values for lag, values in found.items()}}))
+    final = {str(lag): [cell.reward for cell in cells] for lag, cells in found.items()}
+    print(json.dumps({"final_reward": final}))
 
 
 def lags_of(arguments: argparse.Namespace) -> list[int]:
@@ -308,7 +324,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="each with every run of --part speed")
     parser.add_argument("--regimes", default=",".join(REGIMES))
     parser.add_argument("--max-lags", default="0,1,2,4,8", help="with 0, for --part speed")
-    parser.add_argument("--reward-steps", type=int, default=60)
+    parser.add_argument("--reward-steps", type=int, default=120)
+    parser.add_argument(
+        "--smollm2", action="store_true", help="for --part reward, which takes hours"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep the runs' folders here, and go on there")
     arguments = parser.parse_args()

@@ -1,0 +1,15 @@
+"""What the workers of benchmarks/corrections.py run where sampling alone leaves nothing old."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from penstock.client import Task, Trajectory
+from penstock.demo.rewards import last_integer
+
+
+async def late_reward(task: Task, trajectory: Trajectory) -> float:
+    """The demo's, $VERDICT_SECONDS after the answer was sampled."""
+    await asyncio.sleep(float(os.environ["VERDICT_SECONDS"]))
+    return float(last_integer(trajectory.text) == int(task.metadata["answer"]))
