@@ -59,7 +59,9 @@ class Placing:
     async def place(self, request: EngineRequest) -> Member | None:
         """The engine that takes it, which counts it from now on; None where it was left."""
         pinned = request.required_weight_version > 0
-        if (pinned or not self._futures) and (member := self._find(request)) is not None:
+        # Those that only one version may sample are in nobody's way.
+        others_wait = len(self._futures) > len(self._pinned)
+        if (pinned or not others_wait) and (member := self._find(request)) is not None:
             return member
         future: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future

@@ -44,6 +44,16 @@ def by(kind: str, batch: RewardBatch) -> list[float]:
     return found.tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_rewards_that_differ_by_rounding_are_equal(kind: str) -> None:
+    rounded = rewards_of([0.1 + 0.2, 0.3, 0.3], [0.0, 1.0])
+    assert by(kind, rounded)[:3] == [0.0, 0.0, 0.0]
+    assert by(kind, rounded)[3:] == by(kind, rewards_of([0.3] * 3, [0.0, 1.0]))[3:]
+    # A branch is measured by them as by one of them.
+    branch = rewards_of([0.1 + 0.2, 0.3, 0.8], counted=[True, True, False])
+    assert by(kind, branch)[:2] == [0.0, 0.0] and by(kind, branch)[2] > 0.49
+
+
 def test_grpo_normalises_by_the_groups_mean_and_deviation() -> None:
     rng = random.Random(0)
     for _ in range(50):

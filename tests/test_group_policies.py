@@ -41,8 +41,9 @@ from penstock.trainer.tasks import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
+from tests.harness import until
 from tests.scripted_trainer_server import ScriptedServer, Session, refuse
-from tests.test_trainer_tasks import DATA, Numbers
+from tests.test_trainer_tasks import DATA, Notice, Numbers
 from tests.trainer_walk import (
     Outcome,
     Segment,
@@ -293,6 +294,9 @@ class Delivering(ScriptedServer):
         async for request in session.requests:
             kind = request.WhichOneof("message")
             if kind == "demand":
+                while isinstance(self._deliveries[0], type(Notice())):
+                    await until(lambda: len(self.tasks) == 4)
+                    await session.send(notice=self._deliveries.pop(0))
                 await session.send(delivery=self._deliveries.pop(0))
             elif kind == "switch_weights":
                 version = request.switch_weights.weight_version
@@ -321,6 +325,26 @@ async def test_a_group_without_spread_is_refused_counted_and_replaced(tmp_path: 
         assert (record["groups"], record["groups_kept_in_need"]) == (1, 0)
         # They are settled: no checkpoint has them to be asked for again.
         assert not {0, 1, 2} & set(run.loop._tasks.outstanding)
+
+
+async def test_what_the_server_dropped_is_counted_and_no_fault_of_the_groups(
+    tmp_path: Path,
+) -> None:
+    dropped = [
+        Notice(reason=reason, group_id=f"g{index}", task_id=f"r/{index}")
+        for index, reason in ((2, "GROUP_DROPPED"), (3, "GROUP_TOO_LARGE"))
+    ]
+    server = Delivering(*dropped, outcomes(0, 1, 1), outcomes(1, 0, 1))
+    strict = {"drop_without_spread": True, "max_dropped_per_step": 1, "then": "stop"}
+    async with server, running(tmp_path, server.address, steps=1, groups=strict) as run:
+        await run.ends()
+        assert server.receipts == [(0, NO_SPREAD), (1, "")]
+        (record,) = run.records
+        assert record["groups_dropped"] == {
+            "GROUP_DROPPED": 1,
+            "GROUP_TOO_LARGE": 1,
+            NO_SPREAD: 1,
+        }
 
 
 async def test_after_too_many_the_step_is_made_of_what_comes(tmp_path: Path) -> None:
@@ -436,6 +460,9 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         ledger.write(StepEntry(1, 1, "w", (TrainedGroup("g2", "r/2", ("2-0", "2-1")),)))
         ledger.refuse(RefusedEntry("g3", "r/3", NO_SPREAD))
         ledger.refuse(RefusedEntry("g9", "r/9", TASK_SETTLED))
+        # Two that the server dropped, which leave it as many to drop itself.
+        ledger.refuse(RefusedEntry("g7", "r/7", "GROUP_DROPPED"))
+        ledger.refuse(RefusedEntry("g8", "r/8", "GROUP_DROPPED"))
     deliveries = [outcomes(number, 1, 1).group for number in (2, 4, 5)]
     exchange, tasks, compute = HandedOut(*deliveries), Settling(), ComputeThread(1)
     with contextlib.closing(Ledger(tmp_path)) as ledger, contextlib.closing(compute):
@@ -458,7 +485,8 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         batch = await gatherer.gather(second)
         # One more may be dropped for it, no two.
         assert batch is not None and [d.group_id for d in batch.deliveries] == ["g5"]
-        assert (second.groups_dropped, second.groups_kept_in_need) == ({NO_SPREAD: 2}, 1)
+        assert second.groups_dropped == {NO_SPREAD: 2, "GROUP_DROPPED": 2}
+        assert second.groups_kept_in_need == 1
         assert (exchange.refused, tasks.given_up) == ([NO_SPREAD], ["r/4"])
 
 

@@ -34,7 +34,11 @@ def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
     for resumes, steps in ((False, (1, 2, 3)), (True, (3, 4))):
         trackers = begin(monkeypatch, tmp_path, uri, resumes=resumes)
         for step in steps:
-            trackers.send(step, {"train/reward_mean": step / 4, "train/reward_by_source/a%b": 0.5})
+            odd = {
+                f"train/reward_by_source/{name}": 0.5
+                for name in ("a%c", "", "a", "a/b", "s://y/..")
+            }
+            trackers.send(step, {"train/reward_mean": step / 4, **odd})
         trackers.close()
         assert trackers.take_lost() == {}
         (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
@@ -51,7 +55,9 @@ def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
         (1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75), (4, 1.0),
     ]  # fmt: skip
     # It takes few characters in a name.
-    assert len(client.get_metric_history(run.info.run_id, "train/reward_by_source/a_b")) == 5
+    for name in ("a_c", "_", "a", "a_b", "s:__y_.."):
+        history = client.get_metric_history(run.info.run_id, f"train/reward_by_source/{name}")
+        assert len(history) == 5, name
 
 
 def test_points_that_no_server_takes_are_counted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 
@@ -57,6 +58,28 @@ class Engines:
             member.left(name)
             found.append(member)
         return found
+
+
+async def test_who_waits_for_a_version_is_in_nobodys_way() -> None:
+    engines = Engines()
+
+    async def place(name: str, version: int = 0) -> Member | None:
+        return await engines.placing.place(
+            EngineRequest(
+                name,
+                np.array(PROMPT, np.int32),
+                Sampling(max_tokens=1),
+                cache_salt="",
+                required_weight_version=version,
+            )
+        )
+
+    # No engine has it.
+    pinned = asyncio.create_task(place("pinned", 7))
+    await until(lambda: engines.placing.waiting_count == 1)
+    async with asyncio.timeout(5):
+        assert await place("any") is not None
+    assert engines.placing.leave("pinned") and await pinned is None
 
 
 @pytest.mark.parametrize("state", [State.LOST, State.DRAINING, State.JOINING, State.REFUSED])

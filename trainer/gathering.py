@@ -59,6 +59,8 @@ from penstock.v1 import trajectory_pb2
 log = logging.getLogger(__name__)
 
 TASK_SETTLED = "TASK_SETTLED"
+# Notices of groups that will not come: too old for the late policy "drop", or for a message too large.
+TAKE_THEIR_TASK = ("GROUP_DROPPED", "GROUP_TOO_LARGE")
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class Gatherer:
         """Groups that the step at hand was made of before; empty where that does not matter."""
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
+        self._given_up: Counter[str] = Counter()
         self._filter = load_filter(config)
 
     def follow(self) -> None:
@@ -133,6 +136,15 @@ class Gatherer:
             if missing > 0:
                 exchange.demand(missing)
 
+    def given_up(self, reason: str) -> None:
+        """The server has dropped a group: counted with the step under way, or the next."""
+        self._given_up[reason] += 1
+
+    def _count_given_up(self, record: StepRecord) -> None:
+        for reason, count in self._given_up.items():
+            _count_dropped(record, reason, count)
+        self._given_up.clear()
+
     async def gather(self, record: StepRecord) -> Batch | None:
         """Consumes deliveries; waits for as many groups as make a batch; produces it. None where the run
         is to stop.
@@ -146,6 +158,7 @@ class Gatherer:
             for entry in self._ledger.take_unfinished():
                 if entry.reason not in (ALL_FAILED, TASK_SETTLED):
                     _count_dropped(record, entry.reason)
+        self._count_given_up(record)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
         while len(found) < self._wanted_count:
             if self._wanted and not self._wanted & self._aside.keys() and self._all_seen():
@@ -173,6 +186,7 @@ class Gatherer:
             if self._wanted or not await self._drop_useless(delivery, group, record):
                 missing[self._exchanges.server_of(delivery)] -= 1
                 found.append((delivery, self._weigh(delivery, group, record)))
+        self._count_given_up(record)
         found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
 
@@ -250,7 +264,8 @@ class Gatherer:
         reason = reason_to_drop(group, delivered, config, self._filter)
         if reason is None:
             return False
-        if sum(record.groups_dropped.values()) >= config.max_dropped_per_step:
+        own = (n for r, n in record.groups_dropped.items() if r not in TAKE_THEIR_TASK)
+        if sum(own) >= config.max_dropped_per_step:
             counted = ", ".join(f"{r} {n}" for r, n in record.groups_dropped.items())
             said = f"step {record.step} has dropped as many groups as it may: {counted}"
             if config.then == "stop":
@@ -323,8 +338,8 @@ class Gatherer:
             await self._handover.ask(server, lambda: self._tasks.fill(server))
 
 
-def _count_dropped(record: StepRecord, reason: str) -> None:
-    record.groups_dropped[reason] = record.groups_dropped.get(reason, 0) + 1
+def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:
+    record.groups_dropped[reason] = record.groups_dropped.get(reason, 0) + count
 
 
 def settle_refused(tasks: TaskFeeder, refused: Iterable[RefusedEntry]) -> None:

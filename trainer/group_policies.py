@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.plugins.group_filter import Delivered, slime_filter
+from penstock.trainer.algorithms.advantages import LEAST_SPREAD
 from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import ConfigInvalid
@@ -35,8 +36,6 @@ OWN = "FILTER:"
 AGENT = "AGENT:"
 # The prompt of a refused group is asked again, under another task id.
 ASKED_AGAIN = "ASKED_AGAIN"
-# Rewards that differ by less give advantages of rounding errors.
-LEAST_SPREAD = 1e-9
 
 Filter = Callable[[TrainingGroup, Delivered], str | None]
 

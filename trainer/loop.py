@@ -70,7 +70,7 @@ from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.figures import as_json
-from penstock.trainer.gathering import Batch, Gatherer
+from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.metrics import MetricsWriter
@@ -99,9 +99,6 @@ IN_FLIGHT = {
     "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
     "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
 }
-
-# Notices of groups that will not come: too old for the late policy "drop", or for a message too large.
-TAKE_THEIR_TASK = ("GROUP_DROPPED", "GROUP_TOO_LARGE")
 
 
 class TrainingLoop:
@@ -290,6 +287,7 @@ class TrainingLoop:
         """No group of that task will come: as of one that was refused, which this server knows already."""
         self._tasks.settled(notice.task_id)
         self._tasks.arrived(server)
+        self._gatherer.given_up(notice.reason)
         entry = RefusedEntry(notice.group_id, notice.task_id, notice.reason)
         await together(
             (

@@ -20,6 +20,10 @@ from penstock.trainer.tracker import RunStart
 
 # What it takes in the name of a metric; a data source can be called anything.
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
+# Nor does it take a path that could be written shorter; and in a folder no name may be the beginning of
+# another, as the data sources "sums" and "sums/hard" would be. Our own names have two levels above a key.
+LEVELS = 3
+NO_PARTS = frozenset({"", ".", ".."})
 METRICS_PER_CALL = 1000
 PARAMETERS_PER_CALL = 100
 
@@ -59,9 +63,7 @@ class MlflowTracker:
         if self._client is None:
             return
         now = int(time.time() * 1000)
-        metrics = [
-            Metric(REFUSED.sub("_", name), value, now, step) for name, value in point.items()
-        ]
+        metrics = [Metric(_metric_name(name), value, now, step) for name, value in point.items()]
         for begin in range(0, len(metrics), METRICS_PER_CALL):
             some = metrics[begin : begin + METRICS_PER_CALL]
             self._client.log_batch(self._run_id, metrics=some)
@@ -70,6 +72,11 @@ class MlflowTracker:
         """Says how the run ended."""
         if self._client is not None:
             self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
+
+
+def _metric_name(name: str) -> str:
+    parts = REFUSED.sub("_", name).split("/", LEVELS - 1)
+    return "/".join("_" if part in NO_PARTS else part.replace("/", "_") for part in parts)
 
 
 def _flat(config: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:

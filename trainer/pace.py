@@ -77,13 +77,16 @@ class Pace:
         """What is left of the run; None before a step is over."""
         if not self._durations:
             return None
-        seen = self._durations
+        seen, running = self._durations, self._clock() - self._begun
+        if running > max(seen):
+            # It says so before it is over: a run that stands still has no end in sight.
+            seen = [*seen, running]
         weights = [DECAY**age for age in reversed(range(len(seen)))]
         total = sum(weights)
         mean = sum(w * d for w, d in zip(weights, seen, strict=True)) / total
         # The step under way is the first of them.
         left = self._steps - self._step + 1
-        seconds = max(mean - (self._clock() - self._begun), 0.0) + (left - 1) * mean
+        seconds = max(mean - running, 0.0) + (left - 1) * mean
         if len(seen) < FEWEST:
             return Remaining(seconds)
         spread = sum(w * (d - mean) ** 2 for w, d in zip(weights, seen, strict=True)) / total

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 DEVIATION_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
+# Rewards that differ by less do so by rounding, and so would their advantages.
+LEAST_SPREAD = 1e-9
 
 
 class AdvantageFunction(Protocol):
@@ -122,13 +124,15 @@ def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
 
 
 def _are_equal(values: NDArray[np.float64]) -> bool:
-    return bool(np.all(values == values[0]))
+    return bool(values.max() - values.min() < LEAST_SPREAD)
 
 
 def _centred(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
     attempts = returns[counted]
     # A mean of equal numbers may differ from them in the last digit.
-    return returns - (attempts[0] if _are_equal(attempts) else attempts.mean())
+    if _are_equal(attempts):
+        return np.where(counted, 0.0, returns - attempts[0])
+    return returns - attempts.mean()
 
 
 def _normalized(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -144,7 +148,7 @@ def _normalized(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDA
 def _left_out(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
     attempts = returns[counted]
     if _are_equal(attempts):
-        return returns - attempts[0]
+        return np.where(counted, 0.0, returns - attempts[0])
     # One that is not in the baseline leaves nothing out of it.
     others = counted.sum() - counted
     sums = attempts.sum() - np.where(counted, returns, 0.0)
