@@ -152,7 +152,8 @@ def test_a_servers_configuration_fits_its_pod(tmp_path: Path, name: str) -> None
     assert pod(workload)["terminationGracePeriodSeconds"] >= config.drain_seconds + 20
     security = config.security
     assert security.tokens and not security.insecure
-    for path in (security.certificate, security.key, security.tokens, config.pool.token_file):
+    files = (config.pool.ca, config.pool.token_file, config.peers.ca, config.peers.token_file)
+    for path in (security.certificate, security.key, security.tokens, *files):
         assert path is None or found_in(workload, path)
 
 
@@ -169,6 +170,26 @@ def test_the_hub_looks_up_the_engines_service(tmp_path: Path) -> None:
     assert journal is not None
     mounted = {mount["mountPath"] for mount in container(SERVERS["hub.toml"])["volumeMounts"]}
     assert str(journal.parent) in mounted
+
+
+def test_engines_hand_weights_on_to_each_other(tmp_path: Path) -> None:
+    engine = read_server(tmp_path, "engine.toml")
+    assert engine.peers.server_name == named(NAMES["Service", "penstock-engines"])
+    assert engine.peers.ca and engine.peers.token_file
+    engines = SERVERS["engine.toml"]
+    policy = next(
+        document
+        for document in DOCUMENTS
+        if document["kind"] == "NetworkPolicy"
+        and document["spec"]["podSelector"]["matchLabels"].items() <= labels(engines).items()
+    )
+    admitted = [
+        source["podSelector"]["matchLabels"]
+        for rule in policy["spec"]["ingress"]
+        for source in rule["from"]
+    ]
+    for caller in (engines, SERVERS["hub.toml"]):
+        assert any(wanted.items() <= labels(caller).items() for wanted in admitted)
 
 
 def test_the_trainer_and_the_workers_call_the_hub(tmp_path: Path) -> None:

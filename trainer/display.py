@@ -88,7 +88,7 @@ class Display:
         remaining = self._pace.remaining() if self._done < self._steps else None
         elapsed = in_words(self._pace.elapsed)
         if self._done >= self._steps:
-            left = f"done, in {elapsed}"
+            left = f"every step done, in {elapsed}"
         else:
             left = f"{remaining}, {elapsed} so far" if remaining else f"{elapsed} so far"
         reached = f"step {self._done} of {self._steps}"
