@@ -38,6 +38,8 @@ PROMISES = {
     "R9": "Versions only grow; one trainer writes",
     "R10": "An old client works with a new server",
 }
+ON_REAL_ENGINES = ("F21",)
+"""Those that are to be seen with real engines, too."""
 FAULTS = {
     "F1": ("kill -9 of the trainer at any moment", ("R1", "R9")),
     "F2": ("kill -9 of the server at named points", ("R1",)),
@@ -184,6 +186,11 @@ def _skipped(verdicts: Iterable[Verdict]) -> str:
         f"- {fault}, {what}: no result is kept here; `make faults ARGS='-k {fault.lower()}_'`"
         for fault, (what, _) in FAULTS.items()
         if fault not in there
+    ]
+    lines += [
+        f"- {fault}, {FAULTS[fault][0]}: no result with real engines is kept here"
+        for fault in ON_REAL_ENGINES
+        if fault in there and not any(v.fault == fault and v.where.lower() == "vllm" for v in kept)
     ]
     if not lines:
         return ""
