@@ -57,7 +57,10 @@ class StepRecord:
         metadata=breakdown(
             SUM,
             "groups",
-            "Groups refused since the step before, because they were of no use, by reason.",
+            "Groups refused since the step before, because they were of no use, and groups that a "
+            "server dropped because they were too old (`GROUP_DROPPED`) or larger than a message may "
+            "be (`GROUP_TOO_LARGE`), by reason. The latter two do not count for "
+            "`groups.max_dropped_per_step`.",
         ),
     )
     groups_kept_in_need: int = figure(
