@@ -3,7 +3,7 @@
     python benchmarks/overlap.py [--rounds 1] [--steps 36] [--regimes tools,pinned,shared]
         [--max-lags 0,1,2,4,8] [--out FOLDER]
     python benchmarks/overlap.py --part reward [--smollm2] [--reward-steps 120] [--seeds 3]
-        [--max-lags 0,4,8]
+        [--max-lags 0,1,2,4,8]
 
 SmolLM2-135M-Instruct on the demo's sums, 32 attempts a step, server, worker and trainer as processes of
 their own, in three regimes:

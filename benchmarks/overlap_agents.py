@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from penstock.client import Task, Trajectory
-from penstock.demo.rewards import last_integer
+from penstock.demo.rewards import last_integer_is_answer
 
 SHORTEST_SECONDS = 0.05
 LONGEST_SECONDS = 5.0
@@ -39,7 +39,7 @@ async def with_tools(task: Task, trajectory: Trajectory) -> None:
 async def reward(task: Task, trajectory: Trajectory) -> float:
     """As the demo's."""
     note(trajectory)
-    return float(last_integer(trajectory.text) == int(task.metadata["answer"]))
+    return last_integer_is_answer(task, trajectory)
 
 
 async def chance(task: Task, trajectory: Trajectory) -> float:

@@ -6,10 +6,10 @@ import asyncio
 import os
 
 from penstock.client import Task, Trajectory
-from penstock.demo.rewards import last_integer
+from penstock.demo.rewards import last_integer_is_answer
 
 
 async def late_reward(task: Task, trajectory: Trajectory) -> float:
     """The demo's, $VERDICT_SECONDS after the answer was sampled."""
     await asyncio.sleep(float(os.environ["VERDICT_SECONDS"]))
-    return float(last_integer(trajectory.text) == int(task.metadata["answer"]))
+    return last_integer_is_answer(task, trajectory)
