@@ -162,23 +162,30 @@ async def trainer(address: str) -> None:
         kept: list[tuple[int, Any]] = []
         used: list[int] = []
         while len(arrived) < count:
-            delivery = (await call.read()).delivery
-            assert delivery.HasField("stored") == by_place
-            group = stored.read(delivery.stored) if by_place else delivery.group
-            arrays = [
-                [(codec.token_ids(s), codec.logprobs(s)) for s in trajectory.segments]
-                for trajectory in group.trajectories
-            ]
-            arrived[group.group_id] = time.monotonic()
-            kept.append((int(group.group_id), arrays))
-            used.append(delivery.delivery_id)
-            if len(used) == STEP_GROUPS or len(arrived) == count:
-                step += 1
-                for message in receipts(used, step):
-                    outgoing.put_nowait(message)
-                used = []
+            for delivery in delivered(await call.read()):
+                assert delivery.HasField("stored") == by_place
+                group = stored.read(delivery.stored) if by_place else delivery.group
+                arrays = [
+                    [(codec.token_ids(s), codec.logprobs(s)) for s in trajectory.segments]
+                    for trajectory in group.trajectories
+                ]
+                arrived[group.group_id] = time.monotonic()
+                kept.append((int(group.group_id), arrays))
+                used.append(delivery.delivery_id)
+                if len(used) == STEP_GROUPS or len(arrived) == count:
+                    step += 1
+                    for message in receipts(used, step):
+                        outgoing.put_nowait(message)
+                    used = []
         check(kept)
         print(json.dumps(arrived), flush=True)
+
+
+def delivered(response: Any) -> Sequence[Any]:
+    """Its deliveries: one, or several by their places."""
+    if response.HasField("deliveries"):
+        return response.deliveries.deliveries
+    return [response.delivery]
 
 
 def receipts(delivery_ids: list[int], step: int) -> list[Any]:

@@ -220,9 +220,10 @@ class Closing:
             members += [member for member in found if member is not None]
         branches = [branch for member in members for branch in member.with_branches()]
         tokens = sum(branch.token_count - branch.parent_token_count for branch in branches)
-        self._budget.check(outcome.ByteSize())
+        outcome_bytes = outcome.ByteSize()
+        self._budget.check(outcome_bytes)
         self._journal.check_room(
-            tokens * BYTES_PER_TOKEN + (outcome.ByteSize() + RECORD_BYTES) * len(members)
+            tokens * BYTES_PER_TOKEN + (outcome_bytes + RECORD_BYTES) * len(members)
         )
 
     def _settle(

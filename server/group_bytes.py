@@ -18,9 +18,10 @@ Fields may come in any order within a message, so what is small is written first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor
 
@@ -69,39 +70,85 @@ _DELIVERY = _tag(trainer_service_pb2.ExchangeResponse.DESCRIPTOR, "delivery")
 _DELIVERED_GROUP = _tag(trainer_service_pb2.GroupDelivery.DESCRIPTOR, "group")
 
 
-def _length(parts: Iterable[Part]) -> int:
-    return sum(map(len, parts))
+class _Pieces:
+    """Bytes that follow each other, and how many they are."""
+
+    __slots__ = ("byte_count", "parts")
+
+    def __init__(self, first: Part = b"") -> None:
+        self.parts: list[Part] = [first]
+        self.byte_count = len(first)
+
+    def add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.byte_count += len(part)
+
+    def extend(self, parts: Iterable[Part], byte_count: int) -> None:
+        self.parts += parts
+        self.byte_count += byte_count
+
+    def add_field(self, tag: bytes, inner: _Pieces) -> None:
+        self.add(tag + _varint(inner.byte_count))
+        self.extend(inner.parts, inner.byte_count)
 
 
-def _segment(segment: SegmentRecord, start: int, stop: int) -> list[Part]:
-    """With copies of its arrays: they may grow meanwhile, which a view of them would not let them."""
-    begin, end = start * TOKEN.itemsize, stop * TOKEN.itemsize
-    return _with_arrays(
-        _segment_head(segment), segment.tokens[begin:end], segment.logprobs[begin:end]
+def _field(tag: bytes, inner: _Pieces) -> _Pieces:
+    pieces = _Pieces()
+    pieces.add_field(tag, inner)
+    return pieces
+
+
+class _Around(NamedTuple):
+    """A field with a segment, but for its arrays."""
+
+    begin: bytes
+    """Before its tokens."""
+    middle: bytes
+    """Before its log-probabilities."""
+    byte_count: int
+    """Of the field, arrays included."""
+    without: bytes
+    """The field without arrays."""
+
+
+# Siblings have most of them in common.
+@lru_cache(4096)
+def _around(
+    tag: bytes,
+    author: trajectory_pb2.Author.ValueType,
+    weight_version: int,
+    turn_index: int,
+    temperature: float,
+    token_bytes: int,
+    logprob_bytes: int,
+) -> _Around:
+    head = _Segment(
+        author=author,
+        weight_version=weight_version,
+        turn_index=turn_index,
+        temperature=temperature,
+    ).SerializeToString()
+    before_tokens = _TOKEN_IDS + _varint(token_bytes) if token_bytes else b""
+    middle = _LOGPROBS + _varint(logprob_bytes) if logprob_bytes else b""
+    inner = len(head) + len(before_tokens) + token_bytes + len(middle) + logprob_bytes
+    begin = tag + _varint(inner)
+    return _Around(
+        begin + head + before_tokens, middle, len(begin) + inner, tag + _varint(len(head)) + head
     )
 
 
-def _segment_head(segment: SegmentRecord) -> bytes:
-    """All but its arrays."""
-    return _Segment(
-        author=segment.author,
-        weight_version=segment.weight_version,
-        turn_index=segment.turn_index,
-        temperature=segment.temperature,
-    ).SerializeToString()
-
-
-def _with_arrays(head: bytes, token_ids: bytearray, logprobs: bytearray) -> list[Part]:
-    parts: list[Part] = [head]
-    for tag, array in ((_TOKEN_IDS, token_ids), (_LOGPROBS, logprobs)):
-        if array:
-            parts += (tag + _varint(len(array)), array)
-    return parts
-
-
-def _within(tag: bytes, inner: Sequence[Part]) -> list[Part]:
-    """A field of these pieces."""
-    return [tag + _varint(_length(inner)), *inner]
+def _around_arrays(
+    tag: bytes, segment: SegmentRecord, tokens: bytearray, logprobs: bytearray
+) -> _Around:
+    return _around(
+        tag,
+        segment.author,
+        segment.weight_version,
+        segment.turn_index,
+        segment.temperature,
+        len(tokens),
+        len(logprobs),
+    )
 
 
 def _trajectory_head(record: TrajectoryRecord) -> bytes:
@@ -125,10 +172,11 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
 class _Trajectories:
     """The trajectories of a group in both forms, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: bytes) -> None:
+        """`head` is what the group has before them."""
         self.count = 0
-        self.whole: list[Part] = []
-        self.short: list[Part] = []
+        self.whole = _Pieces(head)
+        self.short = _Pieces(head)
         self.left_out: list[journal_pb2.ReferredSegment] = []
         self.turns: list[Stored] = []
 
@@ -137,22 +185,21 @@ class _Trajectories:
         # What is still sampled may come yet, though nobody waits for it.
         growing = record.turn is not None and record.turn.in_flight
         head = _trajectory_head(record)
-        whole: list[Part] = [head]
-        short: list[Part] = [head]
+        whole, short = _Pieces(head), _Pieces(head)
         position = record.parent_token_count
         for index, segment in enumerate(record.segments):
             tokens, logprobs = segment.tokens, segment.logprobs
             if growing:
                 tokens, logprobs = tokens[:], logprobs[:]
-            segment_head = _segment_head(segment)
-            inner = _within(_SEGMENTS, _with_arrays(segment_head, tokens, logprobs))
-            whole += inner
+            around = _around_arrays(_SEGMENTS, segment, tokens, logprobs)
+            pieces = (around.begin, tokens, around.middle, logprobs)
+            whole.extend(pieces, around.byte_count)
             count = len(tokens) // TOKEN.itemsize
             turn = None if growing else record.recorded_at(position, count)
             if turn is None:
-                short += inner
+                short.extend(pieces, around.byte_count)
             else:
-                short += _within(_SEGMENTS, [segment_head])
+                short.add(around.without)
                 self.turns.append(turn)
                 self.left_out.append(
                     _ReferredSegment(
@@ -163,8 +210,8 @@ class _Trajectories:
                     )
                 )
             position += count
-        self.whole += _within(_TRAJECTORIES, whole)
-        self.short += _within(_TRAJECTORIES, short)
+        self.whole.add_field(_TRAJECTORIES, whole)
+        self.short.add_field(_TRAJECTORIES, short)
         self.count += 1
 
 
@@ -176,6 +223,7 @@ class EncodedGroup:
     byte_count: int
     short: tuple[Part, ...]
     """The same without the arrays of some segments."""
+    short_byte_count: int
     left_out: tuple[journal_pb2.ReferredSegment, ...]
     """Those."""
     turns: tuple[Stored, ...]
@@ -202,14 +250,15 @@ def encode_group(
         oldest_weight_version=versions.start,
         newest_weight_version=versions.stop - 1,
     ).SerializeToString()
-    trajectories = _Trajectories()
+    trajectories = _Trajectories(head)
     for record in records:
         trajectories.add(record)
-    parts = (head, *trajectories.whole)
+    whole, short = trajectories.whole, trajectories.short
     return EncodedGroup(
-        parts,
-        _length(parts),
-        (head, *trajectories.short),
+        tuple(whole.parts),
+        whole.byte_count,
+        tuple(short.parts),
+        short.byte_count,
         tuple(trajectories.left_out),
         tuple(trajectories.turns),
     )
@@ -234,23 +283,36 @@ def group_finished(
     if task is not None:
         message.task.CopyFrom(task)
     tail = message.SerializeToString()
-    whole = _within(_FINISHED, [*_within(_FINISHED_GROUP, group.parts), tail])
+    whole = _finished(_FINISHED, group.parts, group.byte_count, tail)
     if not group.left_out:
-        return EncodedRecord(tuple(whole))
-    finished = [*_within(_FINISHED_GROUP, group.short), tail]
+        return EncodedRecord(tuple(whole.parts))
+    short = _finished(_REFERRED_FINISHED, group.short, group.short_byte_count, tail)
     referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
-    inner = [*_within(_REFERRED_FINISHED, finished), referred.SerializeToString()]
-    return EncodedRecord(tuple(whole), ShortRecord(tuple(_within(_REFERRED, inner)), group.turns))
+    short.add(referred.SerializeToString())
+    record = _field(_REFERRED, short)
+    return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), group.turns))
+
+
+def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes) -> _Pieces:
+    """A field with a group that is complete, and what else is said of it."""
+    inner = _Pieces(_FINISHED_GROUP + _varint(byte_count))
+    inner.extend(group, byte_count)
+    inner.add(tail)
+    return _field(tag, inner)
 
 
 def turn_changed(
     turn: journal_pb2.TurnChanged, segments: Iterable[tuple[SegmentRecord, int, int]]
 ) -> EncodedRecord:
     """A turn as it is now, with these of its tokens."""
-    parts: list[Part] = [turn.SerializeToString()]
+    pieces = _Pieces(turn.SerializeToString())
     for segment, start, stop in segments:
-        parts += _within(_TURN_SEGMENTS, _segment(segment, start, stop))
-    return EncodedRecord(tuple(_within(_TURN_CHANGED, parts)))
+        # Copies of its arrays: they may grow meanwhile, which a view of them would not let them.
+        begin, end = start * TOKEN.itemsize, stop * TOKEN.itemsize
+        tokens, logprobs = segment.tokens[begin:end], segment.logprobs[begin:end]
+        around = _around_arrays(_TURN_SEGMENTS, segment, tokens, logprobs)
+        pieces.extend((around.begin, tokens, around.middle, logprobs), around.byte_count)
+    return EncodedRecord(tuple(_field(_TURN_CHANGED, pieces).parts))
 
 
 def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:

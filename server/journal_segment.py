@@ -124,7 +124,7 @@ def read_header(data: bytes) -> Header:
 
 def payload_length(payload: Payload) -> int:
     """Bytes of its pieces."""
-    return sum(len(part) for part in payload)
+    return sum(map(len, payload))
 
 
 def frame_of(payload: Payload, durable: int, mark: int = MARK) -> Payload:

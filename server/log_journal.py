@@ -102,10 +102,14 @@ class _Pending:
 
     whole: Payload
     short: ShortRecord | None
+    most_bytes: int
+    """What its frame takes if it may not be short."""
 
     @classmethod
     def of(cls, record: Appended) -> _Pending:
-        return cls(payload_of(record), record.short if isinstance(record, EncodedRecord) else None)
+        whole = payload_of(record)
+        short = record.short if isinstance(record, EncodedRecord) else None
+        return cls(whole, short, frame_length(payload_length(whole)))
 
 
 @dataclass(eq=False)
@@ -494,5 +498,4 @@ class LogJournal:
 
 
 def _most_bytes(records: Sequence[_Pending]) -> int:
-    """What their frames take where none may be short."""
-    return sum(frame_length(payload_length(record.whole)) for record in records)
+    return sum(record.most_bytes for record in records)

@@ -207,8 +207,9 @@ def check_depth(field: str, value: struct_pb2.Struct) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):
         level = [inner for outer in level for inner in _nested(outer)]
-    if level:
-        raise FieldInvalid(field, f"must be less than {MAX_JSON_DEPTH} levels deep")
+        if not level:
+            return
+    raise FieldInvalid(field, f"must be less than {MAX_JSON_DEPTH} levels deep")
 
 
 def _nested(container: Any) -> Iterator[Any]:

@@ -8,8 +8,9 @@ Hello, which says after which step the trainer resumes; what its state does not 
 again, and what it contains is not.
 
 A trainer of the same host that finds the journal's folder (Welcome says which one it is) may ask for
-groups by where they lie, and reads them there: hundreds of KiB that no socket has to carry. One that cannot
-read what it was told says Hello again, and then gets it as a message.
+groups by where they lie, and reads them there: hundreds of KiB that no socket has to carry. Those that are
+ready at the same time are told in one message. Who cannot read what it was told says Hello again, and then
+gets it as a message.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.server import group_places
 from penstock.server.admission import Admission
 from penstock.server.broadcast import Broadcast
 from penstock.server.errors import DomainError, FieldInvalid, to_rejection
@@ -53,7 +55,6 @@ logger = logging.getLogger(__name__)
 ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
 Welcome = twin(trainer_service_pb2.Welcome)
 Notice = twin(trainer_service_pb2.Notice)
-GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 WeightReceipt = twin(weights_pb2.WeightReceipt)
 
 LATE_POLICIES = {
@@ -398,8 +399,7 @@ class TrainerServicer:
             session.evaluation_credit -= len(chosen) - len(selection.taken)
             if records:
                 await self._journal.append(records)
-            for group in groups:
-                await self._send(session, group)
+            await self._send_groups(session, groups)
             self._note_drops()
             noticed = bool(self._notices)
             await self._send_notices(session)
@@ -428,11 +428,30 @@ class TrainerServicer:
             if self._notices and self._notices[0] is notice:
                 self._notices.popleft()
 
-    async def _send(self, session: Session, group: BufferedGroup) -> None:
+    async def _send_groups(self, session: Session, groups: Iterable[BufferedGroup]) -> None:
+        """Delivers groups, those whose place is enough several to a message."""
+        placed: list[trainer_service_pb2.GroupDelivery] = []
+        for group in groups:
+            place = group.payload.place() if session.by_place else None
+            if place is not None:
+                self._note_delivery(group)
+                placed.append(group_places.placed(group, place))
+            if placed and (place is None or len(placed) == group_places.MOST):
+                await session.send(group_places.message_of(placed))
+                placed = []
+            if place is None:
+                await self._send_whole(session, group)
+        if placed:
+            await session.send(group_places.message_of(placed))
+
+    def _note_delivery(self, group: BufferedGroup) -> None:
+        if self.on_delivery is not None:
+            self.on_delivery(group)
+
+    async def _send_whole(self, session: Session, group: BufferedGroup) -> None:
         """Delivers a group; one that cannot be read again is dropped, and its task waits anew."""
-        place = group.payload.place() if session.by_place else None
         try:
-            data = b"" if place is not None else await group.payload.read()
+            data = await group.payload.read()
         except DomainError as error:
             logger.error("group %s is dropped: %s", group.group_id, error.message)
             self._buffer.lose(group)
@@ -452,19 +471,8 @@ class TrainerServicer:
             else:
                 session.evaluation_credit += 1
             return
-        if self.on_delivery is not None:
-            self.on_delivery(group)
-        redelivery_count = group.delivery_count - 1
-        if place is None:
-            await session.send(Delivery(data, group.delivery_id, redelivery_count))
-            return
-        delivery = GroupDelivery(delivery_id=group.delivery_id, redelivery_count=redelivery_count)
-        for told, where in (
-            (delivery.stored, place),
-            *((delivery.stored.turns.add(), turn) for turn in place.turns),
-        ):
-            told.file, told.offset_bytes, told.length_bytes = where.file, where.offset, where.length
-        await session.send(ExchangeResponse(delivery=delivery))
+        self._note_delivery(group)
+        await session.send(Delivery(data, group.delivery_id, group.delivery_count - 1))
 
     @property
     def connected(self) -> bool:

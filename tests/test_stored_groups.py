@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server import log_journal
+from penstock.server import group_places, log_journal
 from penstock.server.errors import DomainError
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
@@ -24,6 +24,7 @@ from tests.test_wire_exchange import finish_groups
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)
 GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
+GroupDeliveries = codec.twin(trainer_service_pb2.GroupDeliveries)
 GroupFolder = codec.twin(trainer_service_pb2.GroupFolder)
 StoredGroup = codec.twin(trainer_service_pb2.StoredGroup)
 
@@ -61,6 +62,35 @@ async def test_the_last_demand_says_how_groups_come(tmp_path: Path) -> None:
         for by_place in (False, True, False):
             exchange.send(demand={"group_count": 1, "by_place": by_place})
             assert (await exchange.receive("delivery")).HasField("stored") is by_place
+
+
+async def test_those_that_are_ready_come_in_one_message(tmp_path: Path) -> None:
+    async with on_disk(tmp_path) as harness:
+        exchange = await hello(harness.wire, groups_per_step=4)
+        found = StoredGroups.find(exchange.welcome.group_folder)
+        assert found is not None
+        await finish_groups(harness, "a", "b", "c", "d")
+        exchange.send(demand={"group_count": 3, "by_place": True})
+        deliveries = (await exchange.receive("deliveries")).deliveries
+        assert [found.read(one.stored).task_id for one in deliveries] == ["a", "b", "c"]
+        assert [one.delivery_id for one in deliveries] == [1, 2, 3]
+        assert [one.redelivery_count for one in deliveries] == [0, 0, 0]
+        # One alone comes by itself.
+        exchange.send(demand={"group_count": 1, "by_place": True})
+        assert (await exchange.receive("delivery")).delivery_id == 4
+
+
+async def test_a_message_has_no_more_places_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_places, "MOST", 2)
+    async with on_disk(tmp_path) as harness:
+        exchange = await hello(harness.wire, groups_per_step=5)
+        await finish_groups(harness, "a", "b", "c", "d", "e")
+        exchange.send(demand={"group_count": 5, "by_place": True})
+        counts = [len((await exchange.receive("deliveries")).deliveries) for _ in range(2)]
+        assert counts == [2, 2]
+        assert (await exchange.receive("delivery")).delivery_id == 5
 
 
 async def test_what_a_trainer_reads_itself_is_not_kept_in_memory_for_it(tmp_path: Path) -> None:
@@ -257,3 +287,41 @@ async def test_a_group_that_cannot_be_read_comes_as_a_message(tmp_path: Path) ->
         assert (await exchange.next_group()).group_id == "a"
         await third_is_there.wait()
     assert asked == [True, False, True]
+
+
+async def test_what_came_before_one_that_cannot_be_read_is_taken(tmp_path: Path) -> None:
+    """Of a message with several, those after it come again."""
+    async with on_disk(tmp_path / "journal") as harness:
+        told = (await hello(harness.wire)).welcome.group_folder
+        await finish_groups(harness, "a")
+        exchange = await hello(harness.wire, 2)
+        exchange.send(demand={"group_count": 1, "by_place": True})
+        good = await exchange.receive("delivery")
+        left: list[int] = []
+
+        async def first(session: Session) -> None:
+            await session.receive("hello")
+            await session.send(welcome=Welcome(active_weight_version=5, group_folder=told))
+            await session.receive("demand")
+            gone = GroupDelivery(delivery_id=2, stored=StoredGroup(file="gone", length_bytes=64))
+            await session.send(deliveries=GroupDeliveries(deliveries=[good, gone]))
+            with pytest.raises(StopAsyncIteration):
+                await anext(session.requests)
+
+        async def second(session: Session) -> None:
+            await session.receive("hello")
+            await session.send(welcome=Welcome(active_weight_version=5, group_folder=told))
+            await session.receive("checkpoint")
+            demand = await session.receive("demand")
+            assert not demand.by_place
+            left.append(demand.group_count)
+            await session.send(delivery=delivery(2, "b", 1))
+
+        async with (
+            ScriptedServer(first, second) as server,
+            exchanging(server.address) as trainer,
+        ):
+            trainer.demand(2)
+            groups = [await trainer.next_group() for _ in range(2)]
+    assert [group.group_id for group in groups][1] == "b" and groups[0].task_id == "a"
+    assert left == [1]

@@ -404,6 +404,9 @@ class Exchange:
         kind = response.WhichOneof("message")
         if kind == "delivery":
             self._take(self._delivered(response.delivery))
+        elif kind == "deliveries":
+            for delivery in response.deliveries.deliveries:
+                self._take(self._delivered(delivery))
         elif kind == "weight_receipt":
             self._switched(response.weight_receipt)
         elif kind == "notice":

@@ -114,6 +114,7 @@ class ExchangeResponse(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     WEIGHT_RECEIPT_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    DELIVERIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First message of the stream."""
@@ -130,6 +131,10 @@ class ExchangeResponse(_message.Message):
     def notice(self) -> Global___Notice:
         """Something the trainer should log."""
 
+    @_builtins.property
+    def deliveries(self) -> Global___GroupDeliveries:
+        """Several groups by their places, each delivered at least once; only where by_place allows it."""
+
     def __init__(
         self,
         *,
@@ -137,12 +142,13 @@ class ExchangeResponse(_message.Message):
         delivery: Global___GroupDelivery | None = ...,
         weight_receipt: _weights_pb2.WeightReceipt | None = ...,
         notice: Global___Notice | None = ...,
+        deliveries: Global___GroupDeliveries | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "message", b"message", "notice", b"notice", "weight_receipt", b"weight_receipt", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliveries", b"deliveries", "delivery", b"delivery", "message", b"message", "notice", b"notice", "weight_receipt", b"weight_receipt", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "message", b"message", "notice", b"notice", "weight_receipt", b"weight_receipt", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliveries", b"deliveries", "delivery", b"delivery", "message", b"message", "notice", b"notice", "weight_receipt", b"weight_receipt", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "delivery", "weight_receipt", "notice"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "delivery", "weight_receipt", "notice", "deliveries"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -353,6 +359,30 @@ class GroupDelivery(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupDelivery: _TypeAlias = GroupDelivery  # noqa: Y015
+
+@_typing.final
+class GroupDeliveries(_message.Message):
+    """Groups that were ready at the same time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELIVERIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deliveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDelivery]:
+        """Two or more, in the order in which they were selected."""
+
+    def __init__(
+        self,
+        *,
+        deliveries: _abc.Iterable[Global___GroupDelivery] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliveries", b"deliveries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupDeliveries: _TypeAlias = GroupDeliveries  # noqa: Y015
 
 @_typing.final
 class StoredGroup(_message.Message):

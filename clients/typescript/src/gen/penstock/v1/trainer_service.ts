@@ -71,6 +71,9 @@ export interface ExchangeResponse {
     | //
     /** Something the trainer should log. */
     { $case: "notice"; value: Notice }
+    | //
+    /** Several groups by their places, each delivered at least once; only where by_place allows it. */
+    { $case: "deliveries"; value: GroupDeliveries }
     | undefined;
 }
 
@@ -145,6 +148,12 @@ export interface GroupDelivery {
   redeliveryCount: number;
   /** Where the group lies, in place of `group`; only where by_place allows it. */
   stored: StoredGroup | undefined;
+}
+
+/** Groups that were ready at the same time. */
+export interface GroupDeliveries {
+  /** Two or more, in the order in which they were selected. */
+  deliveries: GroupDelivery[];
 }
 
 /** A group in a file. Who cannot read it, or finds another checksum, says Hello again without by_place. */
@@ -356,6 +365,9 @@ export const ExchangeResponse: MessageFns<ExchangeResponse> = {
       case "notice":
         Notice.encode(message.message.value, writer.uint32(34).fork()).join();
         break;
+      case "deliveries":
+        GroupDeliveries.encode(message.message.value, writer.uint32(42).fork()).join();
+        break;
     }
     return writer;
   },
@@ -405,6 +417,14 @@ export const ExchangeResponse: MessageFns<ExchangeResponse> = {
             message.message = { $case: "notice", value: Notice.decode(reader, reader.uint32()) };
             continue;
           }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.message = { $case: "deliveries", value: GroupDeliveries.decode(reader, reader.uint32()) };
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -444,6 +464,12 @@ export const ExchangeResponse: MessageFns<ExchangeResponse> = {
       case "notice": {
         if (object.message?.value !== undefined && object.message?.value !== null) {
           message.message = { $case: "notice", value: Notice.fromPartial(object.message.value) };
+        }
+        break;
+      }
+      case "deliveries": {
+        if (object.message?.value !== undefined && object.message?.value !== null) {
+          message.message = { $case: "deliveries", value: GroupDeliveries.fromPartial(object.message.value) };
         }
         break;
       }
@@ -1009,6 +1035,61 @@ export const GroupDelivery: MessageFns<GroupDelivery> = {
     message.stored = (object.stored !== undefined && object.stored !== null)
       ? StoredGroup.fromPartial(object.stored)
       : undefined;
+    return message;
+  },
+};
+
+function createBaseGroupDeliveries(): GroupDeliveries {
+  return { deliveries: [] };
+}
+
+export const GroupDeliveries: MessageFns<GroupDeliveries> = {
+  encode(message: GroupDeliveries, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    for (const v of message.deliveries) {
+      GroupDelivery.encode(v!, writer.uint32(10).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): GroupDeliveries {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseGroupDeliveries();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.deliveries.push(GroupDelivery.decode(reader, reader.uint32()));
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<GroupDeliveries>, I>>(base?: I): GroupDeliveries {
+    return GroupDeliveries.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<GroupDeliveries>, I>>(object: I): GroupDeliveries {
+    const message = createBaseGroupDeliveries();
+    message.deliveries = object.deliveries?.map((e) => GroupDelivery.fromPartial(e)) || [];
     return message;
   },
 };

@@ -1,0 +1,37 @@
+"""Deliveries that say where groups lie, for a trainer of the same host, which reads them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.server.group_buffer import BufferedGroup
+from penstock.server.journal import FilePlace
+from penstock.v1 import trainer_service_pb2
+from penstock.wire.codec import twin
+
+_ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
+_GroupDeliveries = twin(trainer_service_pb2.GroupDeliveries)
+_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
+
+MOST = 32
+"""Groups in a message. Each takes some 50 bytes, and as many for each turn that it leaves tokens to."""
+
+
+def placed(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupDelivery:
+    """A delivery of a group that lies there."""
+    delivery = _GroupDelivery(
+        delivery_id=group.delivery_id, redelivery_count=group.delivery_count - 1
+    )
+    stored = delivery.stored
+    for told, where in ((stored, place), *((stored.turns.add(), turn) for turn in place.turns)):
+        told.file, told.offset_bytes, told.length_bytes = where.file, where.offset, where.length
+    return delivery
+
+
+def message_of(
+    deliveries: Sequence[trainer_service_pb2.GroupDelivery],
+) -> trainer_service_pb2.ExchangeResponse:
+    """One message with all of them."""
+    if len(deliveries) == 1:
+        return _ExchangeResponse(delivery=deliveries[0])
+    return _ExchangeResponse(deliveries=_GroupDeliveries(deliveries=deliveries))
