@@ -221,6 +221,22 @@ def test_a_correction_that_masks_everything_moves_nothing(model: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())
 
 
+def test_a_gradient_that_is_no_number_moves_nothing_and_is_counted(model: Path) -> None:
+    policy = policy_of(model, updates=2)
+    before = weights(policy)
+    assert policy.step(step_of(1.0, -1.0, updates=2)).updates_not_finite == 0
+    moved = weights(policy)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in moved.items())
+    broken = next(policy._module.parameters())
+    with torch.no_grad():
+        broken[2, 0] = math.nan  # Of a token in every prompt.
+    result = policy.step(step_of(1.0, -1.0, updates=2))
+    assert (result.applied, result.updates, result.updates_not_finite) == (False, 2, 2)
+    assert result.updates_skipped == 0
+    same = [torch.equal(tensor, moved[name]) for name, tensor in weights(policy).items()]
+    assert same.count(False) == 1, "only the one that was broken is another"
+
+
 GAE = {"advantage": {"kind": "gae", "critic": {"learning_rate": 1e-2}}}
 
 

@@ -36,6 +36,7 @@ class Display:
         self._steps = steps
         self._pace = pace
         self._done = step
+        self._doing = ""
         self._rows: list[tuple[int, Line]] = []
         self._live: Live | None = None
         if console.is_terminal:
@@ -46,6 +47,12 @@ class Display:
     def step(self, step: int) -> None:
         """A step is done."""
         self._done = step
+        if self._live is not None:
+            self._live.refresh()
+
+    def doing(self, what: str) -> None:
+        """What the run is at, now that every step is done."""
+        self._doing = what
         if self._live is not None:
             self._live.refresh()
 
@@ -61,6 +68,7 @@ class Display:
 
     def close(self) -> None:
         """Leaves the last picture where it is."""
+        self._doing = ""
         if self._live is not None:
             self._live.stop()
 
@@ -87,7 +95,9 @@ class Display:
             bar.add_column(no_wrap=True)
         remaining = self._pace.remaining() if self._done < self._steps else None
         elapsed = in_words(self._pace.elapsed)
-        if self._done >= self._steps:
+        if self._done >= self._steps and self._doing:
+            left = f"every step done, {self._doing}, {elapsed} so far"
+        elif self._done >= self._steps:
             left = f"every step done, in {elapsed}"
         else:
             left = f"{remaining}, {elapsed} so far" if remaining else f"{elapsed} so far"
@@ -114,6 +124,7 @@ def _line(step: int, steps: int, point: Line) -> str:
         f"  logprob diff {n:logprob_diff_mean:.4f} (max {n:logprob_diff_max:.3f})"
         f"  no gradient {n:groups_without_gradient:.0f}/{n:groups:.0f}  failed {n:failures:.0f}"
         f"{_counted('dropped', point, 'groups_dropped')}"
+        f"{_warned('updates not finite', point, 'updates_not_finite')}"
         f"{_counted('not tracked', point, 'tracker_points_lost')}"
         f"{'  unchanged!' if point.get('unchanged') else ''}"
     )
@@ -181,6 +192,12 @@ def _counted(what: str, point: Line, name: str) -> str:
     counts = cast("Mapping[str, int]", point.get(name) or {})
     counted = ", ".join(f"{key} {count}" for key, count in sorted(counts.items()))
     return f"  {what} {counted}" if counted else ""
+
+
+def _warned(what: str, point: Line, name: str) -> str:
+    """A count that should be zero; nothing where it is."""
+    count = _number(point, name)
+    return f"  {what} {count:.0f}!" if count else ""
 
 
 def _sent(point: Line) -> str:

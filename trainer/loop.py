@@ -228,6 +228,7 @@ class TrainingLoop:
         if conclusion is not None:
             await conclusion
         if self._evaluator is not None and not self._exchanges.left.is_set():
+            self._metrics.doing("evaluating")
             await self._evaluator.finish(self.step, self._exchanges.held_version)
 
     async def begin(self) -> None:

@@ -103,6 +103,10 @@ class MetricsWriter:
             self._send()
         self._display.step(step)
 
+    def doing(self, what: str) -> None:
+        """Every step is done, and this is not."""
+        self._display.doing(what)
+
     def close(self) -> None:
         """Sends what is left, flushes, and ends the display."""
         if self._unsent:

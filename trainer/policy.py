@@ -7,6 +7,7 @@ event loop's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,12 @@ class StepResult:
         "updates",
         "Optimizer updates that moved nothing because no token of theirs has a gradient: they were not "
         "computed, or that is what came of it, as where a correction masks every token.",
+    )
+    updates_not_finite: int = figure(
+        0,
+        SUM,
+        "updates",
+        "Optimizer updates whose gradient was infinite or no number: the weights stayed as they were.",
     )
     groups_without_gradient: int = figure(
         0,
@@ -128,6 +135,7 @@ def describe_step(
         applied=applied,
         updates=len(norms),
         updates_skipped=plan.updates_skipped + list(norms).count(0.0),
+        updates_not_finite=sum(not math.isfinite(norm) for norm in norms),
         groups_without_gradient=plan.groups_without_gradient,
         tokens_trained=plan.trained_tokens,
     )
