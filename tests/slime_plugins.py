@@ -270,6 +270,15 @@ async def reward_func(args, sample, **kwargs):
     return {"score": len(sample.response) + 0.5, "turns": getattr(sample, "tool_turns", 1)}
 
 
+async def notes(args, sample: Sample, sampling_params) -> Sample:
+    """One turn, of which it writes down what the filter `noted` reads."""
+    sample = await generate(args, sample, sampling_params)
+    sample.metadata["calls"] = {"count": sample.response_length, "names": ["search"]}
+    if getattr(args, "keeps_handle", False):
+        sample.metadata["handle"] = object()
+    return sample
+
+
 async def told(args, sample: Sample, sampling_params, evaluation=False) -> Sample:
     """Notes whether it is an evaluation."""
     sample = await generate(args, sample, sampling_params)
@@ -324,6 +333,11 @@ def rows(args, samples, **kwargs):
     source = first.metadata["source"] if first.label else None
     length = args.rollout_max_response_len
     return dropped(first.prompt, first.label, source, first.group_index, first.index, length)
+
+
+def noted(args, samples, **kwargs):
+    said = samples[0].metadata
+    return dropped(said["calls"]["count"], *said["calls"]["names"], said.get("failed", "none"))
 
 
 def texts(args, samples, **kwargs):

@@ -39,13 +39,16 @@ from penstock.client.plugins.sampling import (
     write_sampling_params,
 )
 from penstock.client.plugins.slime_functions import OutsideAttempt, get_model_url, post
+from penstock.client.plugins.told_metadata import MOST_BYTES, told_metadata
 from penstock.client.tasks import write_task
+from penstock.client.values import from_struct
 from penstock.trainer.batching import read_group
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.group_policies import load_filter, reason_to_drop
 from penstock.v1 import trajectory_pb2
-from penstock.wire.agent_marks import write_unwanted
+from penstock.wire.agent_marks import METADATA as METADATA_MARK
+from penstock.wire.agent_marks import metadata_is_whole, write_unwanted
 from tests.trainer_walk import Outcome, delivery
 
 
@@ -428,6 +431,70 @@ def test_a_filter_sees_the_task_as_a_worker_does() -> None:
         filtered(deliver(1.0, 0.0), "rows", task, label_key="answer")
     with pytest.raises(ConfigInvalid, match="answers no task of this run"):
         filtered(deliver(1.0, 0.0), "rows")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False,
+    allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+METADATA = st.dictionaries(st.text(max_size=5), JSON, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(METADATA, METADATA)
+def test_what_a_function_wrote_into_metadata_is_told(
+    before: dict[str, Any], written: dict[str, Any]
+) -> None:
+    sent = Outcome(reward=1.0)
+    sent.metadata.update(told_metadata(before, {**before, **written}))
+    assert metadata_is_whole(sent.metadata)
+    arrived = from_struct(sent.metadata)
+    del arrived[METADATA_MARK]
+    assert {**before, **arrived} == {**before, **written}
+    # What is as it was does not travel.
+    assert all(key in written for key in arrived)
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ({"row": 1, "handle": object(), "n": 2}, {"n": 2}),
+        ({"row": 1, "big": 2**60 + 1}, {}),
+        ({"row": 1, "text": "a" * MOST_BYTES, "n": 2}, {}),
+        ({"row": 1, "nan": float("nan")}, {}),
+        ({"row": 1, 7: "seven"}, {}),
+        ({"row": 1, "penstock.untrained": [[0, 9]]}, {}),
+        ({"n": 2}, {"n": 2}),
+        (None, {}),
+    ],
+    ids=["no JSON", "inexact", "too large", "no number", "no text", "ours", "removed", "none"],
+)
+def test_what_cannot_be_told_is_not_and_there_is_no_mark(after: Any, told: Any) -> None:
+    assert told_metadata({"row": 1}, after) == told
+
+
+def test_arrays_are_told_as_lists() -> None:
+    after = {"scores": np.arange(3), "mean": np.float32(0.5)}
+    assert told_metadata({}, after) == {
+        "scores": [0, 1, 2], "mean": 0.5, METADATA_MARK: "whole",
+    }  # fmt: skip
+
+
+def test_a_filter_sees_what_a_function_wrote_into_metadata() -> None:
+    task = write_task(Task("r/3", (Message("user", "2 + 2?"),), {"row": 1}, group_size=2))
+    sent = deliver(1.0, 0.0)
+    calls = {"calls": {"count": 3, "names": ["search"]}}
+    for trajectory in sent.trajectories:
+        trajectory.outcome.metadata.update(told_metadata({}, calls))
+    # It is whole, so a key that is not there never was.
+    assert filtered(sent, "noted", task) == "FILTER:3 search none"
+    for trajectory in sent.trajectories:
+        trajectory.outcome.metadata.Clear()
+        trajectory.outcome.metadata.update(told_metadata({"failed": 1}, calls))
+    with pytest.raises(ConfigInvalid, match=r"sample.metadata has no 'failed'.* 64 KiB"):
+        filtered(sent, "noted", task)
 
 
 def test_a_filter_reads_the_answers_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,14 @@ from penstock.client.plugins.slime import SlimeAgent
 from penstock.client.plugins.slime_functions import SingletonMeta, post
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
+from penstock.client.values import from_struct
 from penstock.trainer.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.agent_marks import (
     UNTRAINED,
     MarkInvalid,
+    metadata_is_whole,
     read_untrained,
     read_unwanted,
     write_untrained,
@@ -175,6 +177,19 @@ async def test_a_single_turn_with_tokens_is_recorded_as_it_was_sampled(rig: Rig)
     assert trajectory.outcome.reward == 8.0
     assert UNTRAINED not in trajectory.outcome.metadata.fields
     assert trained(group) == [tokens_of(trajectory)[5:]]
+
+
+@pytest.mark.parametrize("keeps_handle", [False, True], ids=["whole", "not all of it"])
+async def test_what_a_function_writes_into_metadata_comes_with_its_outcome(
+    rig: Rig, keeps_handle: bool
+) -> None:
+    await rig.run("notes", "length_reward", keeps_handle=keeps_handle)
+    (trajectory,) = (await rig.group()).trajectories
+    said = trajectory.outcome.metadata
+    assert from_struct(said)["calls"] == {"count": 8, "names": ["search"]}
+    # The row's own are with the task.
+    assert "label" not in said.fields
+    assert metadata_is_whole(said) is not keeps_handle
 
 
 async def test_tool_turns_are_one_trajectory_with_the_tools_tokens_masked(rig: Rig) -> None:

@@ -4,6 +4,7 @@
 |---|---|---|
 | `penstock.untrained` | `[[begin, end], ...]` | these tokens, by position, carry no gradient |
 | `penstock.unwanted` | a text | the trajectory's group is of no use, for this reason |
+| `penstock.metadata` | `"whole"` | what else is there is all that its function wrote; nothing is missing |
 
 Everything else in the metadata is for people and for rewards. Of a trajectory with a mark that cannot be
 read a trainer trains nothing: it might be what it was told not to.
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 OWN_PREFIX = "penstock."
 UNTRAINED = OWN_PREFIX + "untrained"
 UNWANTED = OWN_PREFIX + "unwanted"
+METADATA = OWN_PREFIX + "metadata"
+_WHOLE = "whole"
 
 
 class MarkInvalid(ValueError):
@@ -72,3 +75,13 @@ def write_unwanted(reason: str) -> Mapping[str, str]:
 def read_unwanted(metadata: struct_pb2.Struct) -> str:
     """Why a trajectory's group is of no use; empty where nobody said so."""
     return metadata.fields[UNWANTED].string_value if UNWANTED in metadata.fields else ""
+
+
+def write_metadata_whole() -> Mapping[str, str]:
+    """Metadata for a trajectory with all that its function wrote into its sample's."""
+    return {METADATA: _WHOLE}
+
+
+def metadata_is_whole(metadata: struct_pb2.Struct) -> bool:
+    """Whether nothing is missing of it."""
+    return METADATA in metadata.fields and metadata.fields[METADATA].string_value == _WHOLE

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -13,6 +14,7 @@ from penstock.client.plugins.claims import Trained, claim_of, settle
 from penstock.client.plugins.rewards import score_of
 from penstock.client.plugins.router import meta_info_of
 from penstock.client.plugins.samples import Sample
+from penstock.client.plugins.told_metadata import told_metadata
 from penstock.wire.agent_marks import write_untrained, write_unwanted
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Episode:
     """Called, in any thread, when its function said so."""
 
     def __post_init__(self) -> None:
+        self._given = copy.deepcopy(self.sample.metadata)
         _EPISODES[self.trajectory.trajectory_id] = self
 
     def drop(self, reason: str) -> None:
@@ -72,18 +75,23 @@ class Episode:
         return self.outcome
 
     async def _settle(self) -> Outcome:
-        outcomes = [score_of(sample.reward, self.reward_key) for sample in self.returned]
+        outcomes = [self._outcome_of(sample) for sample in self.returned]
         written = await self.router.written()
         pairs = zip(self.returned, outcomes, strict=True)
         claims = [claim_of(sample, outcome.reward) for sample, outcome in pairs]
         trained = settle(claims, [w for _, w in written])
-        mean = Outcome(sum(outcome.reward for outcome in outcomes) / len(outcomes))
+        reward = sum(outcome.reward for outcome in outcomes) / len(outcomes)
+        mean = Outcome(reward, metadata=outcomes[0].metadata)
         own = _marked(outcomes, trained[0], mean) if trained else mean
         for (branch, _), part in zip(written[1:], trained[1:], strict=True):
             await branch.close(_marked(outcomes, part, Outcome(own.reward)))
         if not self.unwanted:
             return own
         return Outcome(own.reward, own.metrics, {**own.metadata, **write_unwanted(self.unwanted)})
+
+    def _outcome_of(self, sample: Sample) -> Outcome:
+        scored = score_of(sample.reward, self.reward_key)
+        return replace(scored, metadata=told_metadata(self._given, sample.metadata))
 
     async def fill(self) -> None:
         """Makes the sample of the trajectory's only turn."""

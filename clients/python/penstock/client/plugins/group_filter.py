@@ -38,7 +38,12 @@ from penstock.client.tasks import read_task
 from penstock.client.values import from_struct
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.agent_marks import OWN_PREFIX, MarkInvalid, read_untrained
+from penstock.wire.agent_marks import (
+    OWN_PREFIX,
+    MarkInvalid,
+    metadata_is_whole,
+    read_untrained,
+)
 from penstock.wire.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
@@ -226,18 +231,21 @@ class _DeliveredSample(Sample):
         made = make_sample(row, own, args)
         said = from_struct(trajectory.outcome.metadata)
         told = {key: value for key, value in said.items() if not key.startswith(OWN_PREFIX)}
-        made.metadata = _Metadata({**made.metadata, **told})
+        metadata = {**made.metadata, **told}
+        whole = metadata_is_whole(trajectory.outcome.metadata)
+        made.metadata = metadata if whole else _Metadata(metadata)
         setattr(self, name, getattr(made, name))
 
 
 class _Metadata(dict[str, Any]):
-    """What the trainer knows of a sample's metadata. Whether a key that is not there was there once, for
-    the worker's function to write, it cannot know: reading one raises NotDelivered."""
+    """What the trainer knows of a sample's metadata where it may not be all. Whether a key that is not
+    there was there once it cannot know: reading one raises NotDelivered."""
 
     def __missing__(self, key: str) -> Any:
         raise NotDelivered(
             f"sample.metadata has no {key!r}: here it is the row's fields, and what an agent gave as "
-            "Outcome.metadata; what a function of slime's wrote into it stays with the worker"
+            "Outcome.metadata. What a function of slime's wrote into it came along only as far as JSON has "
+            "it, in 64 KiB, and not what it removed"
         )
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -1,0 +1,70 @@
+"""What a function of slime's wrote into a sample's metadata, as metadata of the attempt's outcome: so a
+filter of the trainer's groups finds it there.
+
+    sample.metadata before and after -> what is new or another, as JSON has it -> Outcome.metadata
+
+It comes with a mark where it is all that the function did: then a key that the trainer does not find was
+not there. Without the mark it cannot know that. Something is missing where a key was removed, where JSON
+does not have a value (or not exactly, as an integer beyond 2^53), and where it takes more than MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.client.values import from_struct, to_struct
+from penstock.wire.agent_marks import OWN_PREFIX, write_metadata_whole
+
+MOST_BYTES = 64 << 10
+"""It is in the journal, and in memory, until its group is trained. An outcome may have 1 MiB."""
+
+
+def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
+    """Metadata for the outcome. `after` is whatever the function left."""
+    if not isinstance(after, Mapping):
+        return {}
+    entries = cast("Mapping[Any, Any]", after)
+    told: dict[str, Any] = {}
+    whole = all(key in entries for key in before)
+    room = MOST_BYTES
+    for key, value in entries.items():
+        if not isinstance(key, str):
+            whole = False
+            continue
+        text = _text(value)
+        if text is not None and key in before and _text(before[key]) == text:
+            continue
+        room -= len(key) + len(text or "")
+        sent = None if text is None else _sent(key, text)
+        if sent is None or room < 0 or key.startswith(OWN_PREFIX):
+            whole = False
+            continue
+        told[key] = sent[key]
+    return {**told, **write_metadata_whole()} if whole else told
+
+
+def _text(value: Any) -> str | None:
+    """As JSON; None for what it does not have."""
+    try:
+        return json.dumps(value, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Of numpy's and torch's values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+def _sent(key: str, text: str) -> dict[str, Any] | None:
+    """An entry as it arrives; None where it would not."""
+    entry = {key: json.loads(text)}
+    try:
+        arrives = from_struct(to_struct(entry))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+    return entry if arrives == entry else None
