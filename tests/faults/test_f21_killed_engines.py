@@ -7,7 +7,8 @@ one is left alive. Afterwards, or meanwhile:
 - every token the hub holds is what its version samples there, by the fake engine's own rule or, with vLLM,
   by Hugging Face's forward under the weights that the hub was given;
 - no attempt failed for want of an engine;
-- each accepted group is trained once, by its ledger, and no token with a lag above `max_lag`;
+- each accepted group is trained once, by its ledger, and no token with a lag above `max_lag`: by the
+  versions that the hub recorded, each that is older is among those that the step says it masked;
 - turns are finished all the time: no pause between two is longer than STUCK_SECONDS, and the longest is
   told.
 """
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ from penstock.server.engine_server import EngineServer
 from penstock.server.pool import PoolEngine
 from penstock.server.pool_rules import PoolRules
 from penstock.server.weight_upload import Staged
+from penstock.trainer.ledger import StepEntry, read_ledger
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from tests.fakes import sampled
@@ -127,6 +130,8 @@ class Watch:
     tokens: int = 0
     problems: list[str] = field(default_factory=list[str])
     pauses: list[float] = field(default_factory=list[float])
+    versions: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
+    """Of each trajectory with a reward: how many tokens each version sampled, as the hub recorded it."""
     _last: float | None = None
 
     def over(self, hub: Harness, pool: PoolEngine) -> None:
@@ -145,6 +150,12 @@ class Watch:
             except (AssertionError, KeyError) as error:
                 # The hub goes on, and the test ends.
                 self.problems.append(f"{record.trajectory_id}: {error!r}")
+            if not outcome.HasField("failure"):
+                counts: Counter[int] = Counter()
+                for segment in record.segments:
+                    if segment.author == trajectory_pb2.AUTHOR_POLICY:
+                        counts[segment.weight_version] += segment.token_count
+                self.versions[record.trajectory_id] = counts
             close(record, outcome)
 
         store.close = look  # type: ignore[method-assign]
@@ -348,14 +359,15 @@ async def kill_and_train(
         ):
             watch.over(hub, pool)
             accepted.watch(hub)  # type: ignore[arg-type]
-            steps = await train(kind, hub, nursery, folder, model, accepted, run, count)
+            stand = await train(kind, hub, nursery, folder, model, accepted, run, count)
+            too_old = check_lag(stand, watch)
             assert not watch.problems, watch.problems[:5]
             assert max(watch.pauses) <= STUCK_SECONDS, sorted(watch.pauses)[-5:]
             assert set(hub.serving.closing.failures) <= {"RUNTIME_ERROR"}
     return (
-        f"{steps} steps, {len(accepted.tasks)} groups trained once each, {watch.tokens} tokens "
-        f"recomputed, {pool.requests_lost} turns placed again; longest time without a finished turn "
-        f"{max(watch.pauses):.1f} s"
+        f"{stand.steps} steps, {len(accepted.tasks)} groups trained once each, {watch.tokens} tokens "
+        f"recomputed, {too_old} too old and masked; {pool.requests_lost} turns placed again; longest "
+        f"time without a finished turn {max(watch.pauses):.1f} s"
     )
 
 
@@ -368,8 +380,8 @@ async def train(
     accepted: Accepted,
     run: Engines,
     count: int,
-) -> int:
-    """One trainer, for as long as engines are killed and a little longer; returns its steps."""
+) -> Stand:
+    """One trainer, for as long as engines are killed and a little longer."""
     config = configure(
         folder,
         model,
@@ -393,8 +405,27 @@ async def train(
     finally:
         nursery.terminate()
     assert await nursery.end() == 0, stand.said
-    rows = stand.rows()
-    assert max(row["lag_max"] for row in rows) <= MAX_LAG
-    stand.steps = len(rows)
+    stand.steps = len(stand.rows())
     check_lineage(stand)
-    return stand.steps
+    return stand
+
+
+def check_lag(stand: Stand, watch: Watch) -> int:
+    """That of what the ledger has as trained no token is older than the contract allows: by the versions
+    that the hub recorded, each too old one is among those that its step masked. Returns how many."""
+    entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
+    steps = [entry for entry in entries if isinstance(entry, StepEntry)]
+    masked = {row["step"]: row["tokens_masked"] for row in stand.rows()}
+    held = found = 0
+    for entry in steps:
+        sampled: Counter[int] = Counter()
+        for group in entry.groups:
+            for name in group.trajectory_ids:
+                sampled += watch.versions.get(name, Counter())
+        assert sampled.total(), f"step {entry.step} trained nothing that the hub has closed"
+        too_old = sum(n for version, n in sampled.items() if held - version > MAX_LAG)
+        assert too_old <= masked[entry.step], f"step {entry.step}: {sampled} with {held}"
+        # From the future nobody samples.
+        assert max(sampled) <= held, f"step {entry.step}: {sampled} with {held}"
+        held, found = entry.weight_version, found + too_old
+    return found
