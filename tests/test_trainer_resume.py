@@ -323,6 +323,15 @@ async def test_a_server_that_is_lost_while_the_trainer_catches_up_is_given_its_w
     ):
         stand.server = second
         stand.accepted.watch(second)
+        weights = second.serving.weights
+        hold = weights._hold
+
+        async def late(*arguments: Any) -> None:
+            # It samples the version, and still reads the payload: the trainer must leave that as it is.
+            await asyncio.sleep(1.0)
+            await hold(*arguments)
+
+        weights._hold = late  # type: ignore[method-assign]
         os.kill(nursery.pid, signal.SIGCONT)
         assert await nursery.end() == 0, stand.said
         assert model_of(stand) == undisturbed[0]

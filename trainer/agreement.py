@@ -202,14 +202,21 @@ class Agreement:
         # A payload that is newer is on its way already, and will be switched to.
         if active < held and self._publisher.filled_version == held:
             log.warning("the server came back with version %d; publishing %d again", active, held)
+            exchange.restored.clear()
             if await self._handover.upload(server, held) is not None:
                 exchange.repeat_switch()
+            else:
+                exchange.restored.set()
         await self._tasks.submit_again(server)
 
     async def fill(self, weight_version: int, *, uploads: bool = False) -> None:
         """Copies the policy's weights into the payload, as this version. With `uploads` the upload begins
         meanwhile, unless the server may turn out to have these weights. The base model, version 0, goes
-        to nobody, for every server has it; but the first version is compared with it."""
+        to nobody, for every server has it; but the first version is compared with it.
+
+        The payload is a server's until it has said that it samples what is in it: it may hand over groups
+        of that before. Of one that came back in between nobody else waits for the answer."""
+        await self._handover.all_restored()
         begins = uploads and weight_version > self._newest_ahead
         await self._publisher.fill(
             self._policy.weights,

@@ -130,6 +130,10 @@ class Exchange:
         self._reads_stored = True
         """Whether the next stream may ask for that."""
         self._ready = asyncio.Event()
+        self.restored = asyncio.Event()
+        """Cleared while a server that came back with less is given the version that the trainer holds,
+        until it says that it samples that: it reads the payload meanwhile."""
+        self.restored.set()
         self._closing = False
         self._owed = 0
         """Groups demanded and not yet delivered."""
@@ -448,6 +452,7 @@ class Exchange:
         version = receipt.weight_version
         future = self._switches.pop(version, None)
         if not receipt.HasField("rejection"):
+            self.restored.set()
             if future is not None and not future.done():
                 pause = receipt.pause.ToNanoseconds() / 1e9
                 probed = receipt.HasField("probe")
@@ -464,6 +469,8 @@ class Exchange:
 
     def _resume(self, welcome: trainer_service_pb2.Welcome) -> None:
         """The server is up to date again: what it was asked before the loss is asked once more."""
+        if welcome.active_weight_version >= self._held:
+            self.restored.set()
         if welcome.active_weight_version == self._held:
             future = self._switches.pop(self._held, None)
             if future is not None and not future.done():

@@ -153,6 +153,10 @@ class Handover:
         """What a server answers."""
         return await unless(self._exchanges.left, wait)
 
+    async def all_restored(self) -> None:
+        """Until every server that came back with less samples what it was given again."""
+        await together(self.answer(one.restored.wait()) for one in self._exchanges.servers)
+
     async def ask(self, server: int, attempt: Callable[[], Awaitable[T]]) -> T | None:
         """Until it succeeds; each time this server is ready first."""
         return await self.answer(keep_trying(self._exchanges.servers[server].ready, attempt))
