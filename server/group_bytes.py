@@ -75,7 +75,7 @@ class _Pieces:
 
     __slots__ = ("byte_count", "parts")
 
-    def __init__(self, first: Part = b"") -> None:
+    def __init__(self, first: Part) -> None:
         self.parts: list[Part] = [first]
         self.byte_count = len(first)
 
@@ -93,8 +93,8 @@ class _Pieces:
 
 
 def _field(tag: bytes, inner: _Pieces) -> _Pieces:
-    pieces = _Pieces()
-    pieces.add_field(tag, inner)
+    pieces = _Pieces(tag + _varint(inner.byte_count))
+    pieces.extend(inner.parts, inner.byte_count)
     return pieces
 
 

@@ -433,6 +433,13 @@ def test_a_filter_sees_the_task_as_a_worker_does() -> None:
         filtered(deliver(1.0, 0.0), "rows")
 
 
+def nested(levels: int) -> Any:
+    value: Any = "end"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False,
     allow_infinity=False) | st.text(max_size=5),
@@ -462,14 +469,27 @@ def test_what_a_function_wrote_into_metadata_is_told(
     [
         ({"row": 1, "handle": object(), "n": 2}, {"n": 2}),
         ({"row": 1, "big": 2**60 + 1}, {}),
-        ({"row": 1, "text": "a" * MOST_BYTES, "n": 2}, {}),
+        ({"row": 1, "text": "a" * MOST_BYTES, "n": 2}, {"n": 2}),
+        ({"row": 1, "deep": nested(20), "n": 2}, {"n": 2}),
+        ({"row": 1, "deep": nested(50_000), "n": 2}, {"n": 2}),
         ({"row": 1, "nan": float("nan")}, {}),
         ({"row": 1, 7: "seven"}, {}),
         ({"row": 1, "penstock.untrained": [[0, 9]]}, {}),
         ({"n": 2}, {"n": 2}),
         (None, {}),
     ],
-    ids=["no JSON", "inexact", "too large", "no number", "no text", "ours", "removed", "none"],
+    ids=[
+        "no JSON",
+        "inexact",
+        "too large",
+        "deep",
+        "too deep for JSON",
+        "no number",
+        "no text",
+        "ours",
+        "removed",
+        "none",
+    ],
 )
 def test_what_cannot_be_told_is_not_and_there_is_no_mark(after: Any, told: Any) -> None:
     assert told_metadata({"row": 1}, after) == told

@@ -5,7 +5,7 @@ filter of the trainer's groups finds it there.
 
 It comes with a mark where it is all that the function did: then a key that the trainer does not find was
 not there. Without the mark it cannot know that. Something is missing where a key was removed, where JSON
-does not have a value (or not exactly, as an integer beyond 2^53), and where it takes more than MOST_BYTES.
+does not have a value (or not exactly, as an integer beyond 2^53), and what is too large or too deep.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from penstock.wire.agent_marks import OWN_PREFIX, write_metadata_whole
 
 MOST_BYTES = 64 << 10
 """It is in the journal, and in memory, until its group is trained. An outcome may have 1 MiB."""
+MOST_LEVELS = 16
+"""A server refuses an outcome, and with it the attempt, whose metadata is 24 levels deep."""
 
 
 def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
@@ -36,11 +38,13 @@ def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
         text = _text(value)
         if text is not None and key in before and _text(before[key]) == text:
             continue
-        room -= len(key) + len(text or "")
-        sent = None if text is None else _sent(key, text)
-        if sent is None or room < 0 or key.startswith(OWN_PREFIX):
+        # What does not fit leaves its room to others.
+        fits = text is not None and len(key) + len(text) <= room
+        sent = _sent(key, text) if text is not None and fits else None
+        if text is None or sent is None or key.startswith(OWN_PREFIX):
             whole = False
             continue
+        room -= len(key) + len(text)
         told[key] = sent[key]
     return {**told, **write_metadata_whole()} if whole else told
 
@@ -63,8 +67,23 @@ def _plain(value: Any) -> Any:
 def _sent(key: str, text: str) -> dict[str, Any] | None:
     """An entry as it arrives; None where it would not."""
     entry = {key: json.loads(text)}
+    if _is_deep(entry):
+        return None
     try:
         arrives = from_struct(to_struct(entry))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
     return entry if arrives == entry else None
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [inner for outer in level for inner in _containers_in(outer)]
+    return bool(level)
+
+
+def _containers_in(value: object) -> list[object]:
+    if isinstance(value, dict):
+        value = list(cast("dict[str, object]", value).values())
+    return [one for one in cast("list[object]", value) if isinstance(one, dict | list)]
