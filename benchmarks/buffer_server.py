@@ -21,6 +21,7 @@ from penstock.server.engine import Delta, EngineRequest, Finish
 from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind
 from penstock.wire import allocator
+from penstock.wire.garbage import start_up_kept
 
 
 class InstantEngine(FakeEngine):
@@ -52,8 +53,9 @@ async def serve(folder: Path, settings: list[str]) -> None:
     serving = Serving(server, engine, ByteRenderer(), loaded, await open_journal(loaded.journal))
     await serving.start()
     print(f"serving {port}", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await serving.stop(0.0)
+    with start_up_kept():
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await serving.stop(0.0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from penstock.server.engine_sources import (
     VllmSource,
     make_parser,
 )
+from penstock.wire.garbage import start_up_kept
 from penstock.wire.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -211,11 +211,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     if http is not None:
         click.echo(f"penstock endpoints on {http.url}")
     sys.stdout.flush()
-    # What start-up made, torch's modules among it, is there for good: half a second of standing still
-    # each time that garbage is looked for in it.
-    gc.collect()
-    gc.freeze()
-    try:
+    with start_up_kept():
         failing = asyncio.ensure_future(rollouts.failed())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
@@ -225,9 +221,6 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
         failing.cancel()
         await rollouts.stop()
         return 0
-    finally:
-        # Else an interpreter that ends leaves it, which libraries report as leaks of their own.
-        gc.unfreeze()
 
 
 def _cannot_serve(source: EngineSource, error: Exception) -> int:

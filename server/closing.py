@@ -36,7 +36,13 @@ from penstock.server.group_buffer import (
     InJournal,
     InMemory,
 )
-from penstock.server.group_bytes import EncodedGroup, decode_group, encode_group, group_finished
+from penstock.server.group_bytes import (
+    EncodedGroup,
+    decode_group,
+    encode_early,
+    encode_group,
+    group_finished,
+)
 from penstock.server.journal import (
     Appended,
     Journal,
@@ -193,16 +199,17 @@ class Closing:
         for member in gone:
             self._store.forget(member.trajectory_id)
         closed = Closed(settled.completed is not None, retried=not settled.final)
-        self._store.remember(
-            record,
-            outcome,
-            group_completed=closed.group_completed,
-            retried=closed.retried,
+        self._store.note_settled(
+            record, group_completed=closed.group_completed, retried=closed.retried
         )
         records = _outcomes(closing, outcome, closed)
         if gone:
             records.append(trajectories_forgotten(member.trajectory_id for member in gone))
         settling = self._settle(attempt.group, [settled], records)
+        if settled.final and not closed.group_completed:
+            # While that is written: whoever closes the last sibling waits for less.
+            for member in record.with_branches():
+                encode_early(member)
         # A caller that is gone must not leave its group in no place.
         await asyncio.shield(self._tasks.start(settling, f"closing of {record.trajectory_id}"))
         return closed
@@ -218,8 +225,7 @@ class Closing:
         if attempt is not None:
             found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
             members += [member for member in found if member is not None]
-        branches = [branch for member in members for branch in member.with_branches()]
-        tokens = sum(branch.token_count - branch.parent_token_count for branch in branches)
+        tokens = sum(member.own_token_count for member in members)
         outcome_bytes = outcome.ByteSize()
         self._budget.check(outcome_bytes)
         self._journal.check_room(

@@ -26,7 +26,12 @@ from typing import NamedTuple
 from google.protobuf.descriptor import Descriptor
 
 from penstock.server.journal import EncodedRecord, JournalRecord, Part, ShortRecord, Stored
-from penstock.server.trajectory_store import SegmentRecord, TrajectoryRecord
+from penstock.server.trajectory_store import (
+    EncodedTrajectory,
+    LeftOut,
+    SegmentRecord,
+    TrajectoryRecord,
+)
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire.codec import TOKEN, twin
 from penstock.wire.referred import put_together
@@ -39,7 +44,7 @@ _GroupReferred = twin(journal_pb2.GroupReferred)
 _ReferredSegment = twin(journal_pb2.ReferredSegment)
 _GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
-LENGTH_DELIMITED = 2
+VARINT, LENGTH_DELIMITED = 0, 2
 
 
 @lru_cache(4096)
@@ -52,8 +57,8 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _tag(descriptor: Descriptor, field: str) -> bytes:
-    return _varint(descriptor.fields_by_name[field].number << 3 | LENGTH_DELIMITED)
+def _tag(descriptor: Descriptor, field: str, wire_type: int = LENGTH_DELIMITED) -> bytes:
+    return _varint(descriptor.fields_by_name[field].number << 3 | wire_type)
 
 
 _TOKEN_IDS = _tag(trajectory_pb2.Segment.DESCRIPTOR, "token_ids")
@@ -64,6 +69,8 @@ _FINISHED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "group_finished")
 _FINISHED_GROUP = _tag(journal_pb2.GroupFinished.DESCRIPTOR, "group")
 _REFERRED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "group_referred")
 _REFERRED_FINISHED = _tag(journal_pb2.GroupReferred.DESCRIPTOR, "finished")
+_REFERRED_SEGMENTS = _tag(journal_pb2.GroupReferred.DESCRIPTOR, "segments")
+_REFERRED_TRAJECTORY = _tag(journal_pb2.ReferredSegment.DESCRIPTOR, "trajectory", VARINT)
 _TURN_CHANGED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "turn_changed")
 _TURN_SEGMENTS = _tag(journal_pb2.TurnChanged.DESCRIPTOR, "segments")
 _DELIVERY = _tag(trainer_service_pb2.ExchangeResponse.DESCRIPTOR, "delivery")
@@ -86,10 +93,6 @@ class _Pieces:
     def extend(self, parts: Iterable[Part], byte_count: int) -> None:
         self.parts += parts
         self.byte_count += byte_count
-
-    def add_field(self, tag: bytes, inner: _Pieces) -> None:
-        self.add(tag + _varint(inner.byte_count))
-        self.extend(inner.parts, inner.byte_count)
 
 
 def _field(tag: bytes, inner: _Pieces) -> _Pieces:
@@ -169,50 +172,46 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
     ).SerializeToString()
 
 
-class _Trajectories:
-    """The trajectories of a group in both forms, one after the other."""
+def encode_early(record: TrajectoryRecord) -> None:
+    """Encodes a trajectory that is closed before its group is complete, so that little is left to do then;
+    not one of which something is still sampled or written."""
+    growing = record.turn is not None and record.turn.in_flight
+    if not growing and record.is_written:
+        record.encoded = encode_trajectory(record)
 
-    def __init__(self, head: bytes) -> None:
-        """`head` is what the group has before them."""
-        self.count = 0
-        self.whole = _Pieces(head)
-        self.short = _Pieces(head)
-        self.left_out: list[journal_pb2.ReferredSegment] = []
-        self.turns: list[Stored] = []
 
-    def add(self, record: TrajectoryRecord) -> None:
-        """Appends one."""
-        # What is still sampled may come yet, though nobody waits for it.
-        growing = record.turn is not None and record.turn.in_flight
-        head = _trajectory_head(record)
-        whole, short = _Pieces(head), _Pieces(head)
-        position = record.parent_token_count
-        for index, segment in enumerate(record.segments):
-            tokens, logprobs = segment.tokens, segment.logprobs
-            if growing:
-                tokens, logprobs = tokens[:], logprobs[:]
-            around = _around_arrays(_SEGMENTS, segment, tokens, logprobs)
-            pieces = (around.begin, tokens, around.middle, logprobs)
-            whole.extend(pieces, around.byte_count)
-            count = len(tokens) // TOKEN.itemsize
-            turn = None if growing else record.recorded_at(position, count)
-            if turn is None:
-                short.extend(pieces, around.byte_count)
-            else:
-                short.add(around.without)
-                self.turns.append(turn)
-                self.left_out.append(
-                    _ReferredSegment(
-                        trajectory=self.count,
-                        segment=index,
-                        token_position=position,
-                        token_count=count,
-                    )
-                )
-            position += count
-        self.whole.add_field(_TRAJECTORIES, whole)
-        self.short.add_field(_TRAJECTORIES, short)
-        self.count += 1
+def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
+    """A trajectory that is closed."""
+    # What is still sampled may come yet, though nobody waits for it.
+    growing = record.turn is not None and record.turn.in_flight
+    head = _trajectory_head(record)
+    whole, short = _Pieces(head), _Pieces(head)
+    left_out: list[LeftOut] = []
+    position = record.parent_token_count
+    for index, segment in enumerate(record.segments):
+        tokens, logprobs = segment.tokens, segment.logprobs
+        if growing:
+            tokens, logprobs = tokens[:], logprobs[:]
+        around = _around_arrays(_SEGMENTS, segment, tokens, logprobs)
+        pieces = (around.begin, tokens, around.middle, logprobs)
+        whole.extend(pieces, around.byte_count)
+        count = len(tokens) // TOKEN.itemsize
+        if growing or record.recorded_at(position, count) is None:
+            short.extend(pieces, around.byte_count)
+        else:
+            short.add(around.without)
+            referred = _ReferredSegment(
+                segment=index, token_position=position, token_count=count
+            ).SerializeToString()
+            left_out.append(LeftOut(position, count, referred))
+        position += count
+    if not left_out:
+        return EncodedTrajectory(
+            whole.parts, whole.byte_count, whole.parts, whole.byte_count, left_out
+        )
+    # What is large is left out of it.
+    joined = (b"".join(short.parts),)
+    return EncodedTrajectory(whole.parts, whole.byte_count, joined, short.byte_count, left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +223,8 @@ class EncodedGroup:
     short: tuple[Part, ...]
     """The same without the arrays of some segments."""
     short_byte_count: int
-    left_out: tuple[journal_pb2.ReferredSegment, ...]
-    """Those."""
+    left_out: bytes
+    """Those, as the `segments` of a GroupReferred."""
     turns: tuple[Stored, ...]
     """For each of them, the record that has it."""
 
@@ -250,17 +249,29 @@ def encode_group(
         oldest_weight_version=versions.start,
         newest_weight_version=versions.stop - 1,
     ).SerializeToString()
-    trajectories = _Trajectories(head)
-    for record in records:
-        trajectories.add(record)
-    whole, short = trajectories.whole, trajectories.short
+    whole, short = _Pieces(head), _Pieces(head)
+    left_out = bytearray()
+    turns: list[Stored] = []
+    for index, record in enumerate(records):
+        one = encode_trajectory(record) if record.encoded is None else record.encoded
+        whole.add(_TRAJECTORIES + _varint(one.byte_count))
+        whole.extend(one.parts, one.byte_count)
+        short.add(_TRAJECTORIES + _varint(one.short_byte_count))
+        short.extend(one.short, one.short_byte_count)
+        which = _REFERRED_TRAJECTORY + _varint(index)
+        for position, count, referred in one.left_out:
+            # Not before now: a compaction has it in another record.
+            turn = record.recorded_at(position, count)
+            assert turn is not None
+            turns.append(turn)
+            left_out += _REFERRED_SEGMENTS + _varint(len(which) + len(referred)) + which + referred
     return EncodedGroup(
         tuple(whole.parts),
         whole.byte_count,
         tuple(short.parts),
         short.byte_count,
-        tuple(trajectories.left_out),
-        tuple(trajectories.turns),
+        bytes(left_out),
+        tuple(turns),
     )
 
 
@@ -287,8 +298,8 @@ def group_finished(
     if not group.left_out:
         return EncodedRecord(tuple(whole.parts))
     short = _finished(_REFERRED_FINISHED, group.short, group.short_byte_count, tail)
-    referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
-    short.add(referred.SerializeToString())
+    referred = _GroupReferred(group_byte_count=group.byte_count).SerializeToString()
+    short.add(group.left_out + referred)
     record = _field(_REFERRED, short)
     return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), group.turns))
 

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.server.attempts import Group
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
@@ -101,8 +101,7 @@ class Folder:
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlace:
+class FilePlace(NamedTuple):
     """A record in a file of that folder."""
 
     file: str

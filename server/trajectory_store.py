@@ -15,10 +15,10 @@ import hashlib
 import time
 from asyncio import Future
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -114,6 +114,29 @@ class Answered:
         return digest == self.digest and (says_so or not (self.delivered or self.followers))
 
 
+class LeftOut(NamedTuple):
+    """A segment whose arrays the short form of a trajectory does not have."""
+
+    token_position: int
+    """Tokens of the trajectory before it."""
+    token_count: int
+    referred: bytes
+    """A ReferredSegment that does not say yet of which of a group's trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTrajectory:
+    """A Trajectory, in pieces that nobody changes any more."""
+
+    parts: Sequence[bytes | bytearray]
+    byte_count: int
+    short: Sequence[bytes | bytearray]
+    """The same without the arrays of some segments."""
+    short_byte_count: int
+    left_out: Sequence[LeftOut]
+    """Those."""
+
+
 @dataclass(slots=True)
 class TrajectoryRecord:
     """One trajectory as the server holds it."""
@@ -148,6 +171,8 @@ class TrajectoryRecord:
     )
     """Records of turns that have large segments of it, by how many tokens come before such a segment and
     how many it has; or the append, of which the record is the last."""
+    encoded: EncodedTrajectory | None = None
+    """As it goes into its group, where it is closed and that was made already."""
     parent: TrajectoryRecord | None = None
     """What it branches from."""
     parent_token_count: int = 0
@@ -220,6 +245,11 @@ class TrajectoryRecord:
             return None if failed else found.result()[-1]
         return found
 
+    @property
+    def is_written(self) -> bool:
+        """Whether no append of a large segment is under way."""
+        return all(not isinstance(found, Future) or found.done() for found in self.written.values())
+
     def token_array(self) -> NDArray[np.int32]:
         """Every token so far, those of the parent among them, shape [token_count]."""
         own = np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
@@ -280,6 +310,14 @@ class TrajectoryRecord:
                 found.append(child)
             found += child.open_branches()
         return found
+
+    @property
+    def own_token_count(self) -> int:
+        """Tokens in its segments, and in those of all that branch from it."""
+        count = self.token_count - self.parent_token_count
+        for child in self.children:
+            count += child.own_token_count
+        return count
 
     def with_branches(self) -> list[TrajectoryRecord]:
         """This one, and all that branch from it, directly or not."""
@@ -439,23 +477,13 @@ class TrajectoryStore:
         return self._closed.get(trajectory_id)
 
     def close(self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome) -> None:
-        """Closes an open trajectory; its record stays until `forget`."""
+        """Closes an open trajectory, and notes how, so that a repeated close is recognised; its record
+        stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
         self.charge(record)
-        self.remember(record, outcome)
-
-    def remember(
-        self,
-        record: TrajectoryRecord,
-        outcome: trajectory_pb2.Outcome,
-        *,
-        group_completed: bool = False,
-        retried: bool = False,
-    ) -> None:
-        """Notes how a trajectory was closed, so that a repeated close is recognised."""
         self._closed[record.trajectory_id] = ClosedMark(
-            outcome_digest(outcome), record.group_id, group_completed, retried
+            outcome_digest(outcome), record.group_id, group_completed=False, retried=False
         )
         for _ in range(len(self._closed) - self._max_remembered):
             oldest = next(iter(self._closed))
@@ -464,6 +492,15 @@ class TrajectoryStore:
                 self._closed.move_to_end(oldest)
             else:
                 del self._closed[oldest]
+
+    def note_settled(
+        self, record: TrajectoryRecord, *, group_completed: bool, retried: bool
+    ) -> None:
+        """Notes what the close of a trajectory came to, for whoever repeats it."""
+        mark = self._closed[record.trajectory_id]
+        self._closed[record.trajectory_id] = ClosedMark(
+            mark.outcome_digest, mark.group_id, group_completed, retried
+        )
 
     def forget(self, trajectory_id: str) -> None:
         """Drops a record; unknown ids are ignored. An open one is as if it had never been."""

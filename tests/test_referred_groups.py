@@ -205,6 +205,56 @@ async def test_what_a_snapshot_has_is_referred_to_like_any_other(tmp_path: Path)
         assert await held_groups(third) == groups
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+async def test_a_sibling_that_was_encoded_early_is_referred_to_where_it_lies_now(
+    tmp_path: Path, compacted: bool
+) -> None:
+    async with on_disk(tmp_path / "a", f"journal.refers_from_bytes={POLICY_BYTES}") as first:
+        for index, name in enumerate(("x", "y")):
+            await first.generate(
+                name,
+                [1, 2],
+                group_id="g",
+                group_size=2,
+                sample_index=index,
+                sampling_params=sampling(4),
+            )
+        assert not await first.complete("y")
+        early = first.serving.store.find("y")
+        assert early is not None and early.encoded is not None
+        assert [left.token_count for left in early.encoded.left_out] == [4]
+        expected = early.message()
+        if compacted:
+            await compact(first)
+        assert await first.complete("x")
+        (record,) = finished_in(tmp_path / "a")
+        places = record.group_referred.segments
+        assert [(p.trajectory, p.segment, p.token_position, p.token_count) for p in places] == [
+            (0, 1, 2, 4),
+            (1, 1, 2, 4),
+        ]
+        whole = await delivered(first, 1, by_place=True)
+        assert whole.trajectories[1] == expected
+        assert [whole] == await held_groups(first)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        assert [whole] == await held_groups(second)
+
+
+def test_what_is_still_written_is_not_encoded_early() -> None:
+    record = sampled()
+    record.outcome = Outcome(reward=1.0)
+    loop = asyncio.new_event_loop()
+    appended: asyncio.Future[list[Stored]] = loop.create_future()
+    record.written[2, 4] = appended
+    group_bytes.encode_early(record)
+    assert record.encoded is None
+    appended.set_result([Stored(1, 40, 64)])
+    group_bytes.encode_early(record)
+    loop.close()
+    assert record.encoded is not None and len(record.encoded.left_out) == 1
+
+
 async def test_a_turn_that_was_cut_and_continued_is_put_together(tmp_path: Path) -> None:
     async with on_disk(tmp_path / "a") as first:
         await open_turn(first)
