@@ -160,7 +160,9 @@ class PoolWeights:
                 member.has(version, adapter=adapter is not None)
             except Refused as error:
                 fanout.settle(member, accepted=False)
-                member.leave_rotation(f"did not take version {version}: {error}")
+                newer = error.failure.reason == Reason.STALE_EPOCH
+                why = "takes weights from a hub that began later: " if newer else ""
+                member.leave_rotation(f"{why}did not take version {version}: {error}")
             except TimeoutError:
                 member.hung = True
                 member.leave_rotation(f"{doing} version {version} after {limit:g} s")

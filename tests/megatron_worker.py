@@ -33,11 +33,11 @@ from transformers import (
 from penstock.trainer import megatron_hook
 from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import StepPlan, plan_step
+from tests.policy_rollouts import roll_out
 from tests.tiny_model import make_byte_tokenizer
 
 FAMILIES = {
@@ -160,39 +160,6 @@ def make_model(folder: Path, family: str, *, tied: bool) -> Path:
     model.save_pretrained(folder)
     make_byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def roll_out(policy: FsdpPolicy, rng: np.random.Generator) -> list[TrainingGroup]:
-    """Groups of answers that the policy samples now, rewarded for tokens of a kind it can learn; the last
-    answer has nothing to be compared with."""
-    groups = []
-    for count in (4, 4, 4, 4, 1):
-        prompt = rng.integers(0, 256, int(rng.integers(3, 7)))
-        length = int(rng.integers(6, 14))
-        ids = torch.tensor(np.tile(prompt, (count, 1)))
-        logprobs = []
-        with torch.no_grad():
-            for _ in range(length):
-                scores = torch.log_softmax(policy._tokens.model(input_ids=ids).logits[:, -1], -1)
-                chosen = torch.multinomial(scores.exp(), 1)
-                logprobs.append(scores.gather(1, chosen))
-                ids = torch.cat([ids, chosen], 1)
-        behaviour = torch.cat([torch.zeros(count, len(prompt)), *logprobs], 1).numpy()
-        samples = []
-        for row, own in zip(ids.numpy().astype(np.int32), behaviour, strict=True):
-            # Answers end differently.
-            end = len(row) - int(rng.integers(0, 4))
-            trained = np.arange(end) >= len(prompt)
-            reward = float(np.mean(row[len(prompt) : end] < 128))
-            samples.append(
-                Sample("t", row[:end], trained, own[:end], np.ones(end, np.float32), reward)
-            )
-        rewards = tuple(sample.reward for sample in samples)
-        tokens = int(sum(sample.trained.sum() for sample in samples))
-        groups.append(
-            TrainingGroup(tuple(samples), rewards, 0, tokens, 0, np.zeros(tokens, np.int64))
-        )
-    return groups
 
 
 def train_default(case: Case, folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -18,6 +19,7 @@ from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy, obey
 from penstock.trainer.ranks import Leader, end_with_parent, find_place, follow, join_group, lead
+from tests.policy_rollouts import roll_out
 from tests.test_batching import context, group, read, trajectory, written
 
 STEPS, FEW_STEPS = 10, 3
@@ -34,9 +36,10 @@ def steps(
     model: str,
     out: str,
     variants: dict[str, dict[str, Any]],
-    long: str,
+    long: list[str],
 ) -> int:
-    """The steps of each variant; rank 0 writes the figures and the weights of each."""
+    """The steps of each variant, many of those that are named; rank 0 writes the figures and the weights of
+    each."""
     place = find_place(os.environ)
     torch.set_num_threads(1)
     leader = None
@@ -53,7 +56,8 @@ def steps(
         policy = make(model, **variant)
         if leader is not None:
             policy = LeadingPolicy(policy, leader)
-        found = walk(policy, STEPS if name == long else FEW_STEPS, **variant)
+        rollouts = Path(out) / f"{name}-rollouts" if variant.get("rolled_out") else None
+        found = walk(policy, STEPS if name in long else FEW_STEPS, rollouts, **variant)
         save_file(found, Path(out) / f"{name}-{place.size}.safetensors")
         if leader is not None:
             leader.tell_all("done")
@@ -77,6 +81,7 @@ def make(
     model: str,
     algorithm: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
+    rolled_out: bool = False,
     **fields: Any,
 ) -> RankPolicy:
     return FsdpPolicy(
@@ -91,15 +96,30 @@ def make(
 def walk(
     policy: RankPolicy,
     steps: int,
+    rollouts: Path | None = None,
     algorithm: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     **_: Any,
 ) -> dict[str, torch.Tensor]:
-    """The figures of each step, shape [steps, figures], a score under the weights after them, and these."""
+    """The figures of each step, shape [steps, figures], a score under the weights after them, and these.
+
+    With `rollouts` the steps are of what the policy itself samples: one process keeps that there, several
+    take it from there."""
     figures: list[list[float]] = []
     updates = (train or {}).get("updates_per_step", 1)
+    sampled: list[list[TrainingGroup]] = []
+    if rollouts is not None and not isinstance(policy, FsdpPolicy):
+        sampled = torch.load(rollouts, weights_only=False)
+    rng = np.random.default_rng(0)
     for step in range(steps):
-        result = policy.step(plan_for(step, policy.data_ranks, algorithm or {}, updates))
+        if rollouts is None:
+            groups = groups_of(step)
+        elif isinstance(policy, FsdpPolicy):
+            groups = roll_out(policy, rng)
+            sampled.append(groups)
+        else:
+            groups = sampled[step]
+        result = policy.step(plan_for(groups, policy.data_ranks, algorithm or {}, updates))
         assert result.applied
         values = (
             result.loss,
@@ -109,6 +129,8 @@ def walk(
             result.critic_loss,
         )
         figures.append([value or 0.0 for value in values])
+    if rollouts is not None:
+        torch.save(sampled, rollouts)
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
     found = {"figures": torch.tensor(figures, dtype=torch.float64)}
     if policy.adapter() is None:
@@ -116,9 +138,11 @@ def walk(
     return {**found, **weights}
 
 
-def plan_for(step: int, ranks: int, algorithm: dict[str, Any], updates: int) -> StepPlan:
+def plan_for(
+    groups: list[TrainingGroup], ranks: int, algorithm: dict[str, Any], updates: int
+) -> StepPlan:
     objective = Objective(AlgorithmConfig.model_validate(algorithm))
-    return plan_step(groups_of(step), objective, token_budget=40, ranks=ranks, update_count=updates)
+    return plan_step(groups, objective, token_budget=40, ranks=ranks, update_count=updates)
 
 
 def groups_of(step: int) -> list[TrainingGroup]:

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from penstock.trainer.ranks import LOCAL, PORT_BYTES, Leader, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
-from tests.rank_work import plan_for
+from tests.rank_work import groups_of, plan_for
 from tests.test_trainer_end_to_end import (
     configure,
     letters,
@@ -143,6 +143,8 @@ def left(stand: Stand) -> dict[str, torch.Tensor]:
 KL = {"kind": "reward", "coefficient": 0.1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    # What the policy samples itself as it learns, which one process does for both.
+    "rollouts": {"rolled_out": True, "train": {"learning_rate": 2e-4}},
     "updates": {
         "train": {"updates_per_step": 2, "reduce_each_micro_batch": True},
         "algorithm": {"correction": {"level": "token", "mode": "clip", "threshold": 2.0}},
@@ -175,7 +177,7 @@ async def computed(
             model=str(model),
             out=str(folder),
             variants=variants,
-            long="plain",
+            long=["plain", "rollouts"],
         )
         assert await ranks.end() == [0] * count, log.read_text()
     return {
@@ -188,12 +190,17 @@ async def computed(
 @pytest.mark.parametrize("variant", VARIANTS)
 @one_loop
 async def test_two_ranks_compute_what_one_process_does(
-    computed: dict[tuple[str, int], dict[str, torch.Tensor]], variant: str
+    computed: dict[tuple[str, int], dict[str, torch.Tensor]], model: Path, variant: str
 ) -> None:
     one, two = computed[variant, 1], computed[variant, 2]
     compare(one, two)
     if variant != "adapter":
         torch.testing.assert_close(two["score"], one["score"], atol=LOSS_TOLERANCE, rtol=0)
+    if variant == "rollouts":
+        # They have gone a long way together.
+        before = load_file(model / "model.safetensors")
+        moved = max(float((two[name] - t).abs().max()) for name, t in before.items())
+        assert len(two["figures"]) == STEPS and moved > 1000 * WEIGHT_TOLERANCE
     several_updates = variant == "updates"
     compare_weights(one, two, 1e-4 if several_updates else WEIGHT_TOLERANCE)
 
@@ -406,7 +413,7 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
 def test_a_plan_is_the_same_after_a_journey_as_bytes(algorithm: dict[str, Any]) -> None:
     from penstock.trainer.plan_bytes import decode_plan, encode_plan
 
-    plan = plan_for(0, 2, algorithm, 2).share(1, 2)
+    plan = plan_for(groups_of(0), 2, algorithm, 2).share(1, 2)
     content = encode_plan(plan)
     again = decode_plan(content)
     assert encode_plan(again) == content
