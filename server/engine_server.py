@@ -65,7 +65,7 @@ class EngineServer:
         """Raises CredentialsUnusable."""
         self.address = address
         self._security = security
-        self._turns: set[grpc.aio.Call] = set()
+        self._turns: dict[str, grpc.aio.Call] = {}
         security.check(address)
 
     @cached_property
@@ -121,18 +121,19 @@ class EngineServer:
         )
         with _answers():
             call = method(request, metadata=tuple(metadata))
-            self._turns.add(call)
+            self._turns[request.trajectory_id] = call
             try:
                 async for event in call:
                     yield event
             finally:
-                self._turns.discard(call)
+                self._turns.pop(request.trajectory_id, None)
                 call.cancel()
 
-    def end_turns(self) -> None:
-        """Ends every `generate` as if the connection was lost: each raises Unanswered."""
-        for call in self._turns:
-            call.cancel()
+    def end_turns(self, trajectory_ids: Iterable[str] | None = None) -> None:
+        """Ends these `generate`, or every one, as if the connection was lost: each raises Unanswered."""
+        for name in list(self._turns) if trajectory_ids is None else trajectory_ids:
+            if (call := self._turns.get(name)) is not None:
+                call.cancel()
 
     async def sample(self, seconds: float) -> None:
         """Returns when it has sampled a token of a turn that is nobody's. Raises Refused, and Unanswered

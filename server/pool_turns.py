@@ -89,6 +89,8 @@ class PoolTurns:
         self._requests: set[str] = set()
         """Those whose deltas somebody may still read."""
         self._aborting: set[str] = set()
+        self._not_aborted: set[str] = set()
+        """Those of them that are ended from here: their engine did not say that it had."""
         self._watched: set[Member] = set()
         """Those that have had turns, and are looked at for whether they sample."""
         self.lost_count = 0
@@ -130,6 +132,8 @@ class PoolTurns:
                             yield delta
                     return
                 except Unanswered as error:
+                    if name in self._not_aborted:
+                        break
                     if not (member.silent or member.stands_still):
                         self._lost_at(member, error)
                     self._lose_request(error)
@@ -146,6 +150,7 @@ class PoolTurns:
             yield Delta(NO_TOKENS, NO_LOGPROBS, self._active(), Finish.ABORTED)
         finally:
             self._aborting.discard(name)
+            self._not_aborted.discard(name)
             self._requests.discard(name)
 
     async def _place(self, request: EngineRequest) -> Member | None:
@@ -269,19 +274,24 @@ class PoolTurns:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these, wherever they are, with what they have."""
-        by_member: dict[Member, list[str]] = {}
+        by_member: dict[Member, dict[str, str]] = {}
         for name in request_ids:
             if name not in self._requests or self._placing.leave(name):
                 continue
             self._aborting.add(name)
             if (placed := self._placed.get(name)) is not None:
-                by_member.setdefault(placed[0], []).append(placed[1])
+                by_member.setdefault(placed[0], {})[name] = placed[1]
         await asyncio.gather(
             *(self._abort_there(member, names) for member, names in by_member.items())
         )
 
-    async def _abort_there(self, member: Member, names: Sequence[str]) -> None:
+    async def _abort_there(self, member: Member, turns: Mapping[str, str]) -> None:
+        """`turns` has what the engine server calls each request."""
         try:
-            await member.server.abort(names)
+            await member.server.abort(list(turns.values()))
         except (Unanswered, Refused) as error:
-            logger.info("engine %s did not abort %d turns: %s", member.address, len(names), error)
+            left = {name: there for name, there in turns.items() if name in self._placed}
+            logger.info("engine %s did not abort %d turns: %s", member.address, len(left), error)
+            # Whoever aborts them waits for their ends, a switch among others.
+            self._not_aborted |= left.keys()
+            member.server.end_turns(left.values())

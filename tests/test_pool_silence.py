@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.server import engine_server
 from penstock.server.engine_silence import Silence
 from penstock.server.pool_member import State
-from penstock.v1 import rollout_service_pb2
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from tests.fakes import FakeEngine, expected_tokens
 from tests.harness import GetServerInfoRequest, Turn, sampling, until
 from tests.pools import QUICK, Pool, serve_hub, serve_pool
@@ -101,6 +101,45 @@ async def test_turns_of_a_silent_engine_that_is_not_listed_any_more_go_on_elsewh
         async with frozen(pool.engines[silent].engine):
             pool.engine.set_addresses([pool.engines[1 - silent].address])
             check(await turning)
+
+
+async def test_a_turn_whose_engine_does_not_abort_it_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_server, "ABORT_SECONDS", 0.5)
+    async with serve_pool(tmp_path, 2, step_seconds=SLOW, rules=QUICK) as pool:
+        await pool.hub.upload(1)
+        pinned = asyncio.create_task(
+            pool.hub.generate("a", PROMPT, sampling_params=sampling(60), required_weight_version=1)
+        )
+        await pool.hub.sampled("a", 3)
+        hanging = holder(pool)
+        member = pool.member(hanging)
+        engine, answers = pool.engines[hanging].engine, asyncio.Event()
+        abort = engine.abort
+
+        async def late(request_ids: Sequence[str]) -> None:
+            await answers.wait()
+            await abort(request_ids)
+
+        engine.abort = late  # type: ignore[method-assign]
+        async with frozen(engine):
+            # Turns of one version are aborted first, and everything else waits for their ends.
+            uploading = asyncio.create_task(pool.hub.upload(2))
+            try:
+                async with asyncio.timeout(20):
+                    turn = await pinned
+            finally:
+                # Or nothing here could be stopped.
+                asyncio.get_running_loop().call_later(1.0, answers.set)
+            assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
+            assert 3 <= len(turn.tokens) < 60 and set(turn.versions) == {1}
+            assert not member.turns and not pool.engine.requests_lost
+        await uploading
+        await pool.serving()
+        assert member.version == 2
+        check(await pool.hub.generate("b", PROMPT, sampling_params=sampling(60)))
+        await until(lambda: not pool.engines[hanging].serving.store.records())
 
 
 async def test_an_engine_that_stands_still_for_other_weights_is_not_silent(tmp_path: Path) -> None:
