@@ -225,7 +225,8 @@ class Closing:
         if attempt is not None:
             found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
             members += [member for member in found if member is not None]
-        tokens = sum(member.own_token_count for member in members)
+        branches = [branch for member in members for branch in member.with_branches()]
+        tokens = sum(branch.token_count - branch.parent_token_count for branch in branches)
         outcome_bytes = outcome.ByteSize()
         self._budget.check(outcome_bytes)
         self._journal.check_room(

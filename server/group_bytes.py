@@ -25,13 +25,9 @@ from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor
 
+from penstock.server.encoded_trajectory import EncodedTrajectory, LeftOut
 from penstock.server.journal import EncodedRecord, JournalRecord, Part, ShortRecord, Stored
-from penstock.server.trajectory_store import (
-    EncodedTrajectory,
-    LeftOut,
-    SegmentRecord,
-    TrajectoryRecord,
-)
+from penstock.server.trajectory_store import SegmentRecord, TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire.codec import TOKEN, twin
 from penstock.wire.referred import put_together
@@ -44,7 +40,7 @@ _GroupReferred = twin(journal_pb2.GroupReferred)
 _ReferredSegment = twin(journal_pb2.ReferredSegment)
 _GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
-VARINT, LENGTH_DELIMITED = 0, 2
+LENGTH_DELIMITED = 2
 
 
 @lru_cache(4096)
@@ -57,8 +53,8 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _tag(descriptor: Descriptor, field: str, wire_type: int = LENGTH_DELIMITED) -> bytes:
-    return _varint(descriptor.fields_by_name[field].number << 3 | wire_type)
+def _tag(descriptor: Descriptor, field: str) -> bytes:
+    return _varint(descriptor.fields_by_name[field].number << 3 | LENGTH_DELIMITED)
 
 
 _TOKEN_IDS = _tag(trajectory_pb2.Segment.DESCRIPTOR, "token_ids")
@@ -69,8 +65,6 @@ _FINISHED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "group_finished")
 _FINISHED_GROUP = _tag(journal_pb2.GroupFinished.DESCRIPTOR, "group")
 _REFERRED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "group_referred")
 _REFERRED_FINISHED = _tag(journal_pb2.GroupReferred.DESCRIPTOR, "finished")
-_REFERRED_SEGMENTS = _tag(journal_pb2.GroupReferred.DESCRIPTOR, "segments")
-_REFERRED_TRAJECTORY = _tag(journal_pb2.ReferredSegment.DESCRIPTOR, "trajectory", VARINT)
 _TURN_CHANGED = _tag(journal_pb2.JournalRecord.DESCRIPTOR, "turn_changed")
 _TURN_SEGMENTS = _tag(journal_pb2.TurnChanged.DESCRIPTOR, "segments")
 _DELIVERY = _tag(trainer_service_pb2.ExchangeResponse.DESCRIPTOR, "delivery")
@@ -175,15 +169,13 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
 def encode_early(record: TrajectoryRecord) -> None:
     """Encodes a trajectory that is closed before its group is complete, so that little is left to do then;
     not one of which something is still sampled or written."""
-    growing = record.turn is not None and record.turn.in_flight
-    if not growing and record.is_written:
+    if not record.growing and record.is_written:
         record.encoded = encode_trajectory(record)
 
 
 def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
     """A trajectory that is closed."""
-    # What is still sampled may come yet, though nobody waits for it.
-    growing = record.turn is not None and record.turn.in_flight
+    growing = record.growing
     head = _trajectory_head(record)
     whole, short = _Pieces(head), _Pieces(head)
     left_out: list[LeftOut] = []
@@ -200,10 +192,7 @@ def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
             short.extend(pieces, around.byte_count)
         else:
             short.add(around.without)
-            referred = _ReferredSegment(
-                segment=index, token_position=position, token_count=count
-            ).SerializeToString()
-            left_out.append(LeftOut(position, count, referred))
+            left_out.append(LeftOut(index, position, count))
         position += count
     if not left_out:
         return EncodedTrajectory(
@@ -223,8 +212,8 @@ class EncodedGroup:
     short: tuple[Part, ...]
     """The same without the arrays of some segments."""
     short_byte_count: int
-    left_out: bytes
-    """Those, as the `segments` of a GroupReferred."""
+    left_out: tuple[journal_pb2.ReferredSegment, ...]
+    """Those."""
     turns: tuple[Stored, ...]
     """For each of them, the record that has it."""
 
@@ -250,7 +239,7 @@ def encode_group(
         newest_weight_version=versions.stop - 1,
     ).SerializeToString()
     whole, short = _Pieces(head), _Pieces(head)
-    left_out = bytearray()
+    left_out: list[journal_pb2.ReferredSegment] = []
     turns: list[Stored] = []
     for index, record in enumerate(records):
         one = encode_trajectory(record) if record.encoded is None else record.encoded
@@ -258,19 +247,22 @@ def encode_group(
         whole.extend(one.parts, one.byte_count)
         short.add(_TRAJECTORIES + _varint(one.short_byte_count))
         short.extend(one.short, one.short_byte_count)
-        which = _REFERRED_TRAJECTORY + _varint(index)
-        for position, count, referred in one.left_out:
+        for segment, position, count in one.left_out:
             # Not before now: a compaction has it in another record.
             turn = record.recorded_at(position, count)
             assert turn is not None
             turns.append(turn)
-            left_out += _REFERRED_SEGMENTS + _varint(len(which) + len(referred)) + which + referred
+            left_out.append(
+                _ReferredSegment(
+                    trajectory=index, segment=segment, token_position=position, token_count=count
+                )
+            )
     return EncodedGroup(
         tuple(whole.parts),
         whole.byte_count,
         tuple(short.parts),
         short.byte_count,
-        bytes(left_out),
+        tuple(left_out),
         tuple(turns),
     )
 
@@ -298,8 +290,8 @@ def group_finished(
     if not group.left_out:
         return EncodedRecord(tuple(whole.parts))
     short = _finished(_REFERRED_FINISHED, group.short, group.short_byte_count, tail)
-    referred = _GroupReferred(group_byte_count=group.byte_count).SerializeToString()
-    short.add(group.left_out + referred)
+    referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
+    short.add(referred.SerializeToString())
     record = _field(_REFERRED, short)
     return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), group.turns))
 

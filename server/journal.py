@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from penstock.server.attempts import Group
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
@@ -101,7 +101,8 @@ class Folder:
     inode: int
 
 
-class FilePlace(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FilePlace:
     """A record in a file of that folder."""
 
     file: str

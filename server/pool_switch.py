@@ -44,7 +44,7 @@ from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
-from penstock.server.pool_uploads import POLICIES, Fanout
+from penstock.server.pool_uploads import POLICIES, Fanout, not_taken
 from penstock.server.weight_switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
@@ -228,7 +228,7 @@ class PoolSwitch:
         self.fanout.settle(member, accepted=False)
         member.changes += 1
         self.declined[member] = error.failure
-        self._give_up(member, f"did not take version {self.version}: {error}")
+        self._give_up(member, not_taken(self.version, error))
         self.roster.rotate()
 
     def _give_up(self, member: Member, problem: str) -> None:

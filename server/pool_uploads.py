@@ -49,6 +49,13 @@ POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
 }
 
 
+def not_taken(version: int, error: Refused) -> str:
+    """Why an engine server has not a version, in words."""
+    fenced = error.failure.reason == Reason.STALE_EPOCH
+    why = "takes weights from a hub that began later: it " if fenced else ""
+    return f"{why}did not take version {version}: {error}"
+
+
 class Payload:
     """The bytes of a staged version, mapped, and what a header says of them."""
 

@@ -44,7 +44,7 @@ from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
 from penstock.server.pool_sharing import Sharing
 from penstock.server.pool_switch import PoolSwitch
-from penstock.server.pool_uploads import Fanout, Payload
+from penstock.server.pool_uploads import Fanout, Payload, not_taken
 from penstock.server.weight_probe import Probe, ProbeResult
 from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
 from penstock.server.weight_upload import Staged
@@ -160,9 +160,7 @@ class PoolWeights:
                 member.has(version, adapter=adapter is not None)
             except Refused as error:
                 fanout.settle(member, accepted=False)
-                newer = error.failure.reason == Reason.STALE_EPOCH
-                why = "takes weights from a hub that began later: " if newer else ""
-                member.leave_rotation(f"{why}did not take version {version}: {error}")
+                member.leave_rotation(not_taken(version, error))
             except TimeoutError:
                 member.hung = True
                 member.leave_rotation(f"{doing} version {version} after {limit:g} s")

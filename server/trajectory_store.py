@@ -15,10 +15,10 @@ import hashlib
 import time
 from asyncio import Future
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from penstock.server.encoded_trajectory import EncodedTrajectory
     from penstock.server.engine import Delta
     from penstock.server.history import History
     from penstock.server.journal import Stored
@@ -112,29 +113,6 @@ class Answered:
     def is_retried_by(self, digest: bytes, *, says_so: bool) -> bool:
         """Whether a request repeats this one, rather than wanting another sample."""
         return digest == self.digest and (says_so or not (self.delivered or self.followers))
-
-
-class LeftOut(NamedTuple):
-    """A segment whose arrays the short form of a trajectory does not have."""
-
-    token_position: int
-    """Tokens of the trajectory before it."""
-    token_count: int
-    referred: bytes
-    """A ReferredSegment that does not say yet of which of a group's trajectories."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedTrajectory:
-    """A Trajectory, in pieces that nobody changes any more."""
-
-    parts: Sequence[bytes | bytearray]
-    byte_count: int
-    short: Sequence[bytes | bytearray]
-    """The same without the arrays of some segments."""
-    short_byte_count: int
-    left_out: Sequence[LeftOut]
-    """Those."""
 
 
 @dataclass(slots=True)
@@ -246,6 +224,11 @@ class TrajectoryRecord:
         return found
 
     @property
+    def growing(self) -> bool:
+        """Whether something may still be sampled for it, which for one that is closed nobody waits for."""
+        return self.turn is not None and self.turn.in_flight
+
+    @property
     def is_written(self) -> bool:
         """Whether no append of a large segment is under way."""
         return all(not isinstance(found, Future) or found.done() for found in self.written.values())
@@ -310,14 +293,6 @@ class TrajectoryRecord:
                 found.append(child)
             found += child.open_branches()
         return found
-
-    @property
-    def own_token_count(self) -> int:
-        """Tokens in its segments, and in those of all that branch from it."""
-        count = self.token_count - self.parent_token_count
-        for child in self.children:
-            count += child.own_token_count
-        return count
 
     def with_branches(self) -> list[TrajectoryRecord]:
         """This one, and all that branch from it, directly or not."""
