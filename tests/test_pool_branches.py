@@ -149,7 +149,8 @@ async def test_once_per_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["refuses", "hangs"])
 async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: str) -> None:
-    rules = replace(QUICK, stage_seconds=3.0)
+    # The next engine leads after half of it, and has the other half, however busy the machine.
+    rules = replace(QUICK, stage_seconds=8.0)
     shared = ["weights.stage_folder=/dev/shm"]
     async with serve_pool(tmp_path, 4, rules=rules, hosts="aaaa", of_engines=shared) as pool:
         gate = asyncio.Event()
@@ -161,10 +162,12 @@ async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: s
 
         first = pool.engines[0].serving.uploads
         original, first._begin = first._begin, fails  # type: ignore[method-assign]
-        await pool.hub.upload(1)
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: None not in sources(pool)[1:])
         assert sorted(map(str, sources(pool)[1:])) == ["hub", "memory", "memory"]
         first._begin = original  # type: ignore[method-assign]
         gate.set()
+        await uploading
         await pool.serving()
         for engine in pool.engines:
             assert loaded(engine) == tensors_of(1)
