@@ -9,7 +9,7 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
+.PHONY: help setup demo test backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
 	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
@@ -30,6 +30,9 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 	-@$(BIN)/python .ci/clients.py
 	-@$(BIN)/python .ci/programs.py
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+backends: setup ## each backend, on layouts of up to four ranks: the numbers of one process; the tiny demo's reward climbs
+	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/test_megatron_policy.py tests/test_demo_backends.py $(ARGS)
 
 # Ray is no part of set-up: without it the tests of it are skipped, and say so.
 cluster-test: setup ## `penstock up` on a Ray cluster of this machine, each actor killed; installs Ray

@@ -1,7 +1,7 @@
-"""What `test_megatron_policy` has two processes do: `python -m tests.megatron_worker FOLDER RANK`.
+"""What `test_megatron_policy` has processes do: `python -m tests.megatron_worker FOLDER RANK RANKS`.
 
     rank 0, alone:  rollouts and ten steps of the default policy for each case; megatron-core on one rank
-    both:           the same steps on the layouts of two ranks; the checkpoints of one rank
+    all:            the same steps on the layouts of so many ranks; the checkpoints of one rank
 
 What rank 0 finds it writes to FOLDER/found.json, by the name of the case; the test judges it. Loading
 megatron-core takes seconds, and so it is done once for everything.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ LLAMA3_ROPE = {
 VOCABULARY = 265
 STEPS = 10
 RESUMED = ("tensor", "pipeline", "critic of stages")
+RESUMED_BY_FOUR = ("tensor and pipeline",)
 EVERYTHING = {
     "kl": {"kind": "loss", "coefficient": 0.1},
     "correction": {"level": "token", "mode": "clip", "threshold": 2.0},
@@ -81,6 +82,7 @@ class Case:
     algorithm: dict[str, Any] = field(default_factory=dict)
     updates: int = 1
     gradient_checkpointing: bool = False
+    ranks: int = 2
 
     def policy_arguments(self, folder: Path, *, megatron: bool, alone: bool = False) -> Any:
         backend: Any = {"kind": "fsdp"}
@@ -128,6 +130,18 @@ CASES = {
     "critic of data": Case("qwen2", tied=True, tensor=1, pipeline=1, algorithm={"advantage": GAE}),
     "left out of stages": Case("qwen2", tied=False, tensor=1, pipeline=2, algorithm=LEAVES_OUT),
 }
+CASES_OF_FOUR = {
+    "tensor and pipeline": Case("qwen3", tied=True, tensor=2, pipeline=2, updates=2, ranks=4),
+    "tensor and data": Case(
+        "llama", tied=False, tensor=2, pipeline=1, algorithm=EVERYTHING, ranks=4
+    ),
+    "pipeline and data": Case(
+        "qwen2", tied=True, tensor=1, pipeline=2, algorithm=PENALIZED, ranks=4
+    ),
+    "critic of stages and data": Case(
+        "llama", tied=False, tensor=1, pipeline=2, algorithm={"advantage": GAE}, ranks=4
+    ),
+}
 
 
 def make_model(folder: Path, family: str, *, tied: bool) -> Path:
@@ -174,7 +188,7 @@ def train_default(case: Case, folder: Path) -> dict[str, Any]:
             objective,
             token_budget=60,
             update_count=case.updates,
-            ranks=2 // (case.tensor * case.pipeline),
+            ranks=case.ranks // (case.tensor * case.pipeline),
         )
         plans.append(plan)
         results.append(numbers(policy.step(plan)))
@@ -323,7 +337,7 @@ def train_rounded(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
-    """On two ranks: the rest, from the checkpoint of one."""
+    """On several ranks: the rest, from the checkpoint of one."""
     from penstock.trainer.megatron_policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True)
@@ -333,12 +347,12 @@ def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     plans: list[StepPlan] = torch.load(folder / "plans", weights_only=False)
     results = [numbers(policy.step(share(p, policy, rank))) for p in plans[STEPS // 2 :]]
     trained = copied(policy)
-    # And what two ranks write, two ranks read.
+    # And what several ranks write, they read.
     if rank == 0:
-        (folder / "of-two").mkdir()
+        (folder / "of-all").mkdir()
     distributed.barrier()
-    policy.save(folder / "of-two")
-    policy.load(folder / "of-two")
+    policy.save(folder / "of-all")
+    policy.load(folder / "of-all")
     again = dict(policy.weights())
     if rank:
         return {}
@@ -383,39 +397,42 @@ def forget_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main(folder: Path, rank: int) -> None:
+def main(folder: Path, rank: int, ranks: int) -> None:
     megatron_hook.install()
     torch.set_num_threads(1)
+    cases, resumed = (CASES, RESUMED) if ranks == 2 else (CASES_OF_FOUR, RESUMED_BY_FOUR)
     found: dict[str, Any] = {"default": {}, "logits": {}}
     if rank == 0:
-        for name, case in CASES.items():
+        for name, case in cases.items():
             make_model(folder / name, case.family, tied=case.tied)
             found["default"][name] = train_default(case, folder / name)
-        for family in FAMILIES:
-            for tied in (True, False):
-                name = f"{family}-{tied}"
-                found["logits"][name] = compare_logits(folder / name, family, tied=tied)
-        for name in RESUMED:
-            found[f"alone {name}"] = save_and_resume(CASES[name], folder / name)
-        found["rounded"] = train_rounded(CASES["tensor"], folder / "tensor")
+        for name in resumed:
+            found[f"alone {name}"] = save_and_resume(cases[name], folder / name)
+        if ranks == 2:
+            for family in FAMILIES:
+                for tied in (True, False):
+                    name = f"{family}-{tied}"
+                    found["logits"][name] = compare_logits(folder / name, family, tied=tied)
+            found["rounded"] = train_rounded(CASES["tensor"], folder / "tensor")
         forget_layout()
         distributed.destroy_process_group()
-    store = distributed.FileStore(str(folder / "store"), 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    tasks: Sequence[tuple[str, Callable[[], Any]]] = (
+    store = distributed.FileStore(str(folder / "store"), ranks)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    tasks: list[tuple[str, Callable[[], Any]]] = [
         *(
             (name, lambda name=name, case=case: train_megatron(case, folder / name, rank))
-            for name, case in CASES.items()
+            for name, case in cases.items()
         ),
         *(
             (
                 f"resumed {name}",
-                lambda name=name: resume_elsewhere(CASES[name], folder / name, rank),
+                lambda name=name: resume_elsewhere(cases[name], folder / name, rank),
             )
-            for name in RESUMED
+            for name in resumed
         ),
-        ("refusals", lambda: refusals(folder / "pipeline")),
-    )
+    ]
+    if ranks == 2:
+        tasks.append(("refusals", lambda: refusals(folder / "pipeline")))
     for name, task in tasks:
         begun = time.perf_counter()
         found[name] = task()
@@ -427,4 +444,4 @@ def main(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

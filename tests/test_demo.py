@@ -177,6 +177,9 @@ def test_the_model_is_kept_with_the_virtual_environment_or_else_in_the_users_cac
         (["--task", "no_such_data_set"], "chain_sum"),
         (["--steps", "0"], "steps"),
         (["--tiny", "--model", "x"], "--tiny"),
+        (["--tensor-parallel", "2", "--ranks", "2"], "--backend megatron"),
+        (["--backend", "megatron", "--pipeline-parallel", "2"], "--ranks 1"),
+        (["--backend", "megatron", "--ranks", "6", "--tensor-parallel", "4"], "--ranks 6"),
     ],
 )
 def test_a_bad_option_is_explained_before_anything_starts(
@@ -192,6 +195,27 @@ def test_the_help_names_the_steps_of_every_scale(capsys: pytest.CaptureFixture[s
     scales = (settings.SMALL_MODEL, settings.SMALL_MODEL_LONG_TASK, settings.TINY_MODEL)
     short, long, tiny = (scale.steps for scale in scales)
     assert f"[{short}; {long} with a data set of reasoning-gym, {tiny} with --tiny]" in said
+
+
+def test_the_backend_is_divided_as_the_command_line_says(tmp_path: Path) -> None:
+    from penstock.trainer.config import MegatronBackend, load_config
+
+    folder = tmp_path / "model"
+    write_model(folder)
+    scale = settings.TINY_MODEL
+    for tensor, pipeline in ((1, 1), (2, 1), (1, 2)):
+        plan = settings.Plan(
+            *(folder, "a model", tmp_path, settings.PRINTABLE, 1, 0, "127.0.0.1:0", scale),
+            ranks=2,
+            backend="megatron",
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+        )
+        path = tmp_path / "trainer.toml"
+        path.write_text(settings.trainer_config(plan, "127.0.0.1:1"))
+        backend = load_config(path).model.backend
+        assert isinstance(backend, MegatronBackend)
+        assert (backend.tensor_parallel, backend.pipeline_parallel) == (tensor, pipeline)
 
 
 def test_the_trainers_configuration_is_one_that_the_trainer_reads(tmp_path: Path) -> None:

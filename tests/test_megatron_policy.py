@@ -1,4 +1,4 @@
-"""The backend megatron-core next to the default one and to transformers, on one rank and on two."""
+"""The backend megatron-core next to the default one and to transformers, on one, two and four ranks."""
 
 from __future__ import annotations
 
@@ -11,36 +11,40 @@ from typing import Any
 
 import pytest
 
-from tests.megatron_worker import CASES, FAMILIES, RESUMED
+from tests.megatron_worker import CASES, CASES_OF_FOUR, FAMILIES, RESUMED, RESUMED_BY_FOUR
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 270
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two processes found; the name of each step is that of what it did."""
-    folder = tmp_path_factory.mktemp("megatron")
+def run_ranks(folder: Path, ranks: int, seconds: float) -> dict[str, Any]:
+    """What so many processes found; the name of each step is that of what it did."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank)],
+            [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank), str(ranks)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in (0, 1)
+        for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
     return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks found."""
+    return run_ranks(tmp_path_factory.mktemp("megatron"), 2, SECONDS)
 
 
 def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
@@ -64,10 +68,8 @@ def test_it_computes_and_exports_what_transformers_does(
     assert one["bitwise"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process_of_the_default_does(
-    found: dict[str, Any], name: str
-) -> None:
+def check_as_one(found: dict[str, Any], name: str) -> None:
+    """A case's losses and weights are those of one process of the default."""
     expected, own = found["default"][name], found[name]
     assert len(own["results"]) == 10
     assert largest_difference(own["results"], expected["results"]) <= 2e-5
@@ -75,6 +77,23 @@ def test_two_ranks_train_as_one_process_of_the_default_does(
     # They moved meanwhile, by much more than that.
     assert own["moved"] >= 5e-5
     assert own["untrained"] and own["exported"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_of_the_default_does(
+    found: dict[str, Any], name: str
+) -> None:
+    check_as_one(found, name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_layouts_of_four_ranks_train_as_one_process_of_the_default_does(tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, 4, 800)
+    for name in CASES_OF_FOUR:
+        check_as_one(found, name)
+    for name in RESUMED_BY_FOUR:
+        check_resumed(found, name)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("critic")])
@@ -105,13 +124,17 @@ def test_bfloat16_is_the_arithmetic_and_not_the_weights(found: dict[str, Any]) -
         assert 0 < max(far) < bound, name
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_ranks_go_on_from_the_checkpoint_of_one(found: dict[str, Any], name: str) -> None:
+def check_resumed(found: dict[str, Any], name: str) -> None:
     own = found[f"resumed {name}"]
     assert own["loaded"]
     assert largest_difference(own["results"], found[f"alone {name}"]["rest"]) <= 2e-5
     assert own["weights"] <= 1e-6
     assert own["kept"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_ranks_go_on_from_the_checkpoint_of_one(found: dict[str, Any], name: str) -> None:
+    check_resumed(found, name)
 
 
 def test_what_cannot_be_shared_is_refused_with_its_reason(found: dict[str, Any]) -> None:

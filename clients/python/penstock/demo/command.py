@@ -49,6 +49,20 @@ STEPS = (
     help="What the trainer computes with.",
 )
 @click.option(
+    "--tensor-parallel",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With megatron: ranks that each tensor is cut over.",
+)
+@click.option(
+    "--pipeline-parallel",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With megatron: ranks that the layers are shared out to.",
+)
+@click.option(
     "--durability",
     type=click.Choice(["fsync", "process", "none"]),
     default="fsync",
@@ -66,6 +80,8 @@ def demo(
     lora: bool,
     ranks: int,
     backend: str,
+    tensor_parallel: int,
+    pipeline_parallel: int,
     durability: str,
 ) -> None:
     """Server, worker and trainer on this machine: a language model learns over the wire."""
@@ -74,6 +90,15 @@ def demo(
         raise click.UsageError("--tiny makes a model of its own; leave --model out")
     if lora and backend == "megatron":
         raise click.UsageError("--backend megatron trains all weights; leave --lora out")
+    copy = tensor_parallel * pipeline_parallel
+    if copy > 1 and backend != "megatron":
+        raise click.UsageError(
+            "--tensor-parallel and --pipeline-parallel divide a model for --backend megatron"
+        )
+    if ranks % copy:
+        raise click.UsageError(
+            f"--ranks {ranks} cannot be divided into copies of {copy} ranks each"
+        )
     task = task or (PRINTABLE if tiny else SUMS)
     check_task(task)
     folder = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
@@ -95,6 +120,8 @@ def demo(
             durability=durability,
             ranks=ranks,
             backend=backend,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
         )
         seconds = asyncio.run(run_plan(plan, console))
     except (ModelUnavailable, ProcessFailed) as error:

@@ -141,6 +141,10 @@ class Plan:
     """Processes that the trainer computes with."""
     backend: str = "fsdp"
     """What it computes with."""
+    tensor_parallel: int = 1
+    """Ranks that each tensor is cut over; of megatron, as the next one."""
+    pipeline_parallel: int = 1
+    """Ranks that the layers are shared out to."""
 
     @property
     def reward(self) -> str:
@@ -238,6 +242,14 @@ def trainer_config(plan: Plan, address: str) -> str:
         else {"reasoning_gym": {"name": plan.task, "seed": plan.seed}}
     )
     adapter = {"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}} if plan.lora else {}
+    divided = {
+        name: size
+        for name, size in (
+            ("tensor_parallel", plan.tensor_parallel),
+            ("pipeline_parallel", plan.pipeline_parallel),
+        )
+        if size > 1
+    }
     return tomli_w.dumps(
         {
             "server": {"address": address, "give_up_after_seconds": PATIENCE_SECONDS},
@@ -252,7 +264,7 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "path": str(plan.model),
                 **({"dtype": scale.dtype} if scale.dtype else {}),
                 "threads": max(1, TRAINER_THREADS // plan.ranks),
-                "backend": plan.backend,
+                "backend": {"kind": plan.backend, **divided} if divided else plan.backend,
                 **adapter,
             },
             "data": {
