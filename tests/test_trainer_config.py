@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.__main__ import train
+from penstock.trainer.advice import advise
 from penstock.trainer.algorithm_config import PpoClip
 from penstock.trainer.config import TrainerConfig, load_config, render_config
 from penstock.trainer.errors import ConfigInvalid
@@ -141,6 +142,34 @@ def test_a_refusal_names_the_field_and_the_value(
 def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: list[str]) -> None:
     config = load_config(write(tmp_path), overrides)
     assert load_config(write(tmp_path, render_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], []),
+        (["algorithm.loss.kind=reinforce"], ["staleness.max_lag = 4", "algorithm.correction"]),
+        (["algorithm.loss.kind=reinforce", "staleness.max_lag=0"], []),
+        (
+            [
+                "algorithm.loss.kind=reinforce",
+                "algorithm.correction={level='token', mode='clip', threshold=2.0}",
+            ],
+            [],
+        ),
+        (["algorithm.correction={level='off', ratio_to='proximal'}"], ["staleness.max_lag = 4"]),
+        (["algorithm.correction={level='off', ratio_to='proximal'}", "staleness.max_lag=0"], []),
+        (["algorithm.loss.kind=gspo"], ['"gspo"', "sequence_mean"]),
+        (["algorithm.loss.kind=gspo", "algorithm.aggregation.kind=sequence_mean"], []),
+        (["algorithm.loss={kind='custom', function='a:b'}"], []),
+    ],
+)
+def test_what_hardly_anybody_means_is_advised_against(
+    tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
+    said = advise(load_config(write(tmp_path), overrides))
+    assert len(said) == bool(words)
+    assert all(word in said[0] for word in words)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

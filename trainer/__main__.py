@@ -174,9 +174,12 @@ async def _run(
     config: TrainerConfig, compute: ComputeThread, resume: bool, leader: Leader | None
 ) -> None:
     """Owns the run's folder, its channels and its tasks."""
+    from penstock.trainer.advice import advise
     from penstock.trainer.ledger import Ledger
 
     console = _log_to_console()
+    for sentence in advise(config):
+        log.warning("%s", sentence)
     stopping = _stop_on_signal()
     ledger = Ledger(config.run.out)
     try:
