@@ -1,7 +1,7 @@
-"""What `test_megatron_policy` has processes do: `python -m tests.megatron_worker FOLDER RANK RANKS`.
+"""What `test_megatron_policy` has processes do: `python -m tests.megatron_worker FOLDER RANK PART`.
 
     rank 0, alone:  rollouts and ten steps of the default policy for each case; megatron-core on one rank
-    all:            the same steps on the layouts of so many ranks; the checkpoints of one rank
+    all:            the same steps on the cases' layouts; the checkpoints of one rank
 
 What rank 0 finds it writes to FOLDER/found.json, by the name of the case; the test judges it. Loading
 megatron-core takes seconds, and so it is done once for everything.
@@ -117,18 +117,20 @@ CASES = {
     "data": Case(
         "llama", tied=False, tensor=1, pipeline=1, algorithm=PENALIZED, gradient_checkpointing=True
     ),
-    # Of each step an answer that the reference is asked about, and that is not computed then.
-    "left out": Case("qwen2", tied=False, tensor=1, pipeline=1, algorithm=LEAVES_OUT),
-    "critic of tensor": Case(
-        "llama", tied=True, tensor=2, pipeline=1, algorithm={"advantage": GAE}, updates=2
-    ),
     # What the last stage alone knows of the reference is in what the critic should have said, too.
     "critic of stages": Case(
         *("qwen3", False, 1, 2),
         algorithm={"advantage": GAE, "kl": {"kind": "reward", "coefficient": 0.1}},
     ),
-    "critic of data": Case("qwen2", tied=True, tensor=1, pipeline=1, algorithm={"advantage": GAE}),
+    # Of each step an answer that the reference is asked about, and that is not computed then.
     "left out of stages": Case("qwen2", tied=False, tensor=1, pipeline=2, algorithm=LEAVES_OUT),
+}
+MORE_CASES = {
+    "left out": Case("qwen2", tied=False, tensor=1, pipeline=1, algorithm=LEAVES_OUT),
+    "critic of tensor": Case(
+        "llama", tied=True, tensor=2, pipeline=1, algorithm={"advantage": GAE}, updates=2
+    ),
+    "critic of data": Case("qwen2", tied=True, tensor=1, pipeline=1, algorithm={"advantage": GAE}),
 }
 CASES_OF_FOUR = {
     "tensor and pipeline": Case("qwen3", tied=True, tensor=2, pipeline=2, updates=2, ranks=4),
@@ -141,6 +143,25 @@ CASES_OF_FOUR = {
     "critic of stages and data": Case(
         "llama", tied=False, tensor=1, pipeline=2, algorithm={"advantage": GAE}, ranks=4
     ),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one start of the processes is for."""
+
+    ranks: int
+    cases: dict[str, Case]
+    resumed: tuple[str, ...] = ()
+    """Cases that are interrupted and resumed."""
+    one_rank: bool = False
+    """Whether what one rank computes is compared with transformers, and what is refused is looked at."""
+
+
+PARTS = {
+    "two": Part(2, CASES, RESUMED, one_rank=True),
+    "more": Part(2, MORE_CASES),
+    "four": Part(4, CASES_OF_FOUR, RESUMED_BY_FOUR),
 }
 
 
@@ -397,10 +418,10 @@ def forget_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main(folder: Path, rank: int, ranks: int) -> None:
+def main(folder: Path, rank: int, part: Part) -> None:
     megatron_hook.install()
     torch.set_num_threads(1)
-    cases, resumed = (CASES, RESUMED) if ranks == 2 else (CASES_OF_FOUR, RESUMED_BY_FOUR)
+    cases, resumed, ranks = part.cases, part.resumed, part.ranks
     found: dict[str, Any] = {"default": {}, "logits": {}}
     if rank == 0:
         for name, case in cases.items():
@@ -408,7 +429,7 @@ def main(folder: Path, rank: int, ranks: int) -> None:
             found["default"][name] = train_default(case, folder / name)
         for name in resumed:
             found[f"alone {name}"] = save_and_resume(cases[name], folder / name)
-        if ranks == 2:
+        if part.one_rank:
             for family in FAMILIES:
                 for tied in (True, False):
                     name = f"{family}-{tied}"
@@ -431,7 +452,7 @@ def main(folder: Path, rank: int, ranks: int) -> None:
             for name in resumed
         ),
     ]
-    if ranks == 2:
+    if part.one_rank:
         tasks.append(("refusals", lambda: refusals(folder / "pipeline")))
     for name, task in tasks:
         begun = time.perf_counter()
@@ -444,4 +465,4 @@ def main(folder: Path, rank: int, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), PARTS[sys.argv[3]])

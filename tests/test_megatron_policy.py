@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from tests.megatron_worker import CASES, CASES_OF_FOUR, FAMILIES, RESUMED, RESUMED_BY_FOUR
+from tests.megatron_worker import CASES, FAMILIES, PARTS, RESUMED
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 270
 
 
-def run_ranks(folder: Path, ranks: int, seconds: float) -> dict[str, Any]:
-    """What so many processes found; the name of each step is that of what it did."""
+def run_part(folder: Path, part: str, seconds: float) -> dict[str, Any]:
+    """What its processes found; the name of each step is that of what it did."""
+    ranks = PARTS[part].ranks
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank), str(ranks)],
+            [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank), part],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -44,7 +45,7 @@ def run_ranks(folder: Path, ranks: int, seconds: float) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks found."""
-    return run_ranks(tmp_path_factory.mktemp("megatron"), 2, SECONDS)
+    return run_part(tmp_path_factory.mktemp("megatron"), "two", SECONDS)
 
 
 def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
@@ -88,20 +89,26 @@ def test_two_ranks_train_as_one_process_of_the_default_does(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_layouts_of_four_ranks_train_as_one_process_of_the_default_does(tmp_path: Path) -> None:
-    found = run_ranks(tmp_path, 4, 800)
-    for name in CASES_OF_FOUR:
+@pytest.mark.parametrize("part", ["more", "four"])
+def test_other_layouts_train_as_one_process_of_the_default_does(part: str, tmp_path: Path) -> None:
+    found = run_part(tmp_path, part, 800)
+    for name in PARTS[part].cases:
         check_as_one(found, name)
-    for name in RESUMED_BY_FOUR:
+        if name.startswith("critic"):
+            check_critic(found, name)
+    for name in PARTS[part].resumed:
         check_resumed(found, name)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("critic")])
-def test_a_critic_learns_beside_it(found: dict[str, Any], name: str) -> None:
+def check_critic(found: dict[str, Any], name: str) -> None:
     losses = [result["critic_loss"] for result in found[name]["results"]]
     explained = [result["critic_explained_variance"] for result in found[name]["results"]]
     assert min(losses) > 0
     assert abs(explained[0]) < 1e-6 < abs(explained[-1])
+
+
+def test_a_critic_learns_beside_it(found: dict[str, Any]) -> None:
+    check_critic(found, "critic of stages")
 
 
 @pytest.mark.parametrize("name", [f"alone {name}" for name in RESUMED])
