@@ -435,8 +435,9 @@ def main(folder: Path, rank: int, part: Part) -> None:
                     name = f"{family}-{tied}"
                     found["logits"][name] = compare_logits(folder / name, family, tied=tied)
             found["rounded"] = train_rounded(CASES["tensor"], folder / "tensor")
-        forget_layout()
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            forget_layout()
+            distributed.destroy_process_group()
     store = distributed.FileStore(str(folder / "store"), ranks)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     tasks: list[tuple[str, Callable[[], Any]]] = [

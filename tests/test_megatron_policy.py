@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +23,32 @@ def run_part(folder: Path, part: str, seconds: float) -> dict[str, Any]:
     """What its processes found; the name of each step is that of what it did."""
     ranks = PARTS[part].ranks
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank), part],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=seconds)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    with contextlib.ExitStack() as stack:
+        logs = [folder / f"{rank}.log" for rank in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank), part],
+                cwd=ROOT,
+                env=environment,
+                stdout=stack.enter_context(logs[rank].open("wb")),
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]
+        codes: list[int | None] = []
+        until = time.monotonic() + seconds
+        try:
+            while time.monotonic() < until:
+                codes = [process.poll() for process in processes]
+                # One that fails leaves the others waiting for it.
+                if None not in codes or any(codes):
+                    break
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert codes == [0] * ranks, "\n".join(log.read_text() for log in logs)
     return json.loads((folder / "found.json").read_text())
 
 
