@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import Counter
@@ -478,6 +479,28 @@ def test_one_lacking_group_raises_it_by_one_and_a_lower_bound_is_tried_when_that
     assert set(targets) == {7, 8}
     assert targets.count(7) < len(targets) / 20
     assert fmean(waits) == pytest.approx(TOLERATED_WAIT, rel=0.3)
+
+
+def test_more_lacking_than_was_raised_is_no_edge() -> None:
+    controller = FreshnessController(16, 17, 144)
+    controller.observe(observed(30.0, lacking=10))
+    assert controller.target == 42
+    # Had it been ten groups late, the step after it would lack no more than those.
+    controller.observe(observed(30.0, lacking=10))
+    assert controller.target == 42
+    rising = FreshnessController(16, 17, 144)
+    rising.observe(observed(30.0, lacking=10))
+    rising.observe(observed(30.0, lacking=11))
+    assert rising.target == 42 + math.ceil(16 * (30.0 - 60.0 * TOLERATED_WAIT) / 30.0)
+
+
+def test_the_third_step_that_starves_in_a_row_raises_it_by_all_of_that() -> None:
+    controller = FreshnessController(16, 17, 144)
+    targets: list[int] = []
+    for starved in (30.0, 30.0, 0.0, 30.0, 30.0, 30.0):
+        controller.observe(observed(starved, lacking=1 if starved else 0))
+        targets.append(controller.target)
+    assert targets == [33, 33, 33, 34, 34, 50]
 
 
 def test_a_step_of_no_length_is_no_observation() -> None:
