@@ -134,8 +134,14 @@ class Connection:
     async def close(self) -> None:
         """Ends it."""
         self._lose_answers()
-        with suppress(errors.Error, OSError):
-            await self._client.close()
+        try:
+            with suppress(errors.Error, OSError):
+                await self._client.close()
+        except asyncio.CancelledError:
+            # The library gives up its try to connect, and with it cancels what it waits for here itself.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
 
     # The connection's own events
 

@@ -5,8 +5,8 @@ for a while, it says OWNER in the next place. From then on any message of anothe
 taken.
 
 The places of messages are counted here, and each message is stored in its place or not at all: so nothing
-is missing in between, and nothing is there twice. Nothing is ever removed from the BEGIN of the last whole
-snapshot on.
+is missing in between, but where NATS lost its power (see `jetstream_reading`), and nothing is there twice.
+Nothing is ever removed from the BEGIN of the last whole snapshot on.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class StreamLog:
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Every record as the last server left them. Raises JournalUnreadable."""
-        reading = Reading(self.connection, self._begin, self._next - 1)
+        synced = self._section.durability == "fsync"
+        reading = Reading(self.connection, self._begin, self._next - 1, synced)
         try:
             async for found in replay_messages(reading):
                 yield found

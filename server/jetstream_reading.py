@@ -1,15 +1,21 @@
 """What the stream of a journal says, from the last whole snapshot on.
 
-Every message from there on has to be there, in its place and whole. What was appended while the snapshot
-was written lies between its pieces, and is kept aside until its end: it says more. A snapshot without an
-end, and what its server did not get to remove, count for nothing.
+Every message from there on has to be there, in its place and whole, but for one that NATS was writing when
+it lost its power: it leaves that one's place empty, and the next message is of the server that started
+afterwards. Nobody was told that it is stored, where NATS syncs each message before it says so; where it
+does not, others may be missing as well, and an empty place is a loss.
+
+What was appended while the snapshot was written lies between its pieces, and is kept aside until its end:
+it says more. A snapshot without an end, and what its server did not get to remove, count for nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from penstock.server.jetstream_answers import Fetched
@@ -27,6 +33,8 @@ from penstock.server.jetstream_frames import (
 )
 from penstock.server.journal import JournalRecord, Record, Stored
 
+logger = logging.getLogger(__name__)
+
 AHEAD = 64
 """Messages asked for at a time."""
 
@@ -38,6 +46,8 @@ class Reading:
     connection: Connection
     begin: int
     last: int
+    synced: bool
+    """Whether NATS syncs each message before it says that it is stored."""
     outside: dict[int, int] = field(default_factory=dict[int, int])
     """Bytes of the records that are outside, by their first messages."""
     log_bytes: int = 0
@@ -58,7 +68,7 @@ async def replay_messages(reading: Reading) -> AsyncIterator[tuple[Record, Store
     in_snapshot = False
     aside: list[tuple[memoryview, Stored]] = []
     chunks: dict[int, bytes] = {}
-    async for message in fetch_all(connection, reading.begin, reading.last):
+    async for message in _fetch_told(reading):
         if not connection.subjects.is_log(message.subject):
             chunks[message.sequence] = message.body
             continue
@@ -122,8 +132,48 @@ async def read_stored(connection: Connection, stored: Stored) -> bytes:
     return bytes(read_at(sequence, message.body, offset).content)
 
 
+async def _fetch_told(reading: Reading) -> AsyncIterator[Fetched]:
+    """Every message that somebody was told of, in order. Raises FrameCorrupt and JetStreamError."""
+    missing = 0
+    async with aclosing(_fetch_places(reading.connection, reading.begin, reading.last)) as places:
+        async for sequence, message in places:
+            if message is None and missing:
+                break
+            if message is None:
+                missing = sequence
+                continue
+            if missing:
+                if not (reading.synced and _begins_anew(reading.connection, message)):
+                    break
+                logger.warning(
+                    "message %d was never whole: NATS lost its power as it wrote it", missing
+                )
+                missing = 0
+            yield message
+    if missing:
+        raise FrameCorrupt(f"message {missing} is missing")
+
+
+def _begins_anew(connection: Connection, message: Fetched) -> bool:
+    """Whether it is the first one of a server."""
+    if not connection.subjects.is_log(message.subject):
+        return False
+    return next(read_message(message.sequence, message.body)).kind is Kind.OWNER
+
+
 async def fetch_all(connection: Connection, first: int, last: int) -> AsyncIterator[Fetched]:
     """Every message of a range, in order. Raises FrameCorrupt where one is missing, and JetStreamError."""
+    async with aclosing(_fetch_places(connection, first, last)) as places:
+        async for sequence, message in places:
+            if message is None:
+                raise FrameCorrupt(f"message {sequence} is missing")
+            yield message
+
+
+async def _fetch_places(
+    connection: Connection, first: int, last: int
+) -> AsyncGenerator[tuple[int, Fetched | None]]:
+    """What is in each place of a range, in order. Raises JetStreamError."""
     ahead: deque[asyncio.Task[Fetched | None]] = deque()
     wanted = first
     try:
@@ -133,9 +183,7 @@ async def fetch_all(connection: Connection, first: int, last: int) -> AsyncItera
                 wanted += 1
             message = await ahead[0]
             ahead.popleft()
-            if message is None:
-                raise FrameCorrupt(f"message {sequence} is missing")
-            yield message
+            yield sequence, message
     finally:
         for task in ahead:
             task.cancel()

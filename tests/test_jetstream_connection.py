@@ -99,3 +99,20 @@ async def test_a_server_that_says_nothing_leaves_no_socket() -> None:
         async with asyncio.timeout(5):
             await closed.wait()
         assert not await never_closed()
+
+
+async def test_a_close_that_nobody_cancelled_comes_to_its_end() -> None:
+    async with listening(shake_hands_and_read) as url:
+        connection = Connection(section(url, 20))
+        await connection.connect()
+        # As the library leaves it when it gives up a try to connect that waits for its end.
+        writer = connection._client._transport._io_writer
+        writer._protocol._get_close_waiter(writer).cancel()
+        await connection.close()
+        assert not await never_closed()
+
+
+async def shake_hands_and_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await shake_hands(reader, writer)
+    await reader.read()
+    writer.close()

@@ -150,6 +150,38 @@ async def test_what_nats_has_lost_is_noticed(store: JetStreamStore) -> None:
         assert "lost" in await journal.failed
 
 
+@pytest.mark.parametrize("durability", ["fsync", "process"])
+@pytest.mark.parametrize("which", [[-1], [-2], [-2, -1]])
+async def test_only_one_message_at_the_end_can_have_been_lost_with_the_power(
+    store: JetStreamStore, durability: str, which: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = await store.make()
+    assert await names_in(journal) == []
+    await journal.start(list)
+    for number in range(4):
+        await journal.append([record(f"{number}")])
+    last = (await journal._log.connection.state()).last
+    for place in which:
+        await journal._log.connection.ask("STREAM.MSG.DELETE", {"seq": last + 1 + place})
+    await store.crash(journal)
+    if durability != store.nats.durability == "process":
+        pytest.skip("this NATS cannot sync each write")
+    again = await store.make(durability=durability)
+    try:
+        if durability == "fsync" and which == [-1]:
+            # Twice: it stays so until the next compaction.
+            assert await names_in(again) == ["0", "1", "2"]
+            assert await names_in(again) == ["0", "1", "2"]
+            assert f"message {last} was never whole" in caplog.text
+        else:
+            with pytest.raises(
+                JournalUnreadable, match=f"message {last + 1 + which[0]} is missing"
+            ):
+                await names_in(again)
+    finally:
+        await store.crash(again)
+
+
 async def test_many_at_a_time_are_few_messages(store: JetStreamStore) -> None:
     async with store.opened() as (journal, _):
         before = (await journal._log.connection.state()).last

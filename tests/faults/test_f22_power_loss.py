@@ -1,0 +1,201 @@
+"""F22: the machine of a NATS server loses power. What was acknowledged survives where each write is synced.
+
+What its disk may have kept: all messages but the last that was written, because NATS syncs each before it
+acknowledges it and before it writes the next; and of the last one any part, sector by sector, unless it was
+acknowledged. Its index of a stream is not synced with each message: it may be any that there was, cut
+short, or none. That a file has a name is taken for granted, as a file system with a journal sees to when
+the file is synced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
+
+from penstock.server import jetstream_log
+from penstock.server.jetstream_frames import StoredOutside
+from penstock.server.journal import Stored
+from tests.faults.report import COUNT, Report
+from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, record
+from tests.nats_server import NatsServer, find_program, nats_server
+
+WHERE = "JetStream"
+NAME = "power of NATS lost"
+SECTOR = 512
+CALLERS = 8
+SIZES = (0, 1_000, 90_000, 600_000)
+"""Of records, in bytes: several in a message, and one in several messages."""
+MESSAGE = struct.Struct("<IQ")
+"""What a stored message begins with: its bytes in all, and its place in the stream."""
+HAS_HEADERS = 1 << 31
+NO_MESSAGE = 3 << 62
+"""In the place of what is no message any more, or says that one is gone."""
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
+    """One for all tests of this file, which syncs each write."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        if server.durability != "fsync":
+            pytest.skip(f"{find_program()} cannot be told to sync each write")
+        yield server
+
+
+# The disk
+
+
+@dataclass
+class Disk:
+    """The files of one stream."""
+
+    nats: NatsServer
+    stream: str
+    indexes: list[bytes] = field(default_factory=list[bytes])
+    """Each that there was at a moment that was looked at."""
+
+    @property
+    def folder(self) -> Path:
+        return self.nats.folder / "store" / "jetstream" / "$G" / "streams" / self.stream / "msgs"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / "index.db"
+
+    def look(self) -> None:
+        """Keeps the index as it is now."""
+        with contextlib.suppress(FileNotFoundError):
+            self.indexes.append(self.index.read_bytes())
+
+    def lose(self, acknowledged: int, rng: random.Random) -> int:
+        """Leaves what may be left of it; returns how many bytes of messages went, or changed."""
+        self.look()
+        found = rng.choice([*self.indexes, None, None])
+        if found is None:
+            self.index.unlink(missing_ok=True)
+        else:
+            whole = rng.random() < 0.7
+            self.index.write_bytes(found if whole else found[: rng.randint(0, len(found))])
+        files = sorted(self.folder.glob("*.blk"), key=lambda path: int(path.stem))
+        last = next((path for path in reversed(files) if path.stat().st_size), None)
+        return lose_tail(last, end_of_synced(last.read_bytes(), acknowledged), rng) if last else 0
+
+
+def end_of_synced(data: bytes, acknowledged: int) -> int:
+    """Up to where a file of messages is certain: to its last one, or beyond where that was acknowledged."""
+    begin = place = 0
+    sequence = NO_MESSAGE
+    while place + MESSAGE.size <= len(data):
+        begin = place
+        length, sequence = MESSAGE.unpack_from(data, place)
+        place += length & ~HAS_HEADERS
+    whole = place <= len(data) and not sequence & NO_MESSAGE
+    return place if whole and sequence <= acknowledged else begin
+
+
+def lose_tail(path: Path, kept: int, rng: random.Random) -> int:
+    """Of what a file has after so many bytes some sectors were written, and its length may be shorter."""
+    data = bytearray(path.read_bytes())
+    length = rng.randint(kept, len(data))
+    changed = len(data) - length
+    del data[length:]
+    for sector in range(kept // SECTOR, -(-length // SECTOR)):
+        if rng.random() < 0.3:
+            first, last = max(kept, sector * SECTOR), min(length, (sector + 1) * SECTOR)
+            data[first:last] = bytes(last - first)
+            changed += last - first
+    path.write_bytes(data)
+    return changed
+
+
+# What is written to it
+
+
+@dataclass
+class Writing:
+    """Callers that append one record after the other, each when the one before was acknowledged."""
+
+    journal: Any
+    rng: random.Random
+    told: list[str] = field(default_factory=list[str])
+    last: int = 0
+    """The place of the last message that was acknowledged."""
+
+    async def go(self) -> None:
+        numbers = itertools.count()
+        await asyncio.gather(*(self._call(numbers) for _ in range(CALLERS)))
+
+    async def _call(self, numbers: itertools.count[int]) -> None:
+        while True:
+            name, size = f"{next(numbers)}", self.rng.choice(SIZES)
+            (stored,) = await self.journal.append([record(name, size)], hold_last=True)
+            self.told.append(name)
+            self.last = max(self.last, last_message(stored))
+
+
+def last_message(stored: Stored) -> int:
+    """Of those that a record is in."""
+    if isinstance(stored, StoredOutside):
+        return max(stored.segment, stored.reference.first + stored.reference.count - 1)
+    return stored.segment
+
+
+async def lose_power(nats: NatsServer, rng: random.Random) -> tuple[int, int]:
+    """Once. Returns how many records were acknowledged, and how many bytes were lost."""
+    store = JetStreamStore(nats)
+    disk = Disk(nats, store.stream)
+    journal = await store.make(max_bytes=512 * MEBIBYTE)
+    assert not await names_in(journal)
+    await journal.start(list)
+    writing = Writing(journal, rng)
+    working = asyncio.create_task(writing.go())
+    if rng.random() < 0.7:
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
+        # It writes its index when it is stopped.
+        await asyncio.to_thread(nats.stop)
+        disk.look()
+        await asyncio.to_thread(nats.start)
+    await asyncio.sleep(rng.uniform(0.0, 0.5))
+    nats.kill()
+    working.cancel()
+    await asyncio.wait([working])
+    if not working.cancelled():
+        working.result()
+    await store.crash(journal)
+    lost = disk.lose(writing.last, rng)
+    await asyncio.to_thread(nats.start)
+    async with store.opened(max_bytes=512 * MEBIBYTE) as (journal, names):
+        assert len(names) == len(set(names))
+        assert set(writing.told) <= set(names), set(writing.told) - set(names)
+        await journal.append([record("later")])
+    assert await store.names() == [*names, "later"]
+    return len(writing.told), lost
+
+
+async def test_what_was_acknowledged_survives_where_nats_syncs(
+    nats: NatsServer,
+    report: Report,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
+    told = lost = 0
+
+    async def happen(rng: random.Random) -> None:
+        nonlocal told, lost
+        more, bytes_lost = await lose_power(nats, rng)
+        told, lost = told + more, lost + bytes_lost
+
+    count = report.count or COUNT
+    await report.repeat(WHERE, NAME, request.node.nodeid, count, happen)
+    report.survived(WHERE, NAME, count, "times", f"{told} records acknowledged, {lost} bytes lost")
