@@ -20,6 +20,10 @@ from tests.faults.report import Report
 from tests.harness import SubmitTasksRequest, Task, Wire, sequence
 from tests.processes import Server, server_process
 
+ENDED = ("JOURNAL_FAILED", "UNAVAILABLE", "CANCELLED")
+"""What a caller hears of a server whose journal failed: why, or, where it ends meanwhile or has ended,
+that the connection is broken (docs/clients.md)."""
+
 
 async def submit_until_refused(
     server: Server, size: int = 50_000, most: int = 500, name: str = "task"
@@ -71,7 +75,7 @@ async def test_a_failed_write_or_fsync_ends_the_server_and_loses_nothing(
             await server.start()
             accepted, reason = await submit_until_refused(server)
             # Where the write that failed was compaction's, the next call finds nobody.
-            assert reason in ("JOURNAL_FAILED", "UNAVAILABLE")
+            assert reason in ENDED
             assert await server.wait() == 1
             assert "the journal cannot be written: " in server.log
             # Of the last, which nobody was told of, either is right.
