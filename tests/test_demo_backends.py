@@ -1,6 +1,6 @@
 """The tiny demo on each backend, and on each way to divide its model over two ranks: the reward climbs.
 
-One of them is in every run of the tests; `make backends` has them all and prints what each came to.
+Minutes of two cores, so they are in `make backends` alone, which prints what each came to.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ CLIMBS = 0.15
 MEGATRON = ("--backend", "megatron", "--ranks", "2")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param((), id="fsdp-1", marks=pytest.mark.long),
-        pytest.param(("--ranks", "2"), id="fsdp-2", marks=pytest.mark.long),
-        pytest.param(MEGATRON, id="megatron-two-copies", marks=pytest.mark.long),
+        pytest.param((), id="fsdp-1"),
+        pytest.param(("--ranks", "2"), id="fsdp-2"),
+        pytest.param(MEGATRON, id="megatron-two-copies"),
         pytest.param((*MEGATRON, "--tensor-parallel", "2"), id="megatron-tensor"),
-        pytest.param(
-            (*MEGATRON, "--pipeline-parallel", "2"), id="megatron-pipeline", marks=pytest.mark.long
-        ),
+        pytest.param((*MEGATRON, "--pipeline-parallel", "2"), id="megatron-pipeline"),
     ],
 )
 def test_the_reward_climbs(options: tuple[str, ...], tmp_path: Path) -> None:
