@@ -22,7 +22,8 @@ from tests.processes import Server, server_process
 
 ENDED = ("JOURNAL_FAILED", "UNAVAILABLE", "CANCELLED")
 """What a caller hears of a server whose journal failed: why, or, where it ends meanwhile or has ended,
-that the connection is broken (docs/clients.md)."""
+that the connection is broken (docs/clients.md). CANCELLED is no answer of the server's: grpc drops so the
+calls that have come and that nobody has taken yet when a server stops, whatever its grace."""
 
 
 async def submit_until_refused(
