@@ -6,6 +6,10 @@ acknowledged, and is stored once: the server knows the id, or, where it has forg
 by the message itself. Where it is taken by another one, another server writes: nothing is sent any more.
 
 Waiting: what cannot be reached is waited for, `patience` seconds since anything was last answered.
+
+Whom it speaks to: connected -> checked -> up -> lost -> connected again. What NATS has to be, such as one
+that syncs each write, it may no longer be when it comes back: nothing is sent before it is asked, and
+nothing any more where it says no.
 """
 
 from __future__ import annotations
@@ -61,6 +65,10 @@ PASSING = (
 )
 
 
+Check = Callable[[], Awaitable[str | None]]
+"""Says what speaks against the server that is connected to. Raises OSError where that one does not say."""
+
+
 class _Client(Client):
     """nats-py's, which connects anew over the socket of a try that failed in its handshake: nobody would
     close that one."""
@@ -75,9 +83,14 @@ class _Client(Client):
 class Connection:
     """To the stream of one journal."""
 
-    def __init__(self, section: JournalSection) -> None:
+    def __init__(self, section: JournalSection, check: Check | None = None) -> None:
+        """`check` is asked each time it is connected."""
         assert section.url is not None
         self._section = section
+        self._check = check
+        self._checking: asyncio.Task[None] | None = None
+        self._against: str | None = None
+        """Why nothing is sent any more."""
         self.subjects = Subjects(section.stream)
         self._patience = section.patience_seconds
         self.writer = uuid.uuid4().hex
@@ -122,6 +135,11 @@ class Connection:
             await self.close()
             reason = str(error) or type(error).__name__
             raise Unreachable(f"NATS cannot be reached: {reason}") from error
+        if self._check is not None:
+            try:
+                self._against = await self._check()
+            except OSError as error:
+                raise Unreachable(f"what NATS promises is not known: {error}") from error
         self._up.set()
         self._inbox = self._client.new_inbox()
         await self._subscribe(f"{self._inbox}.*", self._on_answer)
@@ -133,6 +151,7 @@ class Connection:
 
     async def close(self) -> None:
         """Ends it."""
+        self._stop_checking()
         self._lose_answers()
         try:
             with suppress(errors.Error, OSError):
@@ -156,13 +175,36 @@ class Connection:
         self._last_error = text
 
     async def _on_lost(self) -> None:
+        self._stop_checking()
         self._up.clear()
         self._lose_answers()
 
     async def _on_back(self) -> None:
         logger.warning("connected to NATS again")
         self._last_error = ""
-        self._up.set()
+        if self._check is None:
+            self._up.set()
+        else:
+            # In a task of its own: the client reads nothing before this returns.
+            self._checking = asyncio.create_task(self._check_again(self._check))
+
+    async def _check_again(self, check: Check) -> None:
+        said = ""
+        while True:
+            try:
+                self._against = await check()
+                self._up.set()
+                return
+            except OSError as error:
+                if str(error) != said:
+                    logger.warning("what NATS promises is not known: %s", error)
+                said = str(error)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    def _stop_checking(self) -> None:
+        if self._checking is not None:
+            self._checking.cancel()
+            self._checking = None
 
     async def _on_answer(self, message: Msg) -> None:
         waiting = self._answers.get(message.subject)
@@ -175,7 +217,14 @@ class Connection:
                 waiting.set_result(None)
 
     async def _send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> str:
-        """Sends what is answered; returns where to. Whoever calls takes it from `_answers`."""
+        """Sends what is answered; returns where to. Whoever calls takes it from `_answers`.
+
+        Raises PASSING, and Refused where NATS is not what it has to be.
+        """
+        if not self._up.is_set():
+            raise ConnectionResetError("the connection was lost")
+        if self._against is not None:
+            raise Refused(self._against, 0)
         self._asked += 1
         reply = f"{self._inbox}.{self._asked}"
         self._answers[reply] = asyncio.get_running_loop().create_future()
@@ -290,8 +339,6 @@ class Connection:
 
     async def _stored(self, messages: Sequence[Message]) -> AsyncIterator[Message]:
         """Sends messages, and yields each in its order once it is stored. Raises PASSING."""
-        if not self._up.is_set():
-            raise ConnectionResetError("the connection was lost")
         replies: list[str] = []
         try:
             for message in messages:
@@ -378,8 +425,6 @@ class Connection:
     async def _ask_owner_once(self, seconds: float) -> Msg | None:
         """The owner's answer, or that nobody listens; None where somebody does and says nothing. Raises
         PASSING where it is NATS that is away."""
-        if not self._up.is_set():
-            raise ConnectionResetError("the connection was lost")
         reply = await self._send(self.subjects.owner, b"")
         try:
             async with asyncio.timeout(seconds):

@@ -31,11 +31,11 @@ from penstock.server.jetstream_frames import (
 from penstock.server.jetstream_reading import Reading, begin_of, read_stored, replay_messages
 from penstock.server.jetstream_snapshot import entry_bytes
 from penstock.server.jetstream_stream import (
-    check_synced,
     list_outside,
     open_stream,
     purge_log,
     purge_outside,
+    why_not_synced,
 )
 from penstock.server.journal import JournalInUse, JournalUnreadable, Record, Stored
 
@@ -58,7 +58,8 @@ class StreamLog:
     def __init__(self, section: JournalSection) -> None:
         """Not opened yet."""
         self._section = section
-        self.connection = Connection(section)
+        synced = section.durability == "fsync"
+        self.connection = Connection(section, self._why_not_synced if synced else None)
         self._packing = Packing(self.connection.subjects, MESSAGE_BYTES, INLINE_BYTES)
         self._next = 1
         """Place of the next message."""
@@ -82,6 +83,10 @@ class StreamLog:
         """Messages since the newest snapshot."""
         return self._next - 1 - self._snapshot_end
 
+    async def _why_not_synced(self) -> str | None:
+        assert self._section.monitor is not None, "the configuration sees to it"
+        return await why_not_synced(self._section.monitor)
+
     # Opening
 
     async def open(self) -> None:
@@ -102,9 +107,6 @@ class StreamLog:
                 f"the NATS server takes messages of {connection.max_payload} bytes at most (max_payload), "
                 f"and a journal's have up to {MESSAGE_BYTES + MESSAGE_OVERHEAD}"
             )
-        if section.durability == "fsync":
-            assert section.monitor is not None, "the configuration sees to it"
-            await check_synced(section.monitor)
         state = await self._own()
         end = await connection.fetch_last(connection.subjects.end)
         if end is not None:

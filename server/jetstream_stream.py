@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
+from http.client import HTTPException
 from typing import Any, cast
 
 from penstock.server.jetstream_answers import Refused, StreamState, state_in
@@ -93,18 +94,19 @@ async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) 
         ) from error
 
 
-async def check_synced(monitor: str) -> None:
-    """Raises JournalUnreadable where the NATS server does not say that it syncs every write."""
+async def why_not_synced(monitor: str) -> str | None:
+    """None where the NATS server says that it syncs every write, else what to do. Raises OSError."""
     try:
         server = await asyncio.to_thread(_read_monitor, f"{monitor.rstrip('/')}/varz")
-    except (OSError, ValueError) as error:
-        raise JournalUnreadable(f"the NATS server's monitor does not answer: {error}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise OSError(f"the NATS server's monitor does not answer: {error}") from error
     config = cast("dict[str, Any]", server.get("jetstream", {})).get("config", {})
-    if config.get("sync_always") is not True:
-        raise JournalUnreadable(
-            f"the NATS server {server.get('version')} does not sync every write: set `sync_interval: "
-            'always` in its jetstream section, which 2.10 and later know, or journal.durability = "process"'
-        )
+    if config.get("sync_always") is True:
+        return None
+    return (
+        f"the NATS server {server.get('version')} does not sync every write: set `sync_interval: "
+        'always` in its jetstream section, which 2.10 and later know, or journal.durability = "process"'
+    )
 
 
 def _read_monitor(url: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server.config import JournalSection
-from penstock.server.jetstream_answers import Unreachable
+from penstock.server.jetstream_answers import Refused, Unreachable
 from penstock.server.jetstream_connection import Connection
 
 INFO = {
@@ -82,6 +82,53 @@ async def test_tries_that_fail_in_the_handshake_leave_no_socket() -> None:
         await connection.close()
     assert not found
     assert tries == 5
+
+
+async def test_nothing_is_sent_to_a_server_that_came_back_until_it_says_what_it_promises() -> None:
+    connected = 0
+    sent: list[int] = []
+    gone = asyncio.Event()
+    answers: list[str | OSError | None] = [None, OSError("it does not answer"), OSError("nor now")]
+    last = asyncio.Event()
+
+    async def check() -> str | None:
+        if not answers:
+            await last.wait()
+            return "it syncs nothing"
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connected
+        connected += 1
+        await shake_hands(reader, writer)
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+            elif line.startswith(b"PUB"):
+                sent.append(connected)
+                break
+        writer.close()
+        gone.set()
+
+    async with listening(serve) as url:
+        connection = Connection(section(url, 20), check)
+        await connection.connect()
+        asking = asyncio.create_task(connection.state())
+        await gone.wait()
+        async with asyncio.timeout(20):
+            while answers:
+                await asyncio.sleep(0.01)
+        # It is connected, and what was asked waits to be asked again.
+        await asyncio.sleep(0.3)
+        assert (connected, sent, asking.done()) == (2, [1], False)
+        last.set()
+        with pytest.raises(Refused, match="it syncs nothing"):
+            await asking
+        assert sent == [1]
+        await connection.close()
 
 
 async def test_a_server_that_says_nothing_leaves_no_socket() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -12,9 +13,10 @@ pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstrea
 
 from penstock.server import config
 from penstock.server.config import JournalSection
+from penstock.server.errors import DomainError
 from penstock.server.journal import JournalUnreadable, MemoryJournal
 from penstock.server.journal_opening import open_journal
-from tests.journal_stores import MEBIBYTE
+from tests.journal_stores import MEBIBYTE, names_in, record
 from tests.nats_server import NatsServer, nats_server, version_of
 
 
@@ -41,6 +43,37 @@ async def test_fsync_is_promised_only_where_nats_says_so(nats: NatsServer, tmp_p
         pytest.skip(f"a NATS that can sync: {nats.program} is of {version_of(nats.program)}")
     journal = await open_journal(nats.section("SYNCED", max_bytes=64 * MEBIBYTE))
     await journal.close()
+
+
+async def test_nats_that_comes_back_without_syncing_is_given_nothing_more(tmp_path: Path) -> None:
+    with nats_server(tmp_path) as nats:
+        if nats.durability != "fsync":
+            pytest.skip(f"a NATS that can sync: {nats.program} is of {version_of(nats.program)}")
+        journal = await open_journal(nats.section("BACK", max_bytes=64 * MEBIBYTE))
+        try:
+            assert await names_in(journal) == []
+            await journal.start(list)
+            await journal.append([record("before")])
+            for sync in (True, False):
+                nats.stop()
+                nats.sync = sync
+                waiting = asyncio.create_task(journal.append([record(f"while away {sync}")]))
+                nats.start()
+                if sync:
+                    await waiting
+            with pytest.raises(DomainError, match="does not sync every write"):
+                await waiting
+            assert "does not sync every write" in await journal.failed
+            with pytest.raises(DomainError, match="cannot be written"):
+                await journal.append([record("after")])
+        finally:
+            await journal.close()
+        nats.stop()
+        nats.sync = True
+        nats.start()
+        again = await open_journal(nats.section("BACK", max_bytes=64 * MEBIBYTE))
+        assert await names_in(again) == ["before", "while away True"]
+        await again.close()
 
 
 # Configuration
