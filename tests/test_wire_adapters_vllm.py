@@ -43,6 +43,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = list(b"adapters in flight")
 RANK = 4
+LONG = 900
+"""Tokens of a turn that is still there when an adapter has come, on a busy machine too."""
 
 
 def greedy(count: int, **fields: Any) -> Any:
@@ -254,7 +256,7 @@ async def test_old_turns_finish_under_the_old_adapter_and_it_is_freed(
     old, new = Peft(models[0], seed=3), Peft(models[0], seed=4)
     await server.push(old)
     before = server.version
-    running = [asyncio.ensure_future(server.generate(400)) for _ in range(3)]
+    running = [asyncio.ensure_future(server.generate(LONG)) for _ in range(3)]
     await server.begun(3)
     await server.push(new)
     after = await server.generate()
@@ -263,7 +265,7 @@ async def test_old_turns_finish_under_the_old_adapter_and_it_is_freed(
     new.check(after, PROMPT, after.tokens)
     for call in running:
         turn = await call
-        assert turn.versions == [before] * 400
+        assert turn.versions == [before] * LONG
         old.check(turn, PROMPT, turn.tokens)
     await server.only(server.version)
 
@@ -274,14 +276,14 @@ async def test_recompute_goes_on_under_the_new_adapter_at_the_exact_token(
     old, new = Peft(models[0], seed=5), Peft(models[0], seed=6)
     await server.push(old)
     before = server.version
-    running = [asyncio.ensure_future(server.generate(300)) for _ in range(3)]
+    running = [asyncio.ensure_future(server.generate(LONG)) for _ in range(3)]
     await server.begun(3)
     await server.push(new, in_flight=weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE)
     for call in running:
         turn = await call
         assert set(turn.versions) == {before, server.version}
         cut = turn.versions.index(server.version)
-        assert turn.versions == [before] * cut + [server.version] * (300 - cut)
+        assert turn.versions == [before] * cut + [server.version] * (LONG - cut)
         old.check(turn, PROMPT, turn.tokens[:cut])
         new.check(turn, [*PROMPT, *turn.tokens[:cut]], turn.tokens[cut:], cut)
     await server.only(server.version)
