@@ -135,12 +135,16 @@ class Connection:
             await self.close()
             reason = str(error) or type(error).__name__
             raise Unreachable(f"NATS cannot be reached: {reason}") from error
+        against: str | None = None
         if self._check is not None:
             try:
-                self._against = await self._check()
+                against = await self._check()
             except OSError as error:
                 raise Unreachable(f"what NATS promises is not known: {error}") from error
-        self._up.set()
+        # Where it was lost meanwhile, another check says when it is up.
+        if self._client.is_connected and self._checking is None:
+            self._against = against
+            self._up.set()
         self._inbox = self._client.new_inbox()
         await self._subscribe(f"{self._inbox}.*", self._on_answer)
 
