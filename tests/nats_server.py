@@ -7,7 +7,6 @@ import functools
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from penstock.server.config import JournalSection
+from tests.ports import HeldPort
 
 # What `.ci/programs.py` fetched, where the machine has none of its own.
 FETCHED = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs" / "nats-server"
@@ -45,26 +45,30 @@ def version_of(program: str) -> tuple[int, ...]:
     return tuple(int(number) for number in found.groups())
 
 
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @dataclass
 class NatsServer:
     """One, over as many starts as it takes, all on one port and on one folder."""
 
     program: str
     folder: Path
-    port: int = field(default_factory=free_port)
-    monitor_port: int = field(default_factory=free_port)
+    held: HeldPort = field(default_factory=HeldPort)
+    held_for_monitor: HeldPort = field(default_factory=HeldPort)
+    """Keep its ports between two starts."""
     extra: str = ""
     """More of its configuration."""
     sync: bool = True
     """Whether it syncs each write, if it can be told to."""
     process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self.held.number
+
+    @property
+    def monitor_port(self) -> int:
+        """Where it answers over HTTP."""
+        return self.held_for_monitor.number
 
     @property
     def url(self) -> str:

@@ -16,6 +16,7 @@ import psutil
 
 from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.supervisor import SERVING
+from tests.ports import HeldPort
 
 ENGINE = re.compile(r"^fake engine process (\d+)$")
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -29,12 +30,18 @@ class Server:
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict[str, str])
     command: tuple[str, ...] = ("-m", "tests.fake_serve")
-    address: str = "127.0.0.1:0"
+    held: HeldPort = field(default_factory=HeldPort)
+    """Keeps the port between two starts."""
     engine_pid: int = 0
     """Of its newest start, with --engine-process."""
     processes: list[Process] = field(default_factory=list[Process])
     serves: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by each start, once it serves."""
+
+    @property
+    def address(self) -> str:
+        """Where each start of it listens."""
+        return f"127.0.0.1:{self.held.number}"
 
     @property
     def process(self) -> Process:
@@ -62,7 +69,7 @@ class Server:
         environment = {**ENVIRONMENT, **self.environment}
         process = Process.start(Command("server", command, path, environment), on_line)
         self.processes.append(process)
-        self.address = await serves.wait(process)
+        assert await serves.wait(process) == self.address
         if found:
             self.engine_pid = int(found[0])
         self.serves.set()

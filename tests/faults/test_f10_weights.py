@@ -194,7 +194,10 @@ class Doomed:
         self._moment, self._seed = moment, seed
         self._server = Server(
             folder,
-            ("--model", str(model), *OPTIONS, "--set", f"weights.prepare_ahead={ahead}"),
+            (
+                *("--model", str(model), "--http-listen", "", *OPTIONS),
+                *("--set", f"weights.prepare_ahead={ahead}"),
+            ),
             command=("-m", "penstock.client", "serve"),
         )
         self.address = ""

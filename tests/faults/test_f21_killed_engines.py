@@ -261,7 +261,8 @@ VLLM = Kind(
     "F21 vLLM",
     ("-m", "penstock.client", "serve"),
     (
-        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),
+        *("--http-listen", "", "--dtype", "float32"),
+        *("--max-model-len", "512", "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(20 << 20)),
     ),
     ByForward,

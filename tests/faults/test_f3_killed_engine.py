@@ -18,15 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client import Client, connect
+from penstock.client import Client, Patience, connect
 from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.supervisor import SERVING
 from tests.fakes import expected_tokens
 from tests.faults.report import COUNT, Report
+from tests.ports import HeldPort
 from tests.processes import ENVIRONMENT, Server, engines_of, server_process
 
 TRAJECTORIES = 6
 VLLM_COUNT = 3
+PATIENCE = Patience(reconnect_seconds=300.0)
+"""vLLM's start takes a minute and more of a busy machine."""
 TEST = "tests/faults/test_f3_killed_engine.py::"
 
 
@@ -140,7 +143,7 @@ async def test_a_killed_engine_costs_no_token(tmp_path: Path, report: Report) ->
 
 @contextlib.asynccontextmanager
 async def vllm_process(
-    folder: Path, model: Path, address: str = "127.0.0.1:0"
+    folder: Path, model: Path, port: HeldPort
 ) -> AsyncGenerator[tuple[Process, str]]:
     """`penstock serve`, greedy enough for a comparison."""
     serves = FirstMatch(SERVING)
@@ -148,8 +151,8 @@ async def vllm_process(
         "server",
         (
             *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
-            *("--listen", address, "--dtype", "float32", "--max-model-len", "512"),
-            *("--max-num-seqs", "1"),
+            *("--listen", f"127.0.0.1:{port.number}", "--http-listen", ""),
+            *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "1"),
             *("--set", f"journal.folder={folder / 'journal'}"),
         ),
         folder / "server.log",
@@ -188,7 +191,11 @@ async def test_a_killed_vllm_engine_costs_no_token(tmp_path: Path, report: Repor
     async def kill(rng: random.Random) -> None:
         seed = rng.random()
         name = f"{seed}"
-        async with vllm_process(tmp_path, model) as (server, address), connect(address) as client:
+        port = HeldPort()
+        async with (
+            vllm_process(tmp_path, model, port) as (server, address),
+            connect(address, patience=PATIENCE) as client,
+        ):
             whole = await take(client, f"whole {name}", random.Random(seed))
             taking = asyncio.create_task(take(client, f"cut {name}", random.Random(seed)))
             await asyncio.sleep(rng.uniform(0.2, 0.6))
@@ -196,7 +203,7 @@ async def test_a_killed_vllm_engine_costs_no_token(tmp_path: Path, report: Repor
             async with asyncio.timeout(60):
                 assert await server.wait() == 1
             assert not taking.done(), "it was killed too late"
-            async with vllm_process(tmp_path, model, address):
+            async with vllm_process(tmp_path, model, port):
                 assert await taking == whole
 
     name = "engine killed in mid-turn"
