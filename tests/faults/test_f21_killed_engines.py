@@ -50,7 +50,7 @@ from tests.faults.trainers import (
 from tests.faults.trajectories import Seen
 from tests.harness import Harness
 from tests.pools import serve_hub
-from tests.processes import Server
+from tests.processes import Server, engines_of
 from tests.test_trainer_end_to_end import configure
 from tests.tiny_model import make_tiny_model
 
@@ -130,9 +130,10 @@ class Engines:
 
     def give_way(self, number: int) -> None:
         """One that serves, and the engine's process that is its child."""
-        server = psutil.Process(self.servers[number].process.pid)
-        for process in (server, *server.children(recursive=True)):
-            process.nice(self.niceness)
+        pid = self.servers[number].process.pid
+        for process in (psutil.Process(pid), *engines_of(pid)):
+            # Only root may take back what it was started with.
+            process.nice(max(process.nice(), self.niceness))
 
 
 @dataclass
