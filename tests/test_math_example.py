@@ -36,10 +36,23 @@ def test_evaluation_asks_of_each_level_what_it_says(curriculum: Any) -> None:
     for number in range(len(curriculum.LEVELS)):
         rows = curriculum.evaluation(number, size=8)
         assert [row["level"] for row in rows] == [number] * 8
-        assert len({row["prompt"] for row in rows}) > 4
+        assert len({row["prompt"] for row in rows}) == 8
         for row in rows:
             terms = row["prompt"].rpartition(":")[2].rstrip(" =").replace("- ", "-").split()
             assert sum(int(term) for term in terms if term != "+") == int(row["answer"])
+
+
+def test_nothing_is_trained_that_is_evaluated(curriculum: Any) -> None:
+    asked = [row["prompt"] for number in range(4) for row in curriculum.evaluation(number)]
+    assert len(asked) == len(set(asked)) == 4 * curriculum.HELD_OUT
+    prompts = curriculum.training(rise=3000)
+    trained = {prompts[index]["prompt"] for index in range(4000)}
+    assert trained.isdisjoint(asked)
+    # Of the easiest level all the others: nothing else is kept from training.
+    first = {prompts[index]["prompt"] for index in range(4000) if prompts[index]["level"] == 0}
+    assert len(first) > 120
+    with pytest.raises(ValueError, match="64 of each level"):
+        curriculum.evaluation(0, size=65)
 
 
 def test_its_configuration_is_one(curriculum: Any) -> None:

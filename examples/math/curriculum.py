@@ -2,6 +2,10 @@
 
 The share of each level among the prompts moves along with the run: a level begins while the one before is
 still asked, peaks, and stays as a small part of all that follows, so that what was learned is kept.
+
+What is evaluated is never trained. Another seed would not do: reasoning-gym draws problem i of seed s from
+s + i, so that the seeds of two sets would have to be further apart than the sets are long, and of two terms
+of one digit there are 200 sums in all. So training passes over the very questions that evaluation asks.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ LEVELS: tuple[dict[str, int], ...] = (
 REVISION = 0.25
 """Part of the prompts that are of a level that is over."""
 LEVEL_SIZE = 100_000
+HELD_OUT_SEED = 10 * LEVEL_SIZE
+"""Of evaluation: further from training's than a level is long."""
+HELD_OUT = 64
+"""Questions of each level that are evaluated and never trained; of the first level a third of all."""
 
 
 class Curriculum(Sequence[dict[str, object]]):
@@ -31,6 +39,9 @@ class Curriculum(Sequence[dict[str, object]]):
     def __init__(self, rise: int, seed: int) -> None:
         self._rise, self._seed = rise, seed
         self._levels = [level(settings, seed + number) for number, settings in enumerate(LEVELS)]
+        self._held_out = {
+            str(row["prompt"]) for number in range(len(LEVELS)) for row in evaluation(number)
+        }
 
     def __len__(self) -> int:
         return LEVEL_SIZE
@@ -49,7 +60,10 @@ class Curriculum(Sequence[dict[str, object]]):
         place = index / self._rise * len(LEVELS) + rng.uniform(-0.5, 0.5)
         newest = min(max(int(place), 0), len(LEVELS) - 1)
         chosen = rng.randrange(newest + 1) if rng.random() < REVISION else newest
-        return row(self._levels[chosen][index % LEVEL_SIZE], chosen)
+        entry = self._levels[chosen][index]
+        while str(entry["question"]) in self._held_out:
+            entry = self._levels[chosen][rng.randrange(LEVEL_SIZE)]
+        return row(entry, chosen)
 
 
 def level(settings: dict[str, int], seed: int) -> Any:
@@ -73,7 +87,15 @@ def training(rise: int = 4_000, seed: int = 1) -> Curriculum:
     return Curriculum(rise, seed)
 
 
-def evaluation(number: int, size: int = 64, seed: int = 1_000) -> list[dict[str, object]]:
-    """Problems of one level that training does not have: of another seed."""
-    problems = level(LEVELS[number], seed + number)
-    return [row(problems[index], number) for index in range(size)]
+def evaluation(number: int, size: int = HELD_OUT) -> list[dict[str, object]]:
+    """The first `size`, at most HELD_OUT, different questions of one level, which training passes over."""
+    if not 1 <= size <= HELD_OUT:
+        raise ValueError(f"size: {size}; {HELD_OUT} of each level are held out")
+    problems = level(LEVELS[number], HELD_OUT_SEED + number)
+    found: dict[str, dict[str, object]] = {}
+    for index in range(LEVEL_SIZE):
+        asked = row(problems[index], number)
+        found.setdefault(str(asked["prompt"]), asked)
+        if len(found) == size:
+            break
+    return list(found.values())
