@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,8 +138,16 @@ def _fill_advantages(
             else:
                 value = _against_group(kind, index, answers, net)
             advantages[token.place] = value
-    if kind.startswith("reinforce_plus_plus"):
+    if kind == "reinforce_plus_plus":
         _whiten(advantages)
+    if kind == "reinforce_plus_plus_baseline":
+        # Of groups that have a baseline.
+        attempts = Counter(answer.group for answer in answers if not answer.branch)
+        places = [t.place for a in answers if attempts[a.group] > 1 for t in a.tokens]
+        whitened = [advantages[place] for place in places]
+        _whiten(whitened)
+        for place, value in zip(places, whitened, strict=True):
+            advantages[place] = value
     return _estimate(answers, given, fines, table, advantages) if kind == "gae" else []
 
 

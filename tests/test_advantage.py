@@ -102,6 +102,13 @@ def test_a_group_compares_rewards_less_all_their_penalties() -> None:
     assert by("dr_grpo", batch) == pytest.approx([0.2] * 3 + [-0.2] * 2)
 
 
+def test_a_group_of_one_has_no_part_in_what_is_whitened() -> None:
+    kind = "reinforce_plus_plus_baseline"
+    found = by(kind, rewards_of([1.0, 0.0, 0.0], [7.0], lengths=[2, 1, 4, 5]))
+    assert found == [*by(kind, rewards_of([1.0, 0.0, 0.0], lengths=[2, 1, 4])), *[0.0] * 5]
+    assert statistics.fmean(found[:7]) == pytest.approx(0.0, abs=1e-9)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_rewards_have_no_advantage(kind: str) -> None:
     # 0.1 is no binary fraction: a mean of it may differ from it in the last digit.

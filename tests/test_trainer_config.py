@@ -73,7 +73,12 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("model.backend=deepspeed", ["model.backend", "'fsdp'", "'megatron'"]),
         ("model.backend={kind = 'fsdp', tensor_parallel = 2}", ["tensor_parallel", "Extra inputs"]),
         ("model.backend={kind = 'megatron', pipeline_parallel = 0}", ["pipeline_parallel", "0"]),
-        ("data.group_size=1", ["data.group_size", "1"]),
+        ("data.group_size=0", ["data.group_size", "0"]),
+        ("data.group_size=1", ["data.group_size = 1", '"grpo"', '"reinforce_plus_plus"']),
+        (
+            "data={reasoning_gym={name='chain_sum'}, group_size=1}",
+            ["data.group_size = 1", "2 at least"],
+        ),
         ("weights.transport=inline", ["weights.transport", "'inline'", "'stream'"]),
         ("weights.probe.tokens=1", ["weights.probe.tokens", "at least 2", "1"]),
         ("weights.anchor_every=0", ["weights.anchor_every", "0"]),
@@ -135,6 +140,8 @@ def test_a_refusal_names_the_field_and_the_value(
         ["groups={failed_siblings = 'replace', max_replacements = 5}"],
         ["evaluation=[{name = 'a', jsonl = {path = 'x'}, sampling = {temperature = 0}}]"],
         ["evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 0, at_start = false}]"],
+        ["data.group_size=1", "algorithm.advantage.kind=reinforce_plus_plus"],
+        ["data.group_size=1", "algorithm.advantage.kind=gae", "groups.attempts=3"],
         # A whole rollout drops groups by itself.
         ["groups.then=stop"],
     ],
@@ -157,7 +164,32 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
             ],
             [],
         ),
+        # Neither leaves weights behind, and this loss has no ratio.
+        (
+            [
+                "algorithm.loss.kind=reinforce",
+                "algorithm.correction={level='token', mode='mask', quantity='kl', threshold=0.5}",
+            ],
+            ["staleness.max_lag = 4", "a mode that weighs"],
+        ),
+        (
+            [
+                "algorithm.loss.kind=reinforce",
+                "algorithm.correction={level='sequence', mode='mask', quantity='ratio', "
+                "threshold=[0.5, 2.0], weighted=false}",
+            ],
+            ["staleness.max_lag = 4", "a mode that weighs"],
+        ),
+        (["algorithm.correction={level='token', mode='mask', quantity='kl', threshold=0.5}"], []),
         (["algorithm.correction={level='off', ratio_to='proximal'}"], ["staleness.max_lag = 4"]),
+        (
+            [
+                "evaluation=[{name='a', reasoning_gym={name='basic_arithmetic', size=9, "
+                "config={min_digits=1, max_digits=2}}}]"
+            ],
+            ["'a'", "the very problems", "another seed"],
+        ),
+        (["evaluation=[{name='a', reasoning_gym={name='basic_arithmetic', seed=1}}]"], []),
         (["algorithm.correction={level='off', ratio_to='proximal'}", "staleness.max_lag=0"], []),
         (["algorithm.loss.kind=gspo"], ['"gspo"', "sequence_mean"]),
         (["algorithm.loss.kind=gspo", "algorithm.aggregation.kind=sequence_mean"], []),

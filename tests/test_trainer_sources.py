@@ -14,9 +14,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.client.values import from_struct
 from penstock.trainer.config import load_config, render_config
 from penstock.trainer.data_config import (
     DataConfig,
@@ -96,7 +98,6 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
         ('{"prompt": "x", "note": ["bad \\ud83d"]}', r":1: .*can't encode"),
         ('{"prompt": "x", "bad \\ud83d": 1}', r":1: .*can't encode"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', r":1: .*can't encode"),
-        ({"prompt": "x", "answer": 10**400}, ":1: int too large"),
         ('{"prompt": "x", "answer": ' + "9" * 5000 + "}", ":1: Exceeds the limit"),
         ('{"prompt": "x", "tree": ' + "[" * 40 + "]" * 40 + "}", ":1: it is nested more than 30"),
         ('{"prompt": "x", "tree": ' + "[" * 100_000 + "}", ":1: .*recursion"),
@@ -118,13 +119,29 @@ def test_every_row_that_is_taken_can_be_a_task(tmp_path: Path) -> None:
     tree: object = "leaf"
     for _ in range(29):
         tree = {"deep": tree}
-    row = {"prompt": "\U0001f600", "tree": tree, "answer": 10**300, "\U0001f600": None}
+    row = {"prompt": "\U0001f600", "tree": tree, "answer": 10**400, "\U0001f600": None}
     config = DataConfig(jsonl=write(tmp_path, row))
     task = build_task(open_source(config, 0).problem(0), run_id="r", index=0, config=config)
     sent = codec.twin(task_service_pb2.LeaseTasksResponse)(task=task).SerializeToString()
     read = task_service_pb2.LeaseTasksResponse.FromString(sent).task
     assert read.conversation.messages[0].content == "\U0001f600"
     assert "\U0001f600" in read.metadata.fields
+    assert read.metadata["answer"] == str(10**400)
+
+
+def test_a_number_that_a_task_would_round_is_its_text(tmp_path: Path) -> None:
+    exact, rounded = [0, -(2**53), 2**53, 2**60, 10**22], [2**53 + 1, -(10**19) - 7, 10**23]
+    row = {"prompt": "x", "answers": [*exact, *rounded], "of": {"id": 2**63 - 1}, "right": True}
+    config = DataConfig(jsonl=write(tmp_path, row))
+    problem = open_source(config, 0).problem(0)
+    task = build_task(problem, run_id="r", index=0, config=config)
+    sent = task_service_pb2.Task.FromString(task.SerializeToString())
+    assert from_struct(sent.metadata) == {
+        "data_source": "data",
+        "answers": [*exact, *map(str, rounded)],
+        "of": {"id": str(2**63 - 1)},
+        "right": True,
+    }
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -295,6 +312,13 @@ def a_number() -> int:
     return 3
 
 
+SHARED = iter([f"once {n}" for n in range(200)])
+
+
+def shared() -> Iterator[str]:
+    return SHARED
+
+
 def own_source(name: str, **rest: Any) -> Source:
     return open_own(PythonConfig(function=f"{HERE}:{name}", **rest), seed=0)
 
@@ -328,6 +352,7 @@ def test_an_iterator_begins_again_for_what_lies_too_far_back(
     ("name", "words"),
     [
         ("nothing", "there is no row"),
+        ("shared", "returns the same iterator each time"),
         ("no_stories", "entry 1: there is no entry"),
         ("a_number", "it returns a int, not a sequence or iterator"),
         ("missing", f"{HERE} has no missing"),
@@ -387,6 +412,35 @@ def test_weights_are_what_they_are_written_as() -> None:
     assert whole_weights([1e-3, 1]) == (1, 1000)
     with pytest.raises(ConfigInvalid, match=f"{LONGEST_CYCLE} at most"):
         whole_weights([0.33333333, 0.66666667])
+
+
+def test_a_level_of_an_environment_stays_one_in_a_mixture(tmp_path: Path) -> None:
+    levels = [{"name": "easy"}, {"name": "hard"}]
+    part = {"environment": {"name": "game", "levels": levels}}
+    rows = {"jsonl": numbered(tmp_path, 3).model_dump()}
+    for name, expected in ((None, "game"), ("games", "games")):
+        mixed = {"mixture": [{**part, "name": name} if name else part, rows]}
+        source = open_source(DataConfig.model_validate(mixed), seed=0)
+        found = [source.problem(n).data_source for n in range(4)]
+        assert found == [f"{expected}/easy", "data", f"{expected}/hard", "data"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("chain_sum", {"min_digits": 4}), ("pool_matrix", {}), ("knights_knaves", {})],
+)
+def test_sets_of_other_seeds_are_other_problems(name: str, settings: dict[str, Any]) -> None:
+    def asked(seed: int) -> list[str]:
+        source = ReasoningGymSource(ReasoningGymConfig(name=name, seed=seed, config=settings))
+        return texts(source, range(20))
+
+    of_each = {seed: asked(seed) for seed in (0, 1, 2, 1000, 2**62)}
+    assert of_each[1] == asked(1)
+    several = [text for texts_of in of_each.values() for text in set(texts_of)]
+    assert len(several) == len(set(several))
+    # The seed that nobody gave is the library's own.
+    own = reasoning_gym.create_dataset(name, size=20, seed=0, **settings)
+    assert of_each[0] == [own[n]["question"] for n in range(20)]
 
 
 def test_two_parts_of_one_name_need_names(tmp_path: Path) -> None:

@@ -382,6 +382,12 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
         servers[0].tasks.clear()
         await tasks.submit_again(0)
         assert [task.index for task in servers[0].tasks] == [0, 2, 3, 5, 6]
+        # One that is forgotten as well has another id, and the count of how often it was asked stays.
+        await tasks.submit_anew(1, ["r/4~+1"], again=12)
+        assert servers[1].tasks[-1].task_id == "r/4~12+1"
+        tasks.ask_again("r/4~12+1")
+        await tasks.fill(1)
+        assert servers[1].tasks[-1].task_id == "r/4~12+2"
 
 
 async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:

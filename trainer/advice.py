@@ -7,21 +7,35 @@ from __future__ import annotations
 
 from penstock.trainer.algorithm_config import Gspo, TokenMean
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data_config import MixableConfig
 
 
 def advise(config: TrainerConfig) -> list[str]:
     """A sentence or two for each such choice, naming the fields; docs/algorithms.md has the reasons."""
     algorithm, max_lag = config.algorithm, config.staleness.max_lag
     said: list[str] = []
-    if max_lag > 0 and not algorithm.reads_behaviour:
+    if max_lag > 0 and not algorithm.corrects_for_age:
         said.append(
             f"staleness.max_lag = {max_lag}, and nothing corrects for it: tokens of older versions are "
-            "trained as if this policy had sampled them. Give algorithm.correction a level and a mode, or "
-            "a loss whose ratio is to the behaviour policy"
+            "trained as if this policy had sampled them. Give algorithm.correction a level and a mode that "
+            "weighs, or a loss whose ratio is to the behaviour policy"
         )
     if isinstance(algorithm.loss, Gspo) and isinstance(algorithm.aggregation, TokenMean):
         said.append(
             'algorithm.loss.kind = "gspo" with algorithm.aggregation.kind = "token_mean": a sequence then '
             'counts by its length. GSPO\'s objective has "sequence_mean"'
         )
+    trained = set(_described(config.data))
+    said.extend(
+        f"evaluation {one.name!r} asks the very problems that are trained: those of one data set of "
+        "reasoning-gym, one seed and the same settings. Give it another seed"
+        for one in config.evaluation
+        if trained & set(_described(one))
+    )
     return said
+
+
+def _described(config: MixableConfig) -> list[str]:
+    """The data sets of reasoning-gym that it takes, each by what its problems follow from."""
+    every = (part.reasoning_gym for part in (config, *config.mixture))
+    return [one.model_dump_json(exclude={"size"}) for one in every if one is not None]

@@ -102,6 +102,8 @@ AdvantageConfig = Annotated[
     Grpo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | CustomFunction,
     Field(discriminator="kind"),
 ]
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Those that compare the answers to a prompt with each other."""
 
 # Losses
 
@@ -339,6 +341,17 @@ class AlgorithmConfig(Section):
         if not isinstance(correction, Uncorrected) or isinstance(self.kl, KlInReward):
             return True
         return correction.ratio_to == "behaviour" and not isinstance(self.loss, Reinforce)
+
+    @property
+    def corrects_for_age(self) -> bool:
+        """Whether what another policy sampled weighs otherwise than what this one would have."""
+        match self.correction:
+            case Uncorrected(ratio_to="proximal"):
+                return False
+            case ClippedWeight() | RatioMask(weighted=True):
+                return True
+            case _:
+                return not isinstance(self.loss, Reinforce)
 
     @model_validator(mode="before")
     @classmethod

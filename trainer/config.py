@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from penstock.trainer.algorithm_config import AlgorithmConfig, Reinforce
+from penstock.trainer.algorithm_config import GROUP_RELATIVE, AlgorithmConfig, Reinforce
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
@@ -272,6 +272,24 @@ class TrainerConfig(Section):
         if attempts is not None and attempts < size:
             raise ValueError(
                 f"groups.attempts must be data.group_size = {size} at least, got {attempts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_answer_is_enough(self) -> TrainerConfig:
+        kind = self.algorithm.advantage.kind
+        if self.data.group_size > 1:
+            return self
+        if kind in GROUP_RELATIVE:
+            raise ValueError(
+                f'data.group_size = 1 cannot be had with algorithm.advantage.kind = "{kind}", which '
+                "compares the answers to a prompt with each other: 2 at least. "
+                '"reinforce_plus_plus" and "gae" compare none'
+            )
+        if self.groups.drop_without_spread:
+            raise ValueError(
+                "groups.drop_without_spread cannot be had with data.group_size = 1: one answer has no "
+                "spread"
             )
         return self
 

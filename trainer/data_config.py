@@ -37,7 +37,7 @@ class ReasoningGymConfig(Section):
     size: int = Field(default=10_000, ge=1)
     """Problems before they repeat."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the problems."""
+    """Seed of the problems; sets of different seeds are drawn independently."""
     config: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict[str, Scalar | list[Scalar]]
     )
@@ -178,8 +178,8 @@ class MixableConfig(SourceConfig):
 class DataConfig(MixableConfig):
     """What is asked of the policy."""
 
-    group_size: int = Field(default=8, ge=2)
-    """Trajectories sampled for one prompt."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories sampled for one prompt; one only where nothing compares them with each other."""
     system_prompt: str = ""
     """Text of a system message before each prompt; empty for none."""
     sampling: SamplingConfig = SamplingConfig()

@@ -35,6 +35,8 @@ SUMS = "sums"
 SUMS_DATA = "penstock.demo.tasks:sums"
 SUMS_REWARD = "penstock.demo.rewards:last_integer_is_answer"
 GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
+TASK_SEED = 1_000_000_000
+"""Of the problems of `--task`: none that anybody trains with."""
 T = TypeVar("T")
 
 PROMPTS, SAMPLES, CONCURRENCY, MAX_TOKENS, PASSES_FROM = 256, 1, 16, 256, 1.0
@@ -141,7 +143,7 @@ def _describe(data: str | None, task: str | None) -> MixableConfig:
     if data is None:
         if task == SUMS:
             return MixableConfig(python=PythonConfig(function=SUMS_DATA))
-        return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task or ""))
+        return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task or "", seed=TASK_SEED))
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
         return MixableConfig(parquet=ParquetConfig(path=path))

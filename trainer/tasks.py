@@ -348,7 +348,7 @@ class TaskFeeder:
                     index=index,
                     config=self._config,
                     attempts=self._attempts,
-                    again=again or self._again.get(index, ""),
+                    again=_renamed(self._again.get(index, ""), again),
                 )
             )
         at = self._servers[server]
@@ -394,6 +394,12 @@ async def submit_tasks(
             raise ServerLost(text) from error
         raise SessionRefused(text) from error
     return response.pending_count
+
+
+def _renamed(before: str, again: str) -> str:
+    """What sets a task's id apart, with a part of it anew; how often it was asked again stays counted."""
+    part, plus, times = before.partition(TIMES)
+    return f"{again or part}{plus}{times}"
 
 
 def times_asked_again(task_id: str) -> int:

@@ -97,7 +97,11 @@ def reinforce_plus_plus(batch: RewardBatch) -> NDArray[np.float64]:
 def reinforce_plus_plus_baseline(batch: RewardBatch) -> NDArray[np.float64]:
     """The return minus its group's mean, whitened over the step (REINFORCE++ with a baseline, arXiv
     2501.03262)."""
-    return _whitened(batch.spread(_by_group(batch, _centred)))
+    found_N = batch.spread(_by_group(batch, _centred))
+    # A group with nothing to compare is no part of the step: it would be given the mean of all others.
+    compared_N = batch.spread(_by_group(batch, _all_of_it)) > 0
+    found_N[compared_N] = _whitened(found_N[compared_N])
+    return found_N
 
 
 def gae(batch: RewardBatch, *, discount: float, trace: float, whiten: bool) -> NDArray[np.float64]:
@@ -121,6 +125,10 @@ def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):
             found_S[own] = advantages(returns, counted)
     return found_S
+
+
+def _all_of_it(returns: NDArray[np.float64], _: NDArray[np.bool_]) -> NDArray[np.float64]:
+    return np.ones_like(returns)
 
 
 def _are_equal(values: NDArray[np.float64]) -> bool:

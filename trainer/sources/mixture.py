@@ -63,10 +63,13 @@ class MixtureSource:
         )
 
     def problem(self, index: int) -> Problem:
-        """One problem, under the name of its part."""
+        """One problem, under the name of its part; a level of an environment stays one, "part/level"."""
         part, own_index = self._interleaving.place(index)
         name, source = self._parts[part]
-        return replace(source.problem(own_index), data_source=name)
+        problem = source.problem(own_index)
+        below = problem.data_source.removeprefix(f"{source.name}/")
+        under = f"{name}/{below}" if below != problem.data_source else name
+        return replace(problem, data_source=under)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:

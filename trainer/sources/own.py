@@ -140,4 +140,9 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
         raise ConfigInvalid(
             f"{section}.function {config.function}: it returns a {kind}, not a sequence or iterator"
         )
+    if isinstance(found, Iterator) and call() is found:
+        raise ConfigInvalid(
+            f"{section}.function {config.function}: it returns the same iterator each time; each call has "
+            "to return one that begins at the beginning"
+        )
     return IteratorSource(lambda: iter(cast("Iterable[object]", call())), config)

@@ -92,7 +92,7 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
         raise ConfigInvalid(
             f"{place}: needs {config.messages_field!r}, or a text in {config.prompt_field!r}"
         )
-    metadata = cast("dict[str, object]", json.loads(as_json(fields, place)))
+    metadata = cast("dict[str, object]", _exact(json.loads(as_json(fields, place))))
     for _, content in messages:
         _check_sendable(content, place)
     _check_sendable(metadata, place)
@@ -133,14 +133,31 @@ def _finite(value: object) -> object:
     return _finite(_plain(value))
 
 
+def _exact(value: object) -> object:
+    """A value of JSON with the text of each whole number that a double, all that a task can hold, would
+    round: an answer of twenty digits, or a row's number of 64 bits."""
+    if isinstance(value, dict):
+        return {key: _exact(each) for key, each in cast("dict[str, object]", value).items()}
+    if isinstance(value, list):
+        return [_exact(each) for each in cast("list[object]", value)]
+    if isinstance(value, int) and not isinstance(value, bool) and not _is_exact(value):
+        return str(value)
+    return value
+
+
+def _is_exact(number: int) -> bool:
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False
+
+
 def _check_sendable(value: object, place: str, depth: int = 0) -> None:
     """Raises ConfigInvalid where a message of the protocol cannot hold a value of JSON."""
     try:
         if isinstance(value, str):
             value.encode()
-        elif isinstance(value, int):
-            float(value)
-    except (UnicodeEncodeError, OverflowError) as error:
+    except UnicodeEncodeError as error:
         raise ConfigInvalid(f"{place}: {error}") from error
     if isinstance(value, dict | list):
         if depth == MOST_NESTED:
