@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,8 +28,8 @@ from tests.tiny_model import make_tiny_model
 SECONDS = 250
 
 
-async def start_ranks(config: Path, ranks: int) -> Trainer:
-    command = ("-m", "penstock.client", "train", str(config), "--ranks", str(ranks))
+async def start_ranks(config: Path, ranks: int, *options: str) -> Trainer:
+    command = ("-m", "penstock.client", "train", str(config), "--ranks", str(ranks), *options)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
@@ -73,3 +74,37 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
     assert AutoTokenizer.from_pretrained(newest).encode("a") == [97]
+
+
+@pytest.mark.long
+async def test_a_run_goes_on_in_another_layout_and_not_with_the_other_backend(
+    tmp_path: Path,
+) -> None:
+    tiny = make_tiny_model(tmp_path / "model", layers=2, tied=True)
+    async with serving(tiny) as server, working(server.address, letters):
+        path = configure(
+            tmp_path,
+            tiny,
+            server.address,
+            model={"backend": {"kind": "megatron", "pipeline_parallel": 2}},
+            algorithm={"advantage": {"kind": "reinforce_plus_plus"}},
+            checkpoint={"every_steps": 2},
+        )
+        code, _, err = await (await start_ranks(path, 2)).end(SECONDS)
+        assert code == 0, err
+        more = ("--resume", "--set", "run.steps=5", "--set")
+        code, _, err = await (
+            await start_ranks(path, 1, *more, "model.backend={kind = 'fsdp'}")
+        ).end(SECONDS)
+        assert code != 0
+        assert 'model.backend = "megatron" wrote it, and this run has "fsdp"' in err
+        assert server.engine.versions == [1, 2, 3]
+        code, out, err = await (
+            await start_ranks(path, 1, *more, "model.backend={kind = 'megatron'}")
+        ).end(SECONDS)
+        assert code == 0, err
+        assert "was computed with 2 ranks, this run goes on with 1" in err
+        assert out.count("step ") == 2
+        assert server.engine.versions == [1, 2, 3, 4, 5]
+        assert sampled(server.engine) == trained(tmp_path)
+    assert [step["step"] for step in records(tmp_path)] == [1, 2, 3, 4, 5]

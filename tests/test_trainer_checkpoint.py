@@ -174,6 +174,21 @@ def test_another_count_of_threads_than_before_is_worth_a_line(
     (tmp_path / "optimizer.json").write_text(json.dumps(progress))
     policy.load(tmp_path)
     assert "was computed with 7 threads, this run goes on with" in caplog.text
+    assert "ranks" not in caplog.text
+    progress = {"optimizer_steps": 0, "backend": "fsdp", "ranks": 3, "threads": 7}
+    (tmp_path / "optimizer.json").write_text(json.dumps(progress))
+    policy.load(tmp_path)
+    assert "was computed with 3 ranks, this run goes on with 1" in caplog.text
+
+
+def test_a_checkpoint_of_the_other_backend_is_named_as_one(model: Path, tmp_path: Path) -> None:
+    policy = policy_of(model)
+    policy.save(tmp_path)
+    progress = json.loads((tmp_path / "optimizer.json").read_text())
+    assert progress["backend"] == "fsdp"
+    (tmp_path / "optimizer.json").write_text(json.dumps({**progress, "backend": "megatron"}))
+    with pytest.raises(CheckpointUnusable, match=r'model\.backend = "megatron" wrote it'):
+        policy.load(tmp_path)
 
 
 def test_without_a_gradient_nothing_moves(model: Path) -> None:

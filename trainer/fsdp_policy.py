@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +48,7 @@ from penstock.trainer.loading import block_names, compute_dtype, frozen, load_mo
 from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
 from penstock.trainer.planning import StepPlan, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
+from penstock.trainer.progress import load_progress, save_progress
 from penstock.trainer.random_states import (
     compute_reproducibly,
     load_random_states,
@@ -64,10 +63,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-log = logging.getLogger(__name__)
-
 OPTIMIZER_FILE = "optimizer.safetensors"
-PROGRESS_FILE = "optimizer.json"
+BACKEND = "fsdp"
 DEFAULT_ALGORITHM = AlgorithmConfig()
 
 
@@ -302,34 +299,15 @@ class FsdpPolicy:
                 self._critic.save(folder)
             save_random_states(folder, rank)
         if rank == 0:
-            progress = {
-                "optimizer_steps": self._steps,
-                "threads": torch.get_num_threads(),
-                "ranks": self._sharding.size,
-            }
-            (folder / PROGRESS_FILE).write_text(json.dumps(progress))
+            save_progress(folder, self._steps, backend=BACKEND, ranks=self._sharding.size)
         self._sharding.wait()
 
     def load(self, folder: Path) -> None:
         """Restores a checkpoint; see `policy.Policy`."""
         try:
+            self._steps = load_progress(folder, backend=BACKEND, ranks=self._sharding.size)
             self._load_weights(folder)
             tensors = load_file(folder / OPTIMIZER_FILE)
-            progress = cast(
-                "dict[str, int]", json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-            )
-            self._steps = progress["optimizer_steps"]
-            own = {"ranks": self._sharding.size, "threads": torch.get_num_threads()}
-            for name, count in own.items():
-                if (before := progress.get(name, count)) != count:
-                    log.warning(
-                        "%s was computed with %d %s, this run goes on with %d: "
-                        "sums may be rounded otherwise",
-                        folder,
-                        before,
-                        name,
-                        count,
-                    )
             load_optimizer(self._module, self._optimizer, tensors, folder)
             if self._critic is not None:
                 self._critic.load(folder)

@@ -22,8 +22,6 @@ own: megatron-core's distributed one needs Transformer Engine or apex to save an
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +47,7 @@ from penstock.trainer.batching import EMPTY, MicroBatch
 from penstock.trainer.config import MegatronBackend, ModelConfig, TrainConfig
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, PROGRESS_FILE, learning_rate
+from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, learning_rate
 from penstock.trainer.loading import (
     SavedTokenizer,
     block_names,
@@ -66,6 +64,7 @@ from penstock.trainer.megatron_schedule import Loss, compute_gradients, compute_
 from penstock.trainer.megatron_weights import gather_weights, load_weights
 from penstock.trainer.planning import StepPlan, Update, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
+from penstock.trainer.progress import load_progress, save_progress
 from penstock.trainer.random_states import (
     compute_reproducibly,
     load_random_states,
@@ -79,8 +78,7 @@ from penstock.v1 import weights_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger(__name__)
-
+BACKEND = "megatron"
 GENERATION_FILE = "generation_config.json"
 
 
@@ -379,17 +377,14 @@ class MegatronPolicy:
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if distributed.get_rank() == 0:
-            progress = {"optimizer_steps": self._steps, "threads": torch.get_num_threads()}
-            (folder / PROGRESS_FILE).write_text(json.dumps(progress))
+            save_progress(folder, self._steps, backend=BACKEND, ranks=distributed.get_world_size())
         self._ranks.wait()
 
     def load(self, folder: Path) -> None:
         """Restores a checkpoint, of any number of ranks; see `policy.Policy`."""
         try:
-            progress = cast(
-                "dict[str, int]", json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-            )
-            self._steps = progress["optimizer_steps"]
+            ranks = distributed.get_world_size()
+            self._steps = load_progress(folder, backend=BACKEND, ranks=ranks)
             load_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
             if self._critic is not None:
                 self._critic.load(folder)
@@ -397,14 +392,6 @@ class MegatronPolicy:
             load_random_states(folder, distributed.get_rank())
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise CheckpointUnusable(f"{folder}: {error}") from error
-        if progress["threads"] != (threads := torch.get_num_threads()):
-            log.warning(
-                "%s was computed with %d threads, this run goes on with %d: "
-                "sums may be rounded otherwise",
-                folder,
-                progress["threads"],
-                threads,
-            )
 
     def _make_stage(self, model: ModelConfig) -> StageModel:
         config = transformer_config(self._description, model, self._layout)
