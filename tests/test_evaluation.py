@@ -402,6 +402,17 @@ async def test_mixed_groups_are_counted_on_the_fly() -> None:
     assert (run.records[0].mixed_groups, run.records[0].mixed_share) == (1, 0.25)
 
 
+async def test_prompts_that_failed_are_neither_mixed_nor_not() -> None:
+    fly = evaluation(mode={"kind": "on_the_fly"}, prompts=4, at_end=False)
+    async with measuring(fly, rewards=lambda index: [1.0 if index < 2 else None]) as run:
+        run.evaluator.version_active(0, 1)
+        await run.settle()
+        first, *_ = run.exchange.waiting
+        run.exchange.deliver(first, versions=[1, 2])
+        await run.serve()
+    assert (run.records[0].mixed_groups, run.records[0].mixed_share) == (1, 0.5)
+
+
 async def test_everything_failing_ends_with_a_record_that_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -249,6 +249,23 @@ def test_what_the_policy_wrote_counts_and_what_it_read_does_not() -> None:
     assert penalized.rewards == group.rewards == (1.0, 1.0)
 
 
+def test_what_a_branch_shares_with_its_parent_counts_for_its_length() -> None:
+    sent = TrajectoryGroup(
+        trajectories=[
+            trajectory("a", segment(50), segment(6, 0)),
+            trajectory("b", segment(1, 0)),
+            trajectory("c", segment(2, 0)),
+        ]
+    )
+    for child, parent, shared in ((1, "a", 54), (2, "b", 55)):
+        sent.trajectories[child].parent_trajectory_id = parent
+        sent.trajectories[child].parent_token_count = shared
+    group = read_group(sent, trainer_version=0, max_lag=0)
+    penalized = penalize_length(group, sent, OverlongConfig(max_tokens=8, buffer_tokens=4))
+    # Six tokens of the policy's; four shared and one; five shared and two.
+    assert [sample.reward for sample in penalized.samples] == [0.5, 0.75, 0.25]
+
+
 def test_a_turn_that_the_budget_ended_carries_no_gradient() -> None:
     sent = TrajectoryGroup(
         trajectories=[

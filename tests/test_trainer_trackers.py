@@ -148,6 +148,16 @@ def test_trackers_are_told_apart_and_of_the_whole_run(tmp_path: Path) -> None:
     trackers.close()
 
 
+def test_a_run_is_complete_though_an_evaluation_of_an_early_step_ended_last(tmp_path: Path) -> None:
+    tracker = Kept()
+    trackers = Trackers({"one": tracker}, steps=3)
+    trackers.begin(tmp_path, "r", {}, resumes=False)
+    for step in (1, 2, 3, 2):
+        trackers.send(step, {"eval/held-out/reward_mean": 0.5})
+    trackers.close()
+    assert (told(tracker), tracker.complete) == ([1, 2, 3, 2], True)
+
+
 def test_a_run_that_resumes_goes_on_in_its_run_and_one_that_does_not_in_another(
     tmp_path: Path,
 ) -> None:

@@ -167,6 +167,8 @@ def make_record(
     sources = sorted({prompt.data_source for prompt in prompts})
     versions = [version for prompt in prompts for version in prompt.versions]
     mixed = sum(len(prompt.versions) > 1 for prompt in prompts)
+    # Of a prompt that failed whole there is no token, so it is neither.
+    sampled = sum(bool(prompt.versions) for prompt in prompts)
     return EvaluationRecord(
         name=name,
         step=step,
@@ -182,7 +184,7 @@ def make_record(
         oldest_weight_version=min(versions, default=None),
         newest_weight_version=max(versions, default=None),
         mixed_groups=mixed,
-        mixed_share=mixed / len(prompts) if prompts else 0.0,
+        mixed_share=mixed / sampled if sampled else 0.0,
     )
 
 

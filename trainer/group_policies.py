@@ -129,19 +129,38 @@ def penalize_length(
     group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup, config: OverlongConfig
 ) -> TrainingGroup:
     """The group without what its samples lose for their length."""
-    lengths = {
-        trajectory.trajectory_id: sum(
-            _count(segment)
-            for segment in trajectory.segments
-            if segment.author == trajectory_pb2.AUTHOR_POLICY
-        )
-        for trajectory in delivery.trajectories
-    }
+    by_policy = _by_policy(delivery)
+    lengths = {name: int(tokens.sum()) for name, tokens in by_policy.items()}
     samples = tuple(
         replace(s, reward=s.reward - length_penalty(lengths[s.trajectory_id], config))
         for s in group.samples
     )
     return replace(group, samples=samples)
+
+
+def _by_policy(delivery: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np.bool_]]:
+    """Which tokens of each trajectory the policy sampled, those that a branch shares with its parent
+    included: they are of its answer too."""
+    trajectories = {trajectory.trajectory_id: trajectory for trajectory in delivery.trajectories}
+    found: dict[str, NDArray[np.bool_]] = {}
+
+    def find(name: str) -> NDArray[np.bool_]:
+        if name not in found:
+            trajectory = trajectories[name]
+            shared = trajectory.parent_token_count
+            before = (
+                find(trajectory.parent_trajectory_id)[:shared] if shared else np.zeros(0, np.bool_)
+            )
+            own = [
+                np.full(_count(segment), segment.author == trajectory_pb2.AUTHOR_POLICY)
+                for segment in trajectory.segments
+            ]
+            found[name] = np.concatenate([before, *own])
+        return found[name]
+
+    for name in trajectories:
+        find(name)
+    return found
 
 
 def mask_truncated(

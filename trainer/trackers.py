@@ -169,7 +169,8 @@ class Trackers:
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
         """A point for each of them, of these names. Never waits."""
-        self._last_step = step
+        # An evaluation's point is at the step it began with, and may come after later steps'.
+        self._last_step = max(self._last_step, step)
         for thread in self._threads:
             thread.send(step, figures)
 
