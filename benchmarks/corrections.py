@@ -127,7 +127,7 @@ def main() -> None:
     table = Table(title=f"{steps} steps, {arguments.seeds} seeds, learning rate doubled")
     for column in (
         "correction", "reward, last", "deviation", "each seed", "lag", "weight", "largest",
-        "masked", "cut", "grad norm",
+        "masked", "cut", "clipped by the loss",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     rewards = {name: [reward(steps) for steps in found] for name, found in runs.items()}
@@ -142,7 +142,7 @@ def main() -> None:
             shown(mean_of(found, "correction_weight_max"), ".2f"),
             shown(mean_of(found, "correction_masked"), ".1%"),
             shown(mean_of(found, "correction_clipped"), ".1%"),
-            shown(mean_of(found, "grad_norm"), ".2f"),
+            shown(mean_of(found, "clip_fraction"), ".1%"),
         )
     console.print(table)
     print(json.dumps({"final_reward": rewards}))
