@@ -102,6 +102,10 @@ def test_a_set_is_due_at_the_start_on_its_grid_and_at_the_end() -> None:
     assert schedule.due_at_end(10) and not schedule.due_at_end(8)
     assert not Schedule(every=4, at_start=False, at_end=True).due(3)
     assert not Schedule(every=0, at_start=False, at_end=True).due(100)
+    assert schedule.ends_with(10)
+    grid = Schedule(every=4, at_start=True, at_end=False)
+    assert grid.ends_with(8) and not grid.ends_with(10)
+    assert not Schedule(every=0, at_start=True, at_end=False).ends_with(8)
 
 
 def test_what_was_due_and_has_no_result_begins_with_the_first_weights_there_are() -> None:
@@ -389,6 +393,20 @@ async def test_what_comes_due_while_one_runs_is_skipped_and_the_last_weights_are
     assert (first.step, first.oldest_weight_version, first.newest_weight_version) == (0, 1, 3)
     assert (first.lag, first.skipped) == (2, 0)
     assert (last.step, last.weight_version, last.skipped) == (3, 3, 3)
+
+
+async def test_what_the_last_one_will_take_is_what_it_took_before() -> None:
+    sums, more = evaluation(prompts=4), evaluation(name="more", prompts=4, at_end=False)
+    async with measuring(sums, more) as run:
+        # Of the grid is every tenth version.
+        assert run.evaluator.seconds_after(10) is run.evaluator.seconds_after(11) is None
+        run.evaluator.version_active(0, 1)
+        await run.serve()
+        took = {record.name: record.seconds for record in run.records}
+        assert run.evaluator.seconds_after(10) == max(took.values()) > 0.0
+        assert run.evaluator.seconds_after(11) == took["sums"]
+    async with measuring(evaluation(at_end=False, every_versions=0)) as run:
+        assert run.evaluator.seconds_after(10) == 0.0
 
 
 async def test_mixed_groups_are_counted_on_the_fly() -> None:

@@ -74,6 +74,20 @@ def test_a_long_step_every_so_often_counts_with_its_share() -> None:
     assert remaining.least < 200.0 < remaining.most
 
 
+def test_what_comes_after_the_last_step_is_part_of_it() -> None:
+    pace, _ = after(*[2.0] * 10, steps=100)
+    pace.afterwards = 240.0
+    remaining = pace.remaining()
+    assert remaining is not None and remaining.seconds == pytest.approx(180.0 + 240.0)
+    assert remaining.least == remaining.most == pytest.approx(420.0)
+    assert str(remaining) == "about 7 min left"
+    pace.afterwards = None
+    assert str(pace.remaining()) == "about 3 min left before the last evaluation"
+    pace, _ = after(2.0, steps=100)
+    pace.afterwards = None
+    assert str(pace.remaining()) == "roughly 3 min left before the last evaluation"
+
+
 def test_after_a_resume_only_the_own_steps_count() -> None:
     pace, clock = after(5.0, 5.0, 5.0, 5.0, steps=100, step=90)
     remaining = pace.remaining()

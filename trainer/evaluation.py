@@ -124,6 +124,8 @@ class EvaluationSet:
         )
         self.current: _Measurement | None = None
         self.task: asyncio.Task[None] | None = None
+        self.seconds: float | None = None
+        """How long the last one took; None before one has ended."""
 
     def build_task(self, asked: Asked, problem: Problem) -> task_service_pb2.Task:
         """The task of a prompt, which asks for this problem."""
@@ -196,6 +198,13 @@ class Evaluator:
                 self._begin(one, step, weight_version)
         await self._ended(self._sets)
 
+    def seconds_after(self, step: int) -> float | None:
+        """What measuring the weights of the last step takes, which this one is, by what each set took
+        before: they run side by side. None where one of them has not been measured yet."""
+        found = [one.seconds for one in self._sets if one.schedule.ends_with(step)]
+        known = [seconds for seconds in found if seconds is not None]
+        return max(known, default=0.0) if len(known) == len(found) else None
+
     async def submit_again(self, server: int) -> None:
         """Submits what is asked of a server that may have lost it; where it is full, as soon as there is
         room. Raises ServerLost."""
@@ -260,7 +269,9 @@ class Evaluator:
                     current.weight_version,
                 )
                 return
-            self._write(self._record(one, current))
+            record = self._record(one, current)
+            one.seconds = record.seconds
+            self._write(record)
         finally:
             one.current = one.task = None
 

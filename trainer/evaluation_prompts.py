@@ -163,6 +163,10 @@ class Schedule:
         """Whether the weights of the last step are still to be measured."""
         return self._at_end and self._begun != step
 
+    def ends_with(self, step: int) -> bool:
+        """Whether weights of this step would be measured if it were the last."""
+        return self._at_end or bool(self._every and step % self._every == 0)
+
     def begin(self, step: int) -> int:
         """An evaluation begins; returns how many were skipped before it."""
         self._begun = self._seen = step

@@ -195,6 +195,10 @@ class TrainingLoop:
                 for filler in fillers:
                     filler.cancel()
 
+    def _seconds_afterwards(self) -> float | None:
+        """What the evaluation of the last weights takes, after the last step."""
+        return self._evaluator.seconds_after(self._config.run.steps) if self._evaluator else 0.0
+
     async def _steps(self, concluding: asyncio.TaskGroup) -> None:
         conclusion = None
         self._measure(self._exchanges.held_version)
@@ -202,7 +206,7 @@ class TrainingLoop:
             self._gatherer.demand(self.step + 1)
         while self.step < self._config.run.steps:
             record = StepRecord(self.step + 1, time_gather_start=time.time())
-            span = self._metrics.begin_step(record.step)
+            span = self._metrics.begin_step(record.step, self._seconds_afterwards())
             batch = await self._gather(record)
             if batch is None:
                 await self._save_if_due()

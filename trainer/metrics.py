@@ -70,9 +70,11 @@ class MetricsWriter:
         """The server's load is sampled meanwhile."""
         return nullcontext() if self._load is None else self._load.running()
 
-    def begin_step(self, step: int) -> Span:
-        """The step's span, in a trace of its own; `write` ends it."""
+    def begin_step(self, step: int, afterwards: float | None = 0.0) -> Span:
+        """The step's span, in a trace of its own; `write` ends it. `afterwards` is how many seconds the run
+        takes after its last step, None where nobody knows."""
         self._pace.begin(step)
+        self._pace.afterwards = afterwards
         return self._tracer.start_span("penstock.step", attributes={"penstock.step": step})
 
     def write(self, record: StepRecord, span: Span) -> None:

@@ -8,7 +8,8 @@ The remaining time is the number of steps left times the mean of the durations s
 ones weigh more (each older one by DECAY), less what the step under way has had. A mean, not a median: a
 long step every so often, such as one with a checkpoint, is to count with its share. Its bounds are
 those that four of five runs would stay between if the steps to come were drawn from those seen, the
-mean's own error included.
+mean's own error included. What comes after the last step, the evaluation of the last weights, is added
+as long as it took before; as long as that is not known, the time told ends before it, and says so.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ class Remaining:
     seconds: float
     least: float | None = None
     most: float | None = None
+    whole: bool = True
+    """Whether the run ends then; otherwise it goes on with an evaluation of unknown length."""
 
     def __str__(self) -> str:
+        left = "left" if self.whole else "left before the last evaluation"
         if self.least is None or self.most is None:
-            return f"roughly {in_words(self.seconds)} left"
+            return f"roughly {in_words(self.seconds)} {left}"
         about, least, most = in_words(self.seconds), in_words(self.least), in_words(self.most)
-        return f"about {about} left" + (f" ({least} to {most})" if least != most else "")
+        return f"about {about} {left}" + (f" ({least} to {most})" if least != most else "")
 
 
 class Pace:
@@ -54,6 +58,8 @@ class Pace:
         self._begun = 0.0
         self._first: float | None = None
         self._first_counts = True
+        self.afterwards: float | None = 0.0
+        """Seconds that the run takes after its last step; None where that is not known."""
 
     def begin(self, step: int) -> None:
         """A step begins; the one before is over."""
@@ -86,14 +92,16 @@ class Pace:
         mean = sum(w * d for w, d in zip(weights, seen, strict=True)) / total
         # The step under way is the first of them.
         left = self._steps - self._step + 1
-        seconds = max(mean - running, 0.0) + (left - 1) * mean
+        afterwards = self.afterwards
+        whole = afterwards is not None
+        seconds = max(mean - running, 0.0) + (left - 1) * mean + (afterwards or 0.0)
         if len(seen) < FEWEST:
-            return Remaining(seconds)
+            return Remaining(seconds, whole=whole)
         spread = sum(w * (d - mean) ** 2 for w, d in zip(weights, seen, strict=True)) / total
         independent = total**2 / sum(w * w for w in weights)
         variance = spread * independent / (independent - 1)
         off = DEVIATIONS * math.sqrt(variance * (left + left**2 / independent))
-        return Remaining(seconds, max(seconds - off, 0.0), seconds + off)
+        return Remaining(seconds, max(seconds - off, afterwards or 0.0), seconds + off, whole)
 
 
 def in_words(seconds: float) -> str:
