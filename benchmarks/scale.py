@@ -120,7 +120,8 @@ class Load:
     """From when the hub has it to the last byte at the last host, where every link has the stream's rate or
     its own, whichever is less."""
     fullest: dict[str, float]
-    """By what could be full: the part of it that is used, of one hub of one core."""
+    """By what could be full: the part of it that is used, were there one hub of one core; of the trainer
+    with as many hubs as it takes."""
 
 
 USED = 0.7
@@ -138,6 +139,20 @@ def tree(hosts: int, branches: int) -> tuple[int, int]:
         reached += level
         depth += 1
     return min(branches, hosts), depth
+
+
+def spread(hosts: int, d: Deployment, m: Measured) -> tuple[float, float, float]:
+    """What one hub does to give so many hosts a version: bytes out of it, seconds of comparing it with the
+    one before, and seconds until the last byte is there."""
+    link = min(d.link_bytes_per_second, m.stream_bytes_per_second)
+    difference = d.model_bytes * d.delta
+    fan, depth = tree(hosts, d.branches)
+    if difference * hosts < d.model_bytes * fan:
+        compare = d.model_bytes / m.compare_bytes_per_second
+        return difference * hosts, compare, difference * hosts / link + compare
+    # A host hands on what it has while it still receives: each level is late by a piece.
+    sent = d.model_bytes * fan
+    return sent, 0.0, (sent + (depth - 1) * PIECE_BYTES) / link
 
 
 def load(deployment: Deployment, measured: Measured) -> Load:
@@ -168,17 +183,10 @@ def load(deployment: Deployment, measured: Measured) -> Load:
         + trajectories * RECORDS_PER_TRAJECTORY
         + groups * RECORDS_PER_GROUP
     )
-    hosts = math.ceil(d.engines / hubs)
     link = min(d.link_bytes_per_second, m.stream_bytes_per_second)
     difference = d.model_bytes * d.delta
-    fan, depth = tree(hosts, d.branches)
-    if difference * hosts < d.model_bytes * fan:
-        version_bytes, compare = difference * hosts, d.model_bytes / m.compare_bytes_per_second
-        version_seconds = version_bytes / link + compare
-    else:
-        # A host hands on what it has while it still receives: each level is late by a piece.
-        version_bytes, compare = d.model_bytes * fan, 0.0
-        version_seconds = (version_bytes + (depth - 1) * PIECE_BYTES) / link
+    version_bytes, _, version_seconds = spread(math.ceil(d.engines / hubs), d, m)
+    alone_bytes, alone_compare, _ = spread(d.engines, d, m)
     return Load(
         tokens=tokens,
         turns=turns,
@@ -199,8 +207,8 @@ def load(deployment: Deployment, measured: Measured) -> Load:
             "core of one hub": cores,
             "syncs of one journal": records / m.records_per_second,
             "link of one hub, tokens": bytes_out / d.link_bytes_per_second,
-            "link of one hub, weights": version_bytes / link / d.step_seconds,
-            "two cores of one hub, comparing versions": compare / d.step_seconds,
+            "link of one hub, weights": alone_bytes / link / d.step_seconds,
+            "two cores of one hub, comparing versions": alone_compare / d.step_seconds,
             "link of the trainer, weights to each hub": difference * hubs / link / d.step_seconds,
             "core of the trainer, decoding": tokens * m.decode_seconds,
             "64 GiB of one hub": (fixed_bytes + open_trajectories * open_bytes) / (64 * GIB),
@@ -284,7 +292,7 @@ def show(deployments: Sequence[Deployment], measured: Measured, console: Console
     """Prints both tables."""
     loads = [load(one, measured) for one in deployments]
     table = Table(title="what it makes")
-    full = Table(title="how full, where there is one hub of one core: 1 is the wall")
+    full = Table(title="how full, were there one hub of one core; 1 is the wall")
     for one in (table, full):
         one.add_column("")
         for deployment in deployments:

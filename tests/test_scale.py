@@ -45,6 +45,11 @@ def test_hosts_are_sent_what_changed_where_that_is_less() -> None:
     assert made.version_bytes == pytest.approx(4 * GPU.model_bytes * GPU.delta)
     whole = load(replace(GPU, engines=4, delta=0.6), Measured())
     assert whole.version_bytes == 2 * GPU.model_bytes
+    # Many hubs have few hosts each; were there one, it would have them all.
+    many, link = load(replace(GPU, engines=128), Measured()), Measured().stream_bytes_per_second
+    assert many.version_bytes == pytest.approx(16 * GPU.model_bytes * GPU.delta)
+    alone = many.fullest["link of one hub, weights"]
+    assert alone == pytest.approx(2 * GPU.model_bytes / link / GPU.step_seconds)
 
 
 def test_the_context_goes_out_again_with_each_turn() -> None:

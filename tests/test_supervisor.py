@@ -165,7 +165,10 @@ async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
     monkeypatch.setattr(Process, "write", written)
     async with stage(tmp_path, engines={"engine": SERVE}) as run:
         await run.told("server", "is not told of its engines yet: [Errno 28]")
-        await asyncio.sleep(0.1)
+        # Meanwhile the end of an engine is answered.
+        await run.told("engine", "serves at")
+        os.kill(run.pid(3), signal.SIGKILL)
+        await run.told("engine", "serves at", 2)
         assert not run.running.done()
         full = False
         async with asyncio.timeout(20):
@@ -188,6 +191,39 @@ async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> N
         ] == ["told first", "told 127.0.0.1:77"]
         # Nobody else was touched.
         assert [who for who, what in run.events if what.startswith("starting")].count("worker") == 1
+
+
+async def test_a_server_that_comes_back_elsewhere_ends_the_run(tmp_path: Path) -> None:
+    port = "if [ $1 = first ]; then P=77; else P=78; fi"
+    serve = f"{port}; echo penstock serving x on 127.0.0.1:$P; exec sleep 60"
+    async with stage(tmp_path, serve=serve) as run:
+        await run.told("trainer", "starting")
+        os.kill(run.pid(2), signal.SIGKILL)
+        with pytest.raises(
+            ProcessFailed,
+            match=r"is back at 127\.0\.0\.1:78, and all others know it at 127\.0\.0\.1:77",
+        ):
+            await run.running
+
+
+async def test_what_a_full_disk_keeps_from_starting_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = Process.start, 0
+
+    def starting(command: Command, on_line: Callable[[str], None] | None) -> Process:
+        nonlocal refused
+        if command.name == "worker" and refused < 2:
+            refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return start(command, on_line)
+
+    monkeypatch.setattr(Process, "start", starting)
+    async with stage(tmp_path, work="echo out of luck; exit 1") as run:
+        await run.told(
+            "worker", "could not be started: [Errno 28] No space left on device; start", 2
+        )
+        await run.told("worker", "exited 1 (out of luck); starting again")
 
 
 async def test_a_worker_that_ends_is_started_again_and_says_why_it_ended(tmp_path: Path) -> None:
@@ -222,13 +258,14 @@ async def test_what_starting_again_would_not_help_stops_everything_at_once(
         assert not any("again" in what for _, what in run.events)
 
 
-async def test_a_trainer_that_keeps_checkpoints_resumes(tmp_path: Path) -> None:
-    dies_once = 'if [ "$2" = resume ]; then exit 0; else exit 1; fi'
+@pytest.mark.parametrize("status", [1, 3])
+async def test_a_trainer_that_keeps_checkpoints_resumes(tmp_path: Path, status: int) -> None:
+    dies_once = f'if [ "$2" = resume ]; then exit 0; else exit {status}; fi'
     async with stage(tmp_path, train=dies_once, keeps_checkpoints=True) as run:
         await run.running
         assert [what for who, what in run.events if who == "trainer"] == [
             "starting",
-            "exited 1; starting again in 0.01 s (1 of 3 restarts)",
+            f"exited {status}; starting again in 0.01 s (1 of 3 restarts)",
             "starting again",
             "done",
         ]

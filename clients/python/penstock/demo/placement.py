@@ -9,11 +9,13 @@ The same commands run in either.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
-from penstock.demo.processes import Command, Process, Running
+from penstock.demo.processes import THIS_HOST, Command, Process, Running
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -43,7 +45,41 @@ class LocalPlacement:
         """Starts one."""
         added = self._environments.get(command.name, {})
         environment = {**command.environment, **added}
-        return Process.start(replace(command, environment=environment), on_line)
+        try:
+            return Process.start(replace(command, environment=environment), on_line)
+        except OSError as error:
+            return NeverStarted(command, error)
+
+
+class NeverStarted:
+    """What could not be started: has ended."""
+
+    pid = 0
+    host = THIS_HOST
+
+    def __init__(self, command: Command, error: OSError) -> None:
+        self.command = command
+        self._error = error
+
+    async def wait(self) -> int:
+        """Not zero."""
+        return 1
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nobody is there."""
+
+    async def stop(self, patience: float) -> None:
+        """Nobody is there."""
+
+    def kill(self) -> None:
+        """Nobody is there."""
+
+    def ending(self, status: int) -> str:
+        """Why."""
+        return f"could not be started: {self._error}"
+
+    async def write(self, files: Mapping[Path, str]) -> None:
+        """What has ended gets none."""
 
 
 def share_devices(

@@ -333,12 +333,21 @@ def going_on(act: Callable[Parameters, object], what: str) -> Callable[Parameter
 def write_files(files: Mapping[Path, str]) -> None:
     """Each is as it was, or whole, and nobody else's to read: there may be secrets in it."""
     for path, text in files.items():
+        if _is_there(path, text):
+            continue  # There is always room for it.
         path.parent.mkdir(parents=True, exist_ok=True)
         # Others of this host may write the same.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.touch(mode=0o600)
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
+
+
+def _is_there(path: Path, text: str) -> bool:
+    try:
+        return path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == text.encode()
+    except FileNotFoundError:
+        return False
 
 
 class FirstMatch:

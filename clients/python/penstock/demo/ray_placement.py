@@ -27,6 +27,7 @@ import os
 import re
 import signal
 import socket
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +84,11 @@ async def open_ray(
     Raises PlacementFailed where there is no such cluster, or no room in it.
     """
     before = children.adopt_orphans() if cluster.address is None else None
+    # Another run on this cluster may have the name, and actors of one that was killed may still be there.
+    label = f"penstock-{run}-{uuid.uuid4().hex[:8]}"
     try:
-        await _finish(asyncio.to_thread(_connect, cluster, shares, run))
-        async with _group(cluster, shares, run) as group:
+        await _finish(asyncio.to_thread(_connect, cluster, shares, label))
+        async with _group(cluster, shares, label) as group:
             placement = RayPlacement(cluster, shares, group)
             try:
                 yield placement
@@ -98,12 +101,12 @@ async def open_ray(
             children.end_all_but(before)
 
 
-def _connect(cluster: Cluster, shares: Mapping[str, Share], run: str) -> None:
+def _connect(cluster: Cluster, shares: Mapping[str, Share], label: str) -> None:
     ray = _ray()
     # Its own notices, such as that this thread sets no signal handlers, are no business of the console.
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    how: dict[str, Any] = {"namespace": f"penstock-{run}", "log_to_driver": False}
+    how: dict[str, Any] = {"namespace": label, "log_to_driver": False}
     how["configure_logging"] = False
     if cluster.address is None:
         total = _total([_bundle(share) for share in shares.values()])
@@ -135,13 +138,11 @@ def _reach(address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _group(cluster: Cluster, shares: Mapping[str, Share], run: str) -> AsyncGenerator[Any]:
+async def _group(cluster: Cluster, shares: Mapping[str, Share], label: str) -> AsyncGenerator[Any]:
     """The placement group, once the cluster has room for it."""
     groups = importlib.import_module("ray.util.placement_group")
     bundles = [_bundle(share) for share in shares.values()]
-    group: Any = groups.placement_group(
-        bundles, strategy=cluster.strategy, name=f"penstock-{run}-{os.getpid()}"
-    )
+    group: Any = groups.placement_group(bundles, strategy=cluster.strategy, name=label)
     try:
         try:
             async with asyncio.timeout(cluster.wait_seconds):
@@ -277,6 +278,7 @@ class RayProcess:
         self.actor = actor
         self._one_node = one_node
         self._lost = ""
+        self._unlogged: OSError | None = None
         self._asking: set[asyncio.Task[None]] = set()
         self.living = asyncio.create_task(self._live(on_line), name=f"{command.name} on Ray")
 
@@ -290,9 +292,16 @@ class RayProcess:
             self._ask(self.actor.signal.remote(int(number)))
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files on its node."""
-        if not self.living.done():
-            await self._unless_lost(self.actor.write.remote(dict(files)))
+        """Writes files on its node. Raises OSError, as where that has no room."""
+        if self.living.done():
+            return
+        errors = _ray().exceptions
+        try:
+            await self.actor.write.remote(dict(files))
+        except errors.RayTaskError as error:
+            raise OSError(str(error.cause)) from error
+        except errors.RayError:
+            pass  # What became of the actor is told by what follows it.
 
     async def stop(self, patience: float) -> None:
         """Asks it to end, and makes it after `patience` seconds."""
@@ -310,12 +319,21 @@ class RayProcess:
 
     def ending(self, status: int) -> str:
         """What became of it."""
+        if self._unlogged is not None:
+            return f"cannot have its log: {self._unlogged}"
         return f"lost its actor ({self._lost})" if self._lost else ending(status)
 
     async def _live(self, on_line: OnLine | None) -> int:
         """From the actor's start to the process's end; produces its log and lines."""
         ray = _ray()
-        with self.command.log.open("ab", buffering=0) as log:
+        try:
+            log = self.command.log.open("ab", buffering=0)
+        except OSError as error:
+            self._unlogged = error
+            self.begun.set()
+            ray.kill(self.actor)
+            return 1
+        with log:
             write = going_on(log_writer(log), str(self.command.log))
             try:
                 return await self._follow(write, on_line)

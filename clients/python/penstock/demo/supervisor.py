@@ -14,7 +14,10 @@ States of each process (`State`), once it has begun its work:
 - An **engine server**, where the server is a hub, comes back on any address. The hub reads the addresses of
   those that serve from a file, which is written where the hub runs, and gives each the run's weights.
 - A **worker** comes back with nothing; what it worked on is leased again.
-- A **trainer** comes back only where it keeps checkpoints, and resumes from the last one.
+- A **server** that comes back elsewhere, on another host of a cluster, ends the run: workers and trainer
+  know the address it had, and its journal may be on the host that is gone.
+- A **trainer** comes back only where it keeps checkpoints, and resumes from the last one; also where it was
+  asked to stop by somebody else, such as a machine that shuts down, for then it is not done.
 - A server that ends before it has ever served is not started again: what keeps it from serving, such as a
   port in use or a model that is not there, would keep it from it again. Nor is anything whose exit status
   says that its configuration cannot be used.
@@ -23,7 +26,7 @@ Each start after the first waits twice as long as the one before it, and there a
 time (`Restarts`): a process that cannot live must not hide behind being restarted for ever.
 
 A disk that is full ends no process that runs: what is told of them is left out while there is no room for
-it, and the hub's file is written as soon as there is.
+it, and the hub's file is written as soon as there is. A process that cannot be started for it has ended.
 
 Where and how a process is started is the `Placement`'s business. Nothing here stops processes: whoever runs
 a `Supervisor` ends what it `started`, in the order that suits.
@@ -32,7 +35,6 @@ a `Supervisor` ends what it `started`, in the order that suits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 from collections import deque
@@ -201,7 +203,7 @@ class Supervisor:
         self._on_change = on_change and going_on(on_change, "the state of the processes")
         self._listens: str | None = None
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._writing = asyncio.Lock()
+        self._engines_moved = asyncio.Event()
         self._done = asyncio.Event()
         self._engines = [
             Role(name, lambda _, command=command: command(), serves=True)
@@ -235,6 +237,8 @@ class Supervisor:
             async with asyncio.TaskGroup() as keeping:
                 first = [*self._engines, self._server]
                 tasks = [keeping.create_task(self._keep(role)) for role in first]
+                if self._engines:
+                    tasks.append(keeping.create_task(self._keep_engines_file()))
                 address = await asyncio.shield(self._address)
                 if self._on_serving is not None:
                     self._on_serving(address)
@@ -258,18 +262,24 @@ class Supervisor:
         lines = [f"{engine.address}\n" for engine in self._engines if engine.address]
         return {self._cast.engines_file: "".join(lines)}
 
-    async def _write_engines_file(self) -> None:
-        async with self._writing:
-            failed = False
-            while self._cast.engines and self._server.process is not None:
-                try:
-                    await self._server.process.write(self._engines_file())
-                    return
-                except OSError as error:
-                    if not failed:
-                        self._tell(self._server.name, f"is not told of its engines yet: {error}")
-                    failed = True
-                    await asyncio.sleep(WRITE_AGAIN_SECONDS)
+    async def _keep_engines_file(self) -> None:
+        """Consumes changes of the engines' addresses; produces the file that the hub reads. On its own:
+        where there is no room for it, the end of an engine is answered all the same."""
+        failed = False
+        while True:
+            await self._engines_moved.wait()
+            self._engines_moved.clear()
+            if self._server.process is None:
+                continue
+            try:
+                await self._server.process.write(self._engines_file())
+                failed = False
+            except OSError as error:
+                if not failed:
+                    self._tell(self._server.name, f"is not told of its engines yet: {error}")
+                failed = True
+                self._engines_moved.set()
+                await asyncio.sleep(WRITE_AGAIN_SECONDS)
 
     def _add_roles(self, address: str) -> None:
         for name, command in self._cast.workers.items():
@@ -329,25 +339,33 @@ class Supervisor:
             return process, await process.wait()
         if role is self._server:
             # An engine may have come or gone since the command was made.
-            await self._write_engines_file()
-        with contextlib.suppress(ProcessFailed):
-            await self._serve(role, process, await serves.wait(process))
+            self._engines_moved.set()
+        try:
+            listens = await serves.wait(process)
+        except ProcessFailed:
+            pass
+        else:
+            self._serve(role, process, listens)
         status = await process.wait()
         role.address = ""
-        if role is not self._server:
-            await self._write_engines_file()
+        self._engines_moved.set()
         return process, status
 
-    async def _serve(self, role: Role, process: Running, listens: str) -> None:
-        """From when it serves."""
+    def _serve(self, role: Role, process: Running, listens: str) -> None:
+        """From when it serves. Raises ProcessFailed where nobody would find it."""
         role.address, role.has_served = reachable(listens, process.host), True
         self._set(role, State.SERVING)
         self._tell(role.name, f"serves at {role.address}")
         if role is not self._server:
-            await self._write_engines_file()
+            self._engines_moved.set()
         elif self._listens is None:
             self._listens = listens
             self._address.set_result(role.address)
+        elif role.address != (known := self._address.result()):
+            raise ProcessFailed(
+                f"the {role.name} is back at {role.address}, and all others know it at {known}; --resume "
+                "goes on where its journal is"
+            )
 
     def ended(self) -> None:
         """All it started has been stopped."""
@@ -373,7 +391,7 @@ def _processes(roles: Sequence[Role]) -> list[Running]:
 
 def _last_words(process: Running, status: int) -> str:
     """What it said last, where it ended by itself: most often that is why."""
-    lines = last_lines(process, 1) if status >= 0 else []
+    lines = last_lines(process, 1) if status >= 0 and process.pid else []
     return f" ({lines[0].strip()})" if lines else ""
 
 
