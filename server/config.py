@@ -97,7 +97,8 @@ class JournalSection(_Section):
     and a server that restarts has lost them. One server writes to a folder."""
     url: str | None = None
     """nats://HOST:PORT of a NATS server with JetStream, where they are kept instead; several, with commas
-    between, of one cluster. Needs the extra `jetstream`; docs/many-hubs.md."""
+    between, of one cluster, unless `durability` is "fsync". Needs the extra `jetstream`;
+    docs/many-hubs.md."""
     stream: str = "PENSTOCK"
     """Name of the stream there; it is made where there is none. One server writes to a stream."""
     durability: Literal["fsync", "process", "none"] = "fsync"
@@ -169,6 +170,10 @@ class JournalSection(_Section):
             raise ValueError(
                 'with url, durability "fsync" needs monitor, where the NATS server says whether it syncs '
                 'every write; durability "process" does not'
+            )
+        if self.url is not None and self.durability == "fsync" and "," in self.url:
+            raise ValueError(
+                f'durability "fsync" needs one server in url, the one that monitor is of; got {self.url}'
             )
         if self.key is not None and self.certificate is None:
             raise ValueError("key needs certificate")

@@ -35,6 +35,8 @@ class StreamState:
     """Place of the newest message that there ever was."""
     byte_count: int
     config: dict[str, Any]
+    leader: str
+    """Name of the server that keeps it; empty where that is not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +53,9 @@ def state_in(table: dict[str, Any]) -> StreamState:
     """Of an answer that describes a stream."""
     state = table["state"]
     return StreamState(
-        int(state["first_seq"]), int(state["last_seq"]), int(state["bytes"]), table["config"]
+        int(state["first_seq"]),
+        int(state["last_seq"]),
+        int(state["bytes"]),
+        table["config"],
+        str((table.get("cluster") or {}).get("leader", "")),
     )

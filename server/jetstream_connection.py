@@ -79,6 +79,10 @@ class _Client(Client):
             transport.close()
         await super()._connect_to_server(s)
 
+    def told(self, name: str) -> str:
+        """What the server said of itself as it was connected to."""
+        return str(self._server_info.get(name, ""))
+
 
 class Connection:
     """To the stream of one journal."""
@@ -152,6 +156,16 @@ class Connection:
     def max_payload(self) -> int:
         """Most bytes of a message, headers included."""
         return self._client.max_payload
+
+    @property
+    def server_id(self) -> str:
+        """Of the server that is connected to."""
+        return self._client.told("server_id")
+
+    @property
+    def server_name(self) -> str:
+        """Of the server that is connected to."""
+        return self._client.told("server_name")
 
     async def close(self) -> None:
         """Ends it."""

@@ -85,7 +85,7 @@ class StreamLog:
 
     async def _why_not_synced(self) -> str | None:
         assert self._section.monitor is not None, "the configuration sees to it"
-        return await why_not_synced(self._section.monitor)
+        return await why_not_synced(self._section.monitor, self.connection.server_id)
 
     # Opening
 
@@ -108,6 +108,11 @@ class StreamLog:
                 f"and a journal's have up to {MESSAGE_BYTES + MESSAGE_OVERHEAD}"
             )
         state = await self._own()
+        if section.durability == "fsync" and state.leader not in ("", connection.server_name):
+            raise JournalUnreadable(
+                f"the stream {section.stream} is kept by the NATS server {state.leader}, and "
+                f"{section.monitor} is that of {connection.server_name}: what it promises is not known"
+            )
         end = await connection.fetch_last(connection.subjects.end)
         if end is not None:
             self._begin = begin_of(end)

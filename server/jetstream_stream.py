@@ -94,12 +94,19 @@ async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) 
         ) from error
 
 
-async def why_not_synced(monitor: str) -> str | None:
-    """None where the NATS server says that it syncs every write, else what to do. Raises OSError."""
+async def why_not_synced(monitor: str, server_id: str) -> str | None:
+    """None where the NATS server of this id says that it syncs every write, else what to do. Raises
+    OSError."""
     try:
         server = await asyncio.to_thread(_read_monitor, f"{monitor.rstrip('/')}/varz")
     except (OSError, HTTPException, ValueError) as error:
         raise OSError(f"the NATS server's monitor does not answer: {error}") from error
+    if server.get("server_id") != server_id:
+        # Of a cluster, the client may connect to any.
+        return (
+            f"journal.monitor is of the NATS server {server.get('server_id')}, and the one that is "
+            f"connected to is {server_id}: what it promises is not known"
+        )
     config = cast("dict[str, Any]", server.get("jetstream", {})).get("config", {})
     if config.get("sync_always") is True:
         return None

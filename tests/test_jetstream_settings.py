@@ -39,6 +39,8 @@ async def test_fsync_is_promised_only_where_nats_says_so(nats: NatsServer, tmp_p
             await open_journal(section)
         with pytest.raises(JournalUnreadable, match="monitor does not answer"):
             await open_journal(section.model_copy(update={"monitor": "http://127.0.0.1:1"}))
+        with pytest.raises(JournalUnreadable, match="monitor is of the NATS server"):
+            await open_journal(section.model_copy(update={"monitor": nats.monitor}))
     if nats.durability != "fsync":
         pytest.skip(f"a NATS that can sync: {nats.program} is of {version_of(nats.program)}")
     journal = await open_journal(nats.section("SYNCED", max_bytes=64 * MEBIBYTE))
@@ -84,6 +86,7 @@ async def test_nats_that_comes_back_without_syncing_is_given_nothing_more(tmp_pa
     [
         ({"url": "nats://a", "folder": "b", "durability": "process"}, "exclude each other"),
         ({"url": "nats://a"}, "needs monitor"),
+        ({"url": "nats://a,nats://b", "monitor": "http://a:8222"}, "needs one server in url"),
         ({"url": "a:4222", "durability": "process"}, "must begin with nats://"),
         (
             {"url": "nats://a", "durability": "process", "monitor": "nats://a"},
