@@ -42,6 +42,7 @@ from tests.test_trainer_end_to_end import (
     working,
 )
 from tests.tiny_model import make_tiny_model
+from tests.trainer_processes import ASKED
 
 # The nursery is one for all tests here.
 one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -273,7 +274,7 @@ async def test_ranks_that_are_asked_to_stop_do_and_one_process_goes_on(
         await stand.server.engine.loads(5)
         for pid in ranks.pids:
             os.kill(pid, signal.SIGTERM)  # As torchrun does.
-        assert await ranks.end() == [0, 0]
+        assert await ranks.end() == [ASKED, 0]
         assert await (await go(nursery, stand, 1, resume=True)).end() == [0], stand.said
         assert "computed with 2 ranks, this run goes on with 1" in stand.said
         check_lineage(stand)

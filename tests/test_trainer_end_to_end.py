@@ -37,7 +37,7 @@ from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, FakeEngine
 from tests.scripted_trainer_server import unanswering
 from tests.tiny_model import VOCAB_SIZE, make_tiny_model
-from tests.trainer_processes import TrainerProcess, start_trainer_process
+from tests.trainer_processes import ASKED, TrainerProcess, start_trainer_process
 
 Reward = Callable[[Task, Trajectory], Awaitable[float]]
 
@@ -478,7 +478,7 @@ async def test_sigterm_ends_after_the_step_under_way(tiny: Path, tmp_path: Path)
         await server.engine.loads(2)
         trainer.process.send_signal(signal.SIGTERM)
         code, _, err = await trainer.end(60)
-        assert code == 0, err
+        assert code == ASKED, err
         assert len(records(tmp_path)) == len(server.engine.versions)
         assert "while its server was away" not in err
 
@@ -492,7 +492,7 @@ async def test_sigterm_ends_a_trainer_that_never_reached_its_server(
         await reached.wait()
         trainer.process.send_signal(signal.SIGTERM)
         code, _, err = await trainer.end(60)
-    assert code == 0, err
+    assert code == ASKED, err
     assert "penstock train: stopped at step 0 while its server was away\n" in err
 
 
@@ -511,7 +511,7 @@ async def test_sigterm_ends_a_trainer_whose_server_was_killed_and_it_resumes(
         said = await trainer.says("lost the server")
         trainer.process.send_signal(signal.SIGTERM)
         code, _, err = await trainer.end(60)
-        assert code == 0, said + err
+        assert code == ASKED, said + err
     last = records(tmp_path)[-1]["step"]
     assert f"penstock train: stopped at step {last} while its server was away\n" in err
     assert [step["step"] for step in records(tmp_path)] == list(range(1, last + 1))
@@ -550,7 +550,7 @@ async def test_a_server_lost_after_sigterm_is_not_waited_for(tiny: Path, tmp_pat
         await trainer.says("SIGTERM: stopping")
         await server.serving.stop(0.0)
         code, _, err = await trainer.end(60)
-    assert code == 0, err
+    assert code == ASKED, err
     (step,) = records(tmp_path)
     assert (step["step"], step["seconds_switch"]) == (1, 0.0)
     assert "penstock train: stopped at step 1 while its server was away\n" in err

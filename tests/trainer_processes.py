@@ -28,6 +28,8 @@ from typing import Any
 from tests.faults.trainer_nursery import load
 from tests.tiny_model import make_tiny_model
 
+ASKED = 3
+"""Exit code of a trainer that was asked to stop before it was done."""
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 

@@ -7,7 +7,8 @@ trackers are waited for, `trackers.CLOSE_SECONDS` at most; then the compute thre
 
 The first SIGTERM or SIGINT begins it. Where the server is away, or lost before it is over, nobody
 waits for the server: there is no stream to close, and stderr says at which step the run stopped
-without it. The exit code is 0 all the same: a stop on request.
+without it. The exit code is that of a stop on request all the same. It is not that of a run that is
+done: what starts trainers again, such as a job of Kubernetes whose node is drained, would take it for that.
 
 On several ranks all of this is rank 0's; the others run `_follow`. See `ranks`.
 """
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # Not __name__, which is "__main__" where this module is run.
 log = logging.getLogger("penstock.trainer")
 
-EXIT_OK, EXIT_STOPPED, EXIT_CONFIG = 0, 1, 2
+EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_ASKED = 0, 1, 2, 3
 
 
 def train(
@@ -47,9 +48,9 @@ def train(
 ) -> int:
     """Runs a training to its end; returns the process's exit code.
 
-    0: done, or stopped on request. 1: stopped by a TrainerError, which stderr names. 2: the
-    configuration cannot be used. `dry_run` prints the whole configuration as TOML and does no more.
-    `ranks` processes of this host compute, unless torchrun has started this one and says how many.
+    0: done. 1: stopped by a TrainerError, which stderr names. 2: the configuration cannot be used.
+    3: stopped on request, before it was done. `dry_run` prints the whole configuration as TOML and does
+    no more. `ranks` processes of this host compute, unless torchrun has started this one and says how many.
     """
     try:
         config = load_config(config_path, overrides)
@@ -62,10 +63,8 @@ def train(
         place, local = _take_place(config, config_path, overrides, ranks)
         if not place.leads:
             return _follow(config, place)
-        if place.size == 1:
-            _train(config, resume)
-        else:
-            _lead(config, resume, place, local)
+        alone = place.size == 1
+        done = _train(config, resume) if alone else _lead(config, resume, place, local)
     except ConfigInvalid as error:
         sys.stderr.write(f"penstock train: {error}\n")
         return EXIT_CONFIG
@@ -79,7 +78,7 @@ def train(
             raise
         sys.stderr.write(f"penstock train: stopped: {errors[0]}\n")
         return EXIT_STOPPED
-    return EXIT_OK
+    return EXIT_OK if done else EXIT_ASKED
 
 
 def _take_place(
@@ -111,8 +110,8 @@ def _check_ranks(config: TrainerConfig, ranks: int) -> None:
         )
 
 
-def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> None:
-    """The run on rank 0."""
+def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> bool:
+    """The run on rank 0; whether it is done."""
     from penstock.trainer.ranks import join_group, lead, leave_group
 
     join_group(place, local)
@@ -121,7 +120,7 @@ def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks |
         local.joined()
     status = EXIT_STOPPED
     try:
-        _train(config, resume, leader)
+        done = _train(config, resume, leader)
         status = EXIT_OK
     finally:
         leader.end(status)
@@ -129,6 +128,7 @@ def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks |
             local.wait()
         if status == EXIT_OK:
             leave_group()
+    return done
 
 
 def _follow(config: TrainerConfig, place: Place) -> int:
@@ -156,7 +156,8 @@ def _follow(config: TrainerConfig, place: Place) -> int:
     return EXIT_OK
 
 
-def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> None:
+def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
+    """Whether it is done; otherwise it was asked to stop."""
     from penstock.trainer.compute import ComputeThread
     from penstock.wire import allocator, telemetry
 
@@ -164,7 +165,7 @@ def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) ->
     telemetry.configure("penstock-trainer")
     compute = ComputeThread(config.model.threads)
     try:
-        asyncio.run(_run(config, compute, resume, leader))
+        return asyncio.run(_run(config, compute, resume, leader))
     finally:
         compute.close()
         telemetry.shutdown()
@@ -172,7 +173,7 @@ def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) ->
 
 async def _run(
     config: TrainerConfig, compute: ComputeThread, resume: bool, leader: Leader | None
-) -> None:
+) -> bool:
     """Owns the run's folder, its channels and its tasks."""
     from penstock.trainer.advice import advise
     from penstock.trainer.ledger import Ledger
@@ -186,6 +187,7 @@ async def _run(
         await _run_locked(config, compute, resume, leader, ledger, console, stopping)
     finally:
         ledger.close()
+    return not stopping.is_set()
 
 
 async def _run_locked(

@@ -53,6 +53,7 @@ from tests.pools import serve_hub
 from tests.processes import Server, engines_of
 from tests.test_trainer_end_to_end import configure
 from tests.tiny_model import make_tiny_model
+from tests.trainer_processes import ASKED
 
 MAX_LAG = 2
 STEP_SECONDS = "0.004"
@@ -421,7 +422,7 @@ async def train(
                 await asyncio.sleep(0.05)
     finally:
         nursery.terminate()
-    assert await nursery.end() == 0, stand.said
+    assert await nursery.end() == ASKED, stand.said
     stand.steps = len(stand.rows())
     check_lineage(stand)
     return stand
