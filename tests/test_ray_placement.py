@@ -73,6 +73,8 @@ async def runs_tells_and_ends(placement: RayPlacement, folder: Path) -> None:
             await asyncio.sleep(0.02)
         await running.write({told: "again"})
         assert told.read_text() == "again"
+        with pytest.raises(OSError, match="/proc/nowhere"):
+            await running.write({Path("/proc/nowhere/told"): "no room"})
         running.signal(signal.SIGTERM)
         assert await running.wait() == 7
     assert running.ending(7) == "exited 7"
@@ -105,6 +107,10 @@ async def says_what_it_cannot_start(placement: RayPlacement, folder: Path) -> No
     running = await placement.start(nothing, None)
     assert await running.wait() == 1
     assert "FileNotFoundError" in nothing.log.read_text()
+    unlogged = replace(shell(folder, "b", "exec sleep 60"), log=folder / "nowhere" / "b.log")
+    running = await placement.start(unlogged, None)
+    assert await running.wait() == 1
+    assert running.ending(1).startswith("cannot have its log: ")
 
 
 async def ranks_are_told_their_places(placement: RayPlacement, folder: Path) -> None:
