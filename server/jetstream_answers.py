@@ -52,10 +52,11 @@ class Fetched:
 def state_in(table: dict[str, Any]) -> StreamState:
     """Of an answer that describes a stream."""
     state = table["state"]
+    cluster: dict[str, Any] = table.get("cluster") or {}
     return StreamState(
         int(state["first_seq"]),
         int(state["last_seq"]),
         int(state["bytes"]),
         table["config"],
-        str((table.get("cluster") or {}).get("leader", "")),
+        str(cluster.get("leader", "")),
     )
