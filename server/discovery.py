@@ -5,6 +5,7 @@
     file:PATH        HOST:PORT a line; what follows a # is not read
 
 What cannot be looked up keeps the addresses it had: a name server that is away takes no engine with it.
+Nor does a file without any, which may be about to be written: who is listed anew is given all weights.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ async def _look(entry: str) -> list[str]:
         addresses = [line for line in lines if line]
         for address in addresses:
             split_address(address)
+        if not addresses:
+            raise ValueError("it names no engine")
         return addresses
     if kind != "dns":
         return [entry]

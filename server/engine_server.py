@@ -34,7 +34,12 @@ _SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0
 ABORT_SECONDS = 60.0
 # A server that says so is there, and of no use to anybody.
-USELESS = (Reason.ENGINE_LOST, Reason.WEIGHTS_INCONSISTENT, Reason.DRAINING)
+USELESS = (
+    Reason.ENGINE_LOST,
+    Reason.WEIGHTS_INCONSISTENT,
+    Reason.DRAINING,
+    Reason.JOURNAL_FAILED,
+)
 
 
 class Unanswered(Exception):

@@ -319,7 +319,7 @@ class Member:
 
     def serve(self) -> None:
         """It has what it should, and takes turns."""
-        self.failures, self.setback, self.hung = 0, "", False
+        self.failures, self.setback = 0, ""
         self.state, self.problem = State.SERVING, ""
 
     @property

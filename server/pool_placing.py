@@ -4,6 +4,10 @@
     wake  -> room has come to be somewhere
     leave -> a request that waits is not wanted any more
 
+Those that one version alone may sample wait in a queue of their own, and are in nobody's way where no
+engine has it. A queue whose first one finds no place is looked at no further: however many wait, a `wake`
+asks for as many places as it gives, and one for each queue.
+
 Who may take it, and who of those does, is `routing`'s.
 """
 
@@ -13,8 +17,9 @@ import asyncio
 import heapq
 import itertools
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.server.engine import EngineRequest
 from penstock.server.pool_member import Member
@@ -25,6 +30,17 @@ HOMES = 200_000
 LOOKED_AT = 32
 """Engines that a request is compared between: more of them hardly find a better one, and cost time with
 each request of a large pool."""
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """A request without a place; the first of a queue is the least."""
+
+    priority: int
+    order: int
+    request: EngineRequest = field(compare=False)
+    future: asyncio.Future[Member | None] = field(compare=False)
+    """None where it was left."""
 
 
 class Placing:
@@ -43,8 +59,10 @@ class Placing:
         self._rng = rng or random.Random()
         self._homes: OrderedDict[str, Member] = OrderedDict()
         self._order = itertools.count()
-        self._waiting: list[tuple[int, int, EngineRequest]] = []
-        self._pinned: dict[str, EngineRequest] = {}
+        self._queues: dict[int, list[_Waiting]] = {}
+        """By the version that each takes, zero for any; those that were left lie in them for a while."""
+        self._left: Counter[int] = Counter()
+        """How many of each queue were placed or left since it was cleared."""
         self._futures: dict[str, asyncio.Future[Member | None]] = {}
         self.kept_home = 0
         """Requests that went where their cache is."""
@@ -58,17 +76,14 @@ class Placing:
 
     async def place(self, request: EngineRequest) -> Member | None:
         """The engine that takes it, which counts it from now on; None where it was left."""
-        pinned = request.required_weight_version > 0
-        # Those that only one version may sample are in nobody's way.
-        others_wait = len(self._futures) > len(self._pinned)
-        if (pinned or not others_wait) and (member := self._find(request)) is not None:
+        queue = self._first_that_wait(request.required_weight_version)
+        if not queue and (member := self._find(request)) is not None:
             return member
         future: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
-        if pinned:
-            self._pinned[request.request_id] = request
-        else:
-            heapq.heappush(self._waiting, (request.priority, next(self._order), request))
+        waiting = _Waiting(request.priority, next(self._order), request, future)
+        heapq.heappush(queue, waiting)
+        self._queues[request.required_weight_version] = queue
         try:
             return await future
         except asyncio.CancelledError:
@@ -78,7 +93,7 @@ class Placing:
             raise
         finally:
             self._futures.pop(request.request_id, None)
-            self._pinned.pop(request.request_id, None)
+            self._clear(request.required_weight_version)
 
     def leave(self, request_id: str) -> bool:
         """A request is not wanted any more; whether it waited."""
@@ -90,19 +105,39 @@ class Placing:
 
     def wake(self) -> None:
         """Something has room, or came into rotation."""
-        for request_id, request in list(self._pinned.items()):
-            future = self._futures[request_id]
-            if not future.done() and (member := self._find(request)) is not None:
-                future.set_result(member)
-        while self._waiting:
-            request = self._waiting[0][2]
-            future = self._futures.get(request.request_id)
-            if future is not None and not future.done():
-                member = self._find(request)
-                if member is None:
-                    return
-                future.set_result(member)
-            heapq.heappop(self._waiting)
+        first = [
+            queue[0] for version in list(self._queues) if (queue := self._first_that_wait(version))
+        ]
+        heapq.heapify(first)
+        while first:
+            waiting = heapq.heappop(first)
+            member = self._find(waiting.request)
+            if member is None:
+                continue
+            waiting.future.set_result(member)
+            if queue := self._first_that_wait(waiting.request.required_weight_version):
+                heapq.heappush(first, queue[0])
+
+    def _first_that_wait(self, version: int) -> list[_Waiting]:
+        """The queue of a version, with one at its head that waits; empty, and no one's, where none does."""
+        queue = self._queues.get(version, [])
+        while queue and queue[0].future.done():
+            heapq.heappop(queue)
+        if not queue:
+            self._queues.pop(version, None)
+        return queue
+
+    def _clear(self, version: int) -> None:
+        """Lets go of those that were left, where they are most of a queue: each holds its tokens."""
+        queue = self._queues.get(version, [])
+        self._left[version] += 1
+        if 2 * self._left[version] <= len(queue):
+            return
+        del self._left[version]
+        queue[:] = [waiting for waiting in queue if not waiting.future.done()]
+        heapq.heapify(queue)
+        if not queue:
+            self._queues.pop(version, None)
 
     def forget(self, member: Member) -> None:
         """What its cache held is gone."""

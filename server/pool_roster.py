@@ -54,6 +54,7 @@ class Roster:
         self._described = asyncio.Event()
         self._tasks = OwnTasks()
         self._compared_at = -COMPARE_SECONDS
+        self._states: list[tuple[Member, State]] = []
         self.rotation: list[Member] = []
         """Engines that take turns; another list whenever that changes."""
         self.is_current: Callable[[Member], bool] = lambda member: member.version is not None
@@ -63,7 +64,8 @@ class Roster:
         self.on_change: Callable[[], None] = lambda: None
         """Told when the rotation, or what those in it can take, may have changed."""
         self.on_rotation: Callable[[], None] = lambda: None
-        """Told when another engine is in rotation, or out of it."""
+        """Told when another engine is in rotation, or out of it, or any is in another state: a switch waits
+        for those that switch, which are in no rotation."""
         self.on_other_process: Callable[[Member], None] = lambda member: None
         """Told when another process answers at a member's address."""
 
@@ -111,13 +113,11 @@ class Roster:
     def rotate(self) -> None:
         """Whoever is in rotation by now."""
         serving = State.SERVING
-        before, self.rotation = (
-            self.rotation,
-            [m for m in self._members.values() if m.state is serving],
-        )
+        before, self._states = self._states, [(m, m.state) for m in self._members.values()]
+        self.rotation = [m for m, state in self._states if state is serving]
         self._compare()
         self.on_change()
-        if self.rotation != before:
+        if self._states != before:
             self.on_rotation()
 
     def _compare(self) -> None:
@@ -185,6 +185,8 @@ class Roster:
                 self._described.set()
             if member.heard(info):
                 self.on_other_process(member)
+                # What follows may take a while, and it has none of the pool's weights.
+                self.rotate()
             member.refusal = difference(self.description, found)
         elif member.changes == changes:
             member.heard(info)

@@ -201,6 +201,10 @@ class PoolSwitch:
             self.fanout.end(member)
             self._lose(member, str(error))
             return
+        except asyncio.CancelledError:
+            # It is lost, or listed no more; where it comes back, it is given all of the version again.
+            self.fanout.end(member)
+            raise
         except TimeoutError:
             # What it samples by now it will say itself.
             limit = f"{self.rules.switch_seconds:g} s"
@@ -215,6 +219,7 @@ class PoolSwitch:
         # Where it has to be given it again, that is another upload.
         self.fanout.end(member)
         member.has(self.version, adapter=self.fanout.is_adapter)
+        member.hung = False
         self.answers.append(answer)
         if member.state is State.SWITCHING:
             member.state, member.problem = State.SERVING, ""

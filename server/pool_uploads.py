@@ -131,6 +131,8 @@ Leading = asyncio.Future[Shared | None]
 """Where a host's leader has all of a version, once it has; None where it has it in no memory that others
 could read. Cancelled where it failed."""
 
+BUSY_SECONDS = 1.0
+"""Until one that is still at another upload is asked again, where it does not say."""
 UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_MISMATCH)
 """Refusals after which the hub sends the bytes by itself."""
 
@@ -321,6 +323,16 @@ class Fanout:
 
     async def _send(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
         """Returns where it lies there, too, for others of that host."""
+        while True:
+            try:
+                return await self._send_now(member, source)
+            except Refused as error:
+                if error.failure.reason != Reason.UPLOAD_IN_PROGRESS:
+                    raise
+                # One that was broken off is verified to its end there. Whoever waits for this has a limit.
+                await asyncio.sleep(error.failure.retry_after_seconds or BUSY_SECONDS)
+
+    async def _send_now(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
         process = member, member.server_id
         version = self._numbers.get(process)
         if version is None:

@@ -115,6 +115,7 @@ class PoolWeights:
                 self._tell(member, f"waits to be given version {active}, as others are")
             async with places:
                 await self._give(member)
+                member.hung = member.hung and not self.is_current(member)
         # Another version may have become active meanwhile: then it is looked at again at once.
         if self.is_current(member):
             member.serve()
@@ -256,7 +257,8 @@ class PoolWeights:
             for member in self._roster.rotation:
                 if member.version != version:
                     # It came back into rotation with the version before.
-                    member.leave_rotation(switch.given_up[member])
+                    without = f"has not version {version}"
+                    member.leave_rotation(switch.given_up.get(member, without))
             self.active, self._probe, self._adapter = version, update.probe, update.adapter
             if update.adapter is None:
                 self._full = version

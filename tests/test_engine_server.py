@@ -11,6 +11,7 @@ import pytest
 from penstock.server.engine_server import EngineServer, Unanswered
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.security import Security
+from tests.scripted_trainer_server import refuse
 
 
 class Silent(grpc.GenericRpcHandler):
@@ -73,3 +74,31 @@ async def test_who_gives_up_a_call_is_cancelled(silent: tuple[Silent, EngineServ
     await asyncio.wait([asking], timeout=10)
     assert asking.cancelled()
     await engine.close()
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """Refuses every call with one status of the error table."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def service(self, handler_call_details: object) -> grpc.RpcMethodHandler[bytes, bytes]:
+        async def answer(requests: object, context: object) -> None:
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, self._reason)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+@pytest.mark.parametrize(
+    "reason", ["ENGINE_LOST", "WEIGHTS_INCONSISTENT", "DRAINING", "JOURNAL_FAILED"]
+)
+async def test_one_that_is_of_no_use_to_anybody_is_as_one_that_does_not_answer(reason: str) -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Refusing(reason),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    engine = EngineServer(f"127.0.0.1:{port}", Security())
+    with pytest.raises(Unanswered):
+        await generate(engine)
+    await engine.close()
+    await server.stop(None)

@@ -151,6 +151,9 @@ async def test_names_and_files_are_looked_up_again_and_keep_what_they_had(tmp_pa
     assert await found.look() == first
     path.unlink()
     assert await found.look() == first
+    # As it is for a moment where somebody writes it in place.
+    path.write_text("")
+    assert await found.look() == first
     path.write_text("d:5\n")
     assert (await found.look())[:2] == ["c:3", "d:5"]
     assert Discovery(["a:1"]).is_fixed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,27 +61,106 @@ class Engines:
             found.append(member)
         return found
 
-
-async def test_who_waits_for_a_version_is_in_nobodys_way() -> None:
-    engines = Engines()
-
-    async def place(name: str, version: int = 0) -> Member | None:
-        return await engines.placing.place(
+    async def take(self, name: str, version: int = 0, priority: int = 0) -> Member | None:
+        """The engine that takes a request of this version, or any, which stays there."""
+        return await self.placing.place(
             EngineRequest(
                 name,
                 np.array(PROMPT, np.int32),
                 Sampling(max_tokens=1),
                 cache_salt="",
+                priority=priority,
                 required_weight_version=version,
             )
         )
 
+    def close(self) -> None:
+        """None takes anything."""
+        for member in self.members:
+            member.version = 7
+            member.close_for(1.0)
+
+    def reopen(self) -> None:
+        """All do again."""
+        for member in self.members:
+            member.closed_until = 0.0
+        self.placing.wake()
+
+
+async def test_who_waits_for_a_version_is_in_nobodys_way() -> None:
+    engines = Engines()
     # No engine has it.
-    pinned = asyncio.create_task(place("pinned", 7))
+    pinned = asyncio.create_task(engines.take("pinned", 7))
     await until(lambda: engines.placing.waiting_count == 1)
     async with asyncio.timeout(5):
-        assert await place("any") is not None
+        assert await engines.take("any") is not None
     assert engines.placing.leave("pinned") and await pinned is None
+
+
+async def test_those_that_wait_are_served_by_priority_then_in_order_whatever_they_take() -> None:
+    engines, served = Engines(), list[str]()
+    engines.close()
+
+    async def take(name: str, version: int, priority: int) -> None:
+        assert await engines.take(name, version, priority) is not None
+        served.append(name)
+
+    waiting = [
+        asyncio.create_task(take(name, version, priority))
+        for name, version, priority in (
+            ("low 7", 7, 2), ("low", 0, 2), ("mid 7", 7, 1), ("high", 0, 0), ("mid", 0, 1),
+        )
+    ]  # fmt: skip
+    await until(lambda: engines.placing.waiting_count == len(waiting))
+    engines.reopen()
+    await asyncio.gather(*waiting)
+    assert served == ["high", "mid 7", "mid", "low 7", "low"]
+
+
+async def test_a_wake_looks_for_a_place_once_for_each_kind_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines, looks = Engines(), 0
+    engines.close()
+    choose = engines.placing._choose
+
+    def counted(homes: Sequence[Member], required: int) -> Member | None:
+        nonlocal looks
+        looks += 1
+        return choose(homes, required)
+
+    waiting = [
+        asyncio.create_task(engines.take(f"{version}/{number}", version))
+        for version in (0, 7, 8)
+        for number in range(50)
+    ]
+    await until(lambda: engines.placing.waiting_count == len(waiting))
+    monkeypatch.setattr(engines.placing, "_choose", counted)
+    engines.placing.wake()
+    assert looks == 3
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert engines.placing.waiting_count == 0 and not engines.placing._queues
+
+
+@pytest.mark.parametrize("version", [0, 7])
+async def test_those_that_were_left_are_let_go_of(version: int) -> None:
+    engines = Engines()
+    engines.close()
+    first = asyncio.create_task(engines.take("first", version))
+    await until(lambda: engines.placing.waiting_count == 1)
+    for number in range(200):
+        waiting = asyncio.create_task(engines.take(f"{number}", version))
+        await until(lambda: engines.placing.waiting_count == 2)
+        if number % 2:
+            waiting.cancel()
+        else:
+            assert engines.placing.leave(f"{number}")
+        await asyncio.wait([waiting])
+    assert len(engines.placing._queues[version]) <= 3
+    engines.reopen()
+    assert await first is not None
 
 
 @pytest.mark.parametrize("state", [State.LOST, State.DRAINING, State.JOINING, State.REFUSED])

@@ -11,12 +11,14 @@ import grpc
 import pytest
 
 from penstock.server.engine_server import StagedThere, Unanswered
+from penstock.server.errors import DomainError
 from penstock.server.pool_member import State
 from penstock.server.weight_header import Announced
 from penstock.server.weight_upload import Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
-from tests.harness import Harness, serve, until
+from penstock.wire.reasons import Reason
+from tests.harness import Harness, Turn, sampling, serve, until
 from tests.pools import QUICK, serve_pool
 
 PATIENT = replace(QUICK, stage_seconds=600.0)
@@ -81,9 +83,9 @@ async def test_turns_begin_until_all_have_what_they_switch_to_at_once(tmp_path: 
         assert [engine.engine.version for engine in pool.engines] == [1, 1]
 
 
-@pytest.mark.parametrize("part", ["staging", "switching"])
+@pytest.mark.parametrize("part", ["staging", "switching", "switching with a turn"])
 async def test_who_is_not_listed_any_more_is_not_waited_for(tmp_path: Path, part: str) -> None:
-    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+    async with serve_pool(tmp_path, 2, step_seconds=0.01, rules=PATIENT) as pool:
         load, gate = pool.engines[0].engine.load, asyncio.Event()
 
         async def held(weights):  # type: ignore[no-untyped-def]
@@ -95,15 +97,48 @@ async def test_who_is_not_listed_any_more_is_not_waited_for(tmp_path: Path, part
         else:
             pool.engines[0].engine.load = held  # type: ignore[method-assign]
         member = pool.member(0)
+        turns: list[asyncio.Task[Turn]] = []
+        if part == "switching with a turn":
+            # One at each; its connection is not closed before that turn has ended.
+            turns = [
+                asyncio.create_task(
+                    pool.hub.generate(name, sampling_params=sampling(max_tokens=100))
+                )
+                for name in ("a", "b")
+            ]
+            await until(lambda: all(member.turns for member in pool.engine.members))
         uploading = asyncio.create_task(pool.hub.upload(1))
         if part == "staging":
             await until(lambda: pool.engines[1].engine.version == 1)
         else:
             await until(lambda: member.state is State.SWITCHING)
         pool.engine.set_addresses([pool.engines[1].address])
-        answers = await uploading
+        async with asyncio.timeout(30):
+            answers = await uploading
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
         gate.set()
+        await asyncio.gather(*turns)
+
+
+async def test_one_that_is_still_at_an_upload_before_is_asked_again(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+        begin, refusals = pool.engines[0].serving.uploads._begin, 2
+
+        async def busy(announced: Announced) -> Upload:
+            nonlocal refusals
+            if refusals:
+                refusals -= 1
+                raise DomainError(
+                    Reason.UPLOAD_IN_PROGRESS, "that of before", retry_after_seconds=0.02
+                )
+            return await begin(announced)
+
+        pool.engines[0].serving.uploads._begin = busy  # type: ignore[method-assign]
+        answers = await pool.hub.upload(1)
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        assert refusals == 0
+        # It did not leave the rotation for it.
+        assert pool.member(0).state is State.SERVING and pool.member(0).version == 1
 
 
 async def test_a_version_that_nobody_has_in_time_is_refused_and_all_go_on(tmp_path: Path) -> None:
