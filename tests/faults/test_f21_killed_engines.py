@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 import pytest
+import xxhash
 
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool import PoolEngine
@@ -177,34 +178,62 @@ class Watch:
         store.close = look  # type: ignore[method-assign]
 
 
+Content = tuple[int, ...]
+"""Of a version: the checksum of each of its tensors; none for the model as it was loaded."""
+
+
 @dataclass
 class ByRule:
     """The fake engine's tokens follow from what came before and the version."""
 
-    sampled_by: dict[int, int] = field(default_factory=dict[int, int])
-    """What the engine server called the version that sampled the token after a prefix, by its hash: the
-    fake engine samples by that number, which differs from the hub's where it had to be given one version
-    twice."""
+    sampled_by: dict[int, tuple[int, Content]] = field(
+        default_factory=dict[int, "tuple[int, Content]"]
+    )
+    """What the engine server called the version that sampled the token after a prefix, by its hash, and
+    what it was given under that number: the fake engine samples by it, and it differs from the hub's where
+    it had to be given one version twice."""
+    versions: dict[int, Content] = field(default_factory=lambda: {0: ()})
+    """What the hub was given under each."""
 
-    def begin(self, _: Harness, pool: PoolEngine) -> None:
+    def begin(self, hub: Harness, pool: PoolEngine) -> None:
         for member in pool.members:
             self._listen(member.server)
+        versions = hub.serving.weights
+        accepted = versions.on_accepted
+        assert accepted is not None
+
+        def note(staged: Staged, probe: Any, adapter: Any) -> None:
+            data = staged.weights.path.read_bytes()
+            self.versions[staged.weight_version] = tuple(
+                xxhash.xxh3_64_intdigest(data[t.offset_bytes : t.offset_bytes + t.length_bytes])
+                for t in staged.weights.tensors
+            )
+            accepted(staged, probe, adapter)
+
+        versions.on_accepted = note
 
     def _listen(self, server: EngineServer) -> None:
-        """Notes what the engine server says of each token."""
-        generate = server.generate
+        """Notes what the engine server is given, and what it says of each token."""
+        generate, stage = server.generate, server.stage
+        given: dict[int, Content] = {0: ()}
+
+        def staging(header: Any, pieces: Any) -> Any:
+            given[header.weight_version] = tuple(tensor.xxh3 for tensor in header.tensors)
+            return stage(header, pieces)
 
         async def heard(message: Any, metadata: Any) -> AsyncGenerator[Any]:
             prefix = codec.token_ids(message.tokens).tobytes()
             async with contextlib.aclosing(generate(message, metadata)) as events:
                 async for event in events:
                     if event.WhichOneof("event") == "segment":
+                        number = event.segment.weight_version
                         for token in codec.token_ids(event.segment):
-                            self.sampled_by[hash(prefix)] = event.segment.weight_version
+                            self.sampled_by[hash(prefix)] = number, given[number]
                             prefix += token.tobytes()
                     yield event
 
         server.generate = heard  # type: ignore[method-assign]
+        server.stage = staging  # type: ignore[method-assign]
 
     def check(self, record: Any) -> int:
         prefix, count = b"", 0
@@ -212,8 +241,11 @@ class ByRule:
             logprobs = np.frombuffer(segment.logprobs, np.float32)
             for place, token in enumerate(np.frombuffer(segment.tokens, np.int32)):
                 if segment.author == trajectory_pb2.AUTHOR_POLICY:
-                    wanted = sampled(prefix, self.sampled_by[hash(prefix)])
+                    number, content = self.sampled_by[hash(prefix)]
+                    wanted = sampled(prefix, number)
                     assert (int(token), float(logprobs[place])) == pytest.approx(wanted)
+                    # What the hub calls it is what that engine server had.
+                    assert content == self.versions[segment.weight_version]
                     count += 1
                 prefix += token.tobytes()
         return count
