@@ -1,8 +1,8 @@
 """What the fault tests share: how often, from which seed, for how long, and a verdict for each.
 
 A test asks for the fixture `report` and adds verdicts; they come out together when the run ends, and as
-JSON where `--fault-results` names a file. Case number i of a run runs from `seed + i`, so any case runs
-again alone with `--fault-seed` and `--fault-count 1`.
+JSON, each as it comes, where `--fault-results` names a file. Case number i of a run runs from `seed + i`,
+so any case runs again alone with `--fault-seed` and `--fault-count 1`.
 
 How often, by what was asked for:
 
@@ -100,6 +100,8 @@ class Report:
     """Of the test that has this."""
     said: bool = False
     """Whether `count` is one for all faults, and not the table's."""
+    results: Path | None = None
+    """Where each verdict is written as it comes: a run that is broken off keeps those it has."""
     since: float = field(default_factory=time.monotonic)
     """When the test that has this, or the verdict before in it, began."""
 
@@ -186,6 +188,8 @@ class Report:
                 }
             )
         )
+        if self.results is not None:
+            write_results(self.results, self.verdicts[-1:])
 
 
 REPORT = pytest.StashKey[Report]()
@@ -255,6 +259,8 @@ def report_of(config: pytest.Config) -> Report:
             table if said is None else said,
             config.getoption("updates"),
             said=said is not None,
+            # Of a distributed run one process writes, when all have told it.
+            results=None if hasattr(config, "workerinput") else config.getoption("fault_results"),
         )
     return config.stash[REPORT]
 

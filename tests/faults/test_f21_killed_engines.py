@@ -352,16 +352,16 @@ async def test_killed_engines_cost_a_pool_nothing_but_time(
 
 
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("engines", VLLM_COUNTS)
 async def test_killed_vllm_engines_cost_a_pool_nothing_but_time(
-    nursery: Nursery, tmp_path: Path, report: Report
+    nursery: Nursery, tmp_path: Path, report: Report, engines: int
 ) -> None:
     if report.count is None:
         pytest.skip("vLLM has to start twice for each; `make faults` does it")
     pytest.importorskip("vllm")
     model = make_tiny_model(tmp_path / "model")
-    for engines, most in VLLM_COUNTS.items():
-        count = min(report.count, most)
-        await kill_some(VLLM, engines, count, model, nursery, tmp_path, report)
+    count = min(report.count, VLLM_COUNTS[engines])
+    await kill_some(VLLM, engines, count, model, nursery, tmp_path, report)
 
 
 async def kill_some(

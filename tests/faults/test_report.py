@@ -53,5 +53,13 @@ def test_what_was_not_survived_is_said_with_the_way_to_it() -> None:
     assert verdict.again == "pytest tests/x.py -k 'test_x' --fault-seed 7 --updates 200"
 
 
+def test_a_verdict_is_kept_as_it_comes(tmp_path: Path) -> None:
+    report = Report(7, 5, 200, results=tmp_path / "results.json")
+    report.survived("F24 fake", "a soak", 5)
+    assert read_results(tmp_path / "results.json") == report.verdicts
+    report.failed("F24 fake", "another", 7, "tests/x.py::test_x", 3, 200)
+    assert read_results(tmp_path / "results.json") == report.verdicts
+
+
 def test_every_fault_holds_a_promise() -> None:
     assert {promise for _, held in FAULTS.values() for promise in held} == set(PROMISES)
