@@ -72,9 +72,9 @@ class Store(ABC):
         finally:
             await journal.close()
 
-    async def names(self) -> list[str]:
+    async def names(self, **options: int) -> list[str]:
         """Of all that it holds."""
-        async with self.opened() as (_, names):
+        async with self.opened(**options) as (_, names):
             return names
 
 

@@ -36,6 +36,8 @@ SECTOR = 512
 CALLERS = 8
 SIZES = (0, 1_000, 90_000, 600_000)
 """Of records, in bytes: several in a message, and one in several messages."""
+MAX_BYTES = 512 * MEBIBYTE
+"""More than any disk takes in the second that is written."""
 MESSAGE = struct.Struct("<IQ")
 """What a stored message begins with: its bytes in all, and its place in the stream."""
 HAS_HEADERS = 1 << 31
@@ -154,7 +156,7 @@ async def lose_power(nats: NatsServer, rng: random.Random) -> tuple[int, int]:
     """Once. Returns how many records were acknowledged, and how many bytes were lost."""
     store = JetStreamStore(nats)
     disk = Disk(nats, store.stream)
-    journal = await store.make(max_bytes=512 * MEBIBYTE)
+    journal = await store.make(max_bytes=MAX_BYTES)
     assert not await names_in(journal)
     await journal.start(list)
     writing = Writing(journal, rng)
@@ -174,11 +176,11 @@ async def lose_power(nats: NatsServer, rng: random.Random) -> tuple[int, int]:
     await store.crash(journal)
     lost = disk.lose(writing.last, rng)
     await asyncio.to_thread(nats.start)
-    async with store.opened(max_bytes=512 * MEBIBYTE) as (journal, names):
+    async with store.opened(max_bytes=MAX_BYTES) as (journal, names):
         assert len(names) == len(set(names))
         assert set(writing.told) <= set(names), set(writing.told) - set(names)
         await journal.append([record("later")])
-    assert await store.names() == [*names, "later"]
+    assert await store.names(max_bytes=MAX_BYTES) == [*names, "later"]
     return len(writing.told), lost
 
 
