@@ -281,6 +281,37 @@ async def test_ranks_that_are_asked_to_stop_do_and_one_process_goes_on(
         compare_runs(stand, *undisturbed)
 
 
+@one_loop
+async def test_torchrun_starts_ranks_stops_them_and_starts_them_again(
+    model: Path,
+    undisturbed: tuple[dict[str, torch.Tensor], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    async with synchronous(tmp_path, model) as stand:
+        running = await torchrun(stand)
+        await stand.server.engine.loads(5)
+        running.terminate()
+        # Whatever rank 0 ended with.
+        assert await running.wait() == 1
+        assert "SIGTERM: stopping after the step under way" in stand.said
+        assert 5 <= len(records(tmp_path)) < STEPS
+        assert await (await torchrun(stand, "--resume")).wait() == 0, stand.said
+        check_lineage(stand)
+        compare_runs(stand, *undisturbed)
+
+
+async def torchrun(stand: Stand, *arguments: str) -> asyncio.subprocess.Process:
+    """Two ranks, as docs/ranks.md has them."""
+    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with stand.log.open("ab") as log:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *command, "-m", "penstock.client", "train", str(stand.config)),
+            *arguments,
+            stdout=log,
+            stderr=log,
+        )
+
+
 def compare_runs(
     stand: Stand, weights: dict[str, torch.Tensor], expected: list[dict[str, Any]]
 ) -> None:
