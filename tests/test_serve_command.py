@@ -126,9 +126,10 @@ def test_what_cannot_be_served_is_said_in_a_line(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = serve("--model", str(model), "--listen", f"127.0.0.1:{port}")
-    assert refused.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in refused.stderr
+        listen = ("--listen", f"127.0.0.1:{port}")
+        status, _, said = serve_here(capsys, "--model", str(model), *listen)
+    assert status == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in said
     empty = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0")
     assert empty.returncode == 1
     assert f"cannot serve {tmp_path}: " in empty.stderr
