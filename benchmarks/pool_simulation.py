@@ -198,6 +198,7 @@ class Simulation:
         if attempt.turn < len(attempt.plan):
             self.clock.after(tool_seconds, self._ask, attempt)
             return
+        self.pool.closed(attempt.trajectory_id)
         group = attempt.group
         self._working -= 1
         group.open_count -= 1

@@ -3,8 +3,8 @@
 The rules are the server's own objects: `Placing` with `routing.place` and its memory of homes, `Member`
 with its `TurnLimit`. What is here is when the server calls them:
 
-    place    pool.PoolEngine._deltas: a turn is placed, or waits in the hub. When one ends its engine has
-             room, and who waits is woken
+    place    pool_turns._deltas: a turn is placed, or waits in the hub. When one ends its engine has
+             room, and who waits is woken; its trajectory is between turns there, or is closed
     look     pool_roster._keep, pool_member.heard: an engine's load moves its limit, and it is told the pace
              that is usual, which its own is against. All engines are looked at in one moment here, as often
              as each is there
@@ -90,6 +90,8 @@ class SimulatedPool:
         self._rotation = list(self.members)
         self._numbers = {engine.name: number for number, engine in enumerate(self.engines)}
         self.placing = Placing(lambda: self._rotation, setup.rules.routing, rng=random.Random(seed))
+        self._requests: dict[str, EngineRequest] = {}
+        """Those that are placed, or wait to be."""
         self._unplaced: deque[tuple[Coroutine[Any, Any, Member | None], Any, Turn]] = deque()
 
     def _member(self, engine: SimulatedEngine) -> Member:
@@ -117,6 +119,7 @@ class SimulatedPool:
             trajectory_id=trajectory_id,
             group_id=group_id,
         )
+        self._requests[turn.request_id] = request
         placing = self.placing.place(request)
         try:
             future = placing.send(None)
@@ -124,6 +127,10 @@ class SimulatedPool:
             self._give(placed.value, turn)
         else:
             self._unplaced.append((placing, future, turn))
+
+    def closed(self, trajectory_id: str) -> None:
+        """No turn of it comes any more."""
+        self.placing.closed(trajectory_id)
 
     def _wake(self) -> None:
         """Something has room; who is given a place goes there."""
@@ -154,7 +161,7 @@ class SimulatedPool:
         member = self.members[self._numbers[engine.name]]
         for turn in ended:
             member.paced(time - turn.joined_at, turn.token_count)
-            member.left(turn.request_id)
+            self.placing.ended(member, self._requests.pop(turn.request_id))
             self._on_ended(turn)
         if ended:
             self._wake()

@@ -3,8 +3,9 @@
 Order of what happens to a `Pace`:
 
     unknown   no turn has ended yet: the engine is as quick as any
-    measured  each turn that ends moves it a little; what it is against the others' decides what the engine
-              is given (`routing`)
+    measured  each turn that ends moves it a little, one of more tokens by more: what a short one takes is
+              the way there and back. What it is against the others' decides what the engine is given
+              (`routing`)
     due       nothing was measured for a while, as of an engine that is given nothing because it is slow: it
               is given one turn as if it was as quick as any, and what that takes is its pace
 
@@ -27,7 +28,7 @@ FIRST_SECONDS = 10.0
 LONGEST_SECONDS = 300.0
 """The same, of an engine that every trial has found slow."""
 NEWEST_PART = 0.1
-"""How much of the newest turn is in what is known."""
+"""How much of the newest turn is in what is known, where turns are as long as each other."""
 SLOW = 1.5
 """From so many times the usual pace on a trial has found an engine slow."""
 
@@ -36,27 +37,36 @@ SLOW = 1.5
 class Pace:
     """What the turns of one engine have shown; of one without any, as it begins."""
 
-    seconds_per_token: float = 0.0
-    """0 where nothing is known."""
+    seconds: float = 0.0
+    """Of the turns so far, the older ones by less."""
+    tokens: float = 0.0
+    """Of the same, likewise."""
     measured_at: float = -math.inf
     """On the caller's clock."""
     slow_trials: int = 0
     """In a row that found it slow."""
+
+    @property
+    def seconds_per_token(self) -> float:
+        """0 where nothing is known."""
+        return self.seconds / self.tokens if self.tokens else 0.0
 
     def is_due(self, now: float) -> bool:
         """Whether what was measured is too old to go by."""
         alone = retry_seconds(self.slow_trials + 1, FIRST_SECONDS, LONGEST_SECONDS)
         return now >= self.measured_at + alone
 
-    def after(self, seconds_per_token: float, now: float, usual: float) -> Pace:
-        """With a turn that has ended; `usual` is `usual_pace` of the pool."""
-        if not self.seconds_per_token:
-            return Pace(seconds_per_token, now)
+    def after(self, seconds: float, tokens: int, now: float, usual: float) -> Pace:
+        """With a turn of so many tokens, at least 1, that has ended; `usual` is the pool's `usual_pace`."""
+        if not self.tokens:
+            return Pace(seconds, tokens, now)
         if self.is_due(now):
-            slow = 0.0 < SLOW * usual <= seconds_per_token
-            return Pace(seconds_per_token, now, self.slow_trials + 1 if slow else 0)
-        moved = NEWEST_PART * (seconds_per_token - self.seconds_per_token)
-        return Pace(self.seconds_per_token + moved, now, self.slow_trials)
+            slow = 0.0 < SLOW * usual <= seconds / tokens
+            return Pace(seconds, tokens, now, self.slow_trials + 1 if slow else 0)
+        kept = 1.0 - NEWEST_PART
+        return Pace(
+            kept * self.seconds + seconds, kept * self.tokens + tokens, now, self.slow_trials
+        )
 
     def slowness(self, usual: float, turns: int, now: float) -> float:
         """How many times the usual pace an engine with so many turns takes; at least 1, and 1 where it is

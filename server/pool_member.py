@@ -100,6 +100,8 @@ class Member:
     wire_versions: dict[int, int] = field(default_factory=dict[int, int])
     turns: set[str] = field(default_factory=set[str])
     """Requests that it has."""
+    between: int = 0
+    """Trajectories between two turns, which `Placing` counts."""
     given: int = 0
     failures: int = 0
     """In a row."""
@@ -149,7 +151,10 @@ class Member:
         """As the routing sees it."""
         turns = len(self.turns)
         slowness = self.pace.slowness(self.usual_pace, turns, self.clock())
-        return EngineLoad(self.address, turns, self.limit.value, slowness, self.given)
+        limit = self.limit
+        return EngineLoad(
+            self.address, turns, limit.value, slowness, self.given, self.between, limit.proven
+        )
 
     # What it says of itself
 
@@ -282,7 +287,7 @@ class Member:
     def paced(self, seconds: float, token_count: int) -> None:
         """A turn of so many tokens took so long."""
         if token_count:
-            self.pace = self.pace.after(seconds / token_count, self.clock(), self.usual_pace)
+            self.pace = self.pace.after(seconds, token_count, self.clock(), self.usual_pace)
 
     def worked(self) -> None:
         """A turn came to its end there."""

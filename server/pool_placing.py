@@ -3,6 +3,8 @@
     place -> an engine at once, or the request waits; those that wait are served by priority, then in order
     wake  -> room has come to be somewhere
     leave -> a request that waits is not wanted any more
+    ended -> an engine has a request no more. Its trajectory is *between turns* there, and counts as a turn
+             until it is placed again, `closed`, or has stayed away for BETWEEN_SECONDS
 
 Those that one version alone may sample wait in a queue of their own, and are in nobody's way where no
 engine has it. A queue whose first one finds no place is looked at no further: however many wait, a `wake`
@@ -27,6 +29,8 @@ from penstock.server.routing import RoutingRules, place
 
 HOMES = 200_000
 """Trajectories and groups whose engine is remembered."""
+BETWEEN_SECONDS = 1.0
+"""An agent that stays away for longer, as with a tool, is not expected at once."""
 LOOKED_AT = 32
 """Engines that a request is compared between: more of them hardly find a better one, and cost time with
 each request of a large pool."""
@@ -64,6 +68,8 @@ class Placing:
         self._left: Counter[int] = Counter()
         """How many of each queue were placed or left since it was cleared."""
         self._futures: dict[str, asyncio.Future[Member | None]] = {}
+        self._between: OrderedDict[str, tuple[Member, float]] = OrderedDict()
+        """Trajectories between turns, by when their last one ended: where, and when that was."""
         self.kept_home = 0
         """Requests that went where their cache is."""
         self.left_home = 0
@@ -88,7 +94,7 @@ class Placing:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and (member := future.result()) is not None:
-                member.left(request.request_id)
+                self.ended(member, request)
                 self.wake()
             raise
         finally:
@@ -102,6 +108,26 @@ class Placing:
             return False
         future.set_result(None)
         return True
+
+    def ended(self, member: Member, request: EngineRequest) -> None:
+        """An engine has a request no more; `wake` is the caller's to call."""
+        member.left(request.request_id)
+        if request.trajectory_id and member.stays:
+            self.closed(request.trajectory_id)
+            self._between[request.trajectory_id] = member, member.clock()
+            member.between += 1
+
+    def closed(self, trajectory_id: str) -> None:
+        """No turn of it is expected any more."""
+        if (found := self._between.pop(trajectory_id, None)) is not None:
+            found[0].between -= 1
+
+    def _give_up_those_away(self) -> None:
+        while self._between:
+            trajectory_id, (member, since) = next(iter(self._between.items()))
+            if member.clock() < since + BETWEEN_SECONDS:
+                return
+            self.closed(trajectory_id)
 
     def wake(self) -> None:
         """Something has room, or came into rotation."""
@@ -143,9 +169,14 @@ class Placing:
         """What its cache held is gone."""
         for key in [key for key, home in self._homes.items() if home is member]:
             del self._homes[key]
+        for trajectory_id in [name for name, (at, _) in self._between.items() if at is member]:
+            self.closed(trajectory_id)
 
     def _find(self, request: EngineRequest) -> Member | None:
         required = request.required_weight_version
+        # It is not away: it is here.
+        self.closed(request.trajectory_id)
+        self._give_up_those_away()
         keys = [f"t/{request.trajectory_id}"] if request.trajectory_id else []
         keys += [f"g/{request.group_id}"] if request.group_id else []
         homes = [self._homes[key] for key in keys if key in self._homes]

@@ -144,7 +144,7 @@ class PoolTurns:
                     self.lost_count += 1
                 finally:
                     self._placed.pop(name, None)
-                    member.left(name)
+                    self._placing.ended(member, request)
                     self._roster.retire(member)
                     self._placing.wake()
             yield Delta(NO_TOKENS, NO_LOGPROBS, self._active(), Finish.ABORTED)

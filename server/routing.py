@@ -14,11 +14,18 @@ the fewest turns so far, however busy: what there is to compare with.
 
 How busy an engine is, is the part of its limit that it has, times how slow it is (`engine_pace`): an engine
 that takes twice as long for a token as the others is as full with half as many turns.
+
+A trajectory between two turns counts as a turn: it comes back in a moment, and another one in its place
+would be one too many for as long as both last.
+
+A limit that was never found too high says what was tried, not what the engine can take. By that alone the
+lower of two of them would leave an engine with fewer turns, and so with the lower limit: engines with such
+limits are compared by the highest of theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,11 +45,15 @@ class EngineLoad:
     """Seconds per token over what is usual in the pool; at least 1, and 1 where that is to be tried."""
     given: int = 0
     """Turns it was ever given."""
+    between: int = 0
+    """Trajectories that are between two turns, of which it had the last."""
+    proven: bool = False
+    """Whether its limit was ever found too high."""
 
-    @property
-    def busy(self) -> float:
-        """How full it is with one turn more, 1 at its limit, and beyond that where it is slow."""
-        return (self.turns + 1) / self.limit * self.slowness
+    def busy(self, widest: int) -> float:
+        """How full it is with one turn more: 1 at its limit, and more where it is slow. Of one that is not
+        proven the limit is `widest`, the highest of those that are not."""
+        return (self.turns + self.between + 1) / (self.limit if self.proven else widest) * self.slowness
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +74,21 @@ def place(
         return None
     if rules.policy == "round_robin":
         return min(free, key=lambda engine: (engine.given, engine.name))
-    least = min(free, key=lambda engine: (engine.busy, engine.given, engine.name))
+    widest = widest_limit(engines)
+    least = min(free, key=lambda engine: (engine.busy(widest), engine.given, engine.name))
     if rules.policy == "least_loaded":
         return least
     known = {engine.name: engine for engine in free}
     for name in homes:
         home = known.get(name)
-        if home is not None and home.busy - least.busy <= rules.margin:
+        if home is not None and home.busy(widest) - least.busy(widest) <= rules.margin:
             return home
     return least
+
+
+def widest_limit(engines: Iterable[EngineLoad]) -> int:
+    """The highest limit of those that are not proven; 0 where all are."""
+    return max((engine.limit for engine in engines if not engine.proven), default=0)
 
 
 def retry_seconds(failures: int, first: float = 0.2, longest: float = 2.0) -> float:

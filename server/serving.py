@@ -309,6 +309,7 @@ class Serving:
         pool.weights.open_version = self.weights.open_version
         pool.weights.may_bring_up = lambda: not self.switch.awaiting_trainer
         self.weights.on_accepted = pool.stage
+        self.store.on_closed = pool.placing.closed
         observe_pool(self.metrics, pool)
 
     def _wire_callbacks(self) -> None:

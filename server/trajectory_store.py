@@ -15,7 +15,7 @@ import hashlib
 import time
 from asyncio import Future
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -356,6 +356,8 @@ class TrajectoryStore:
         self.open_count = 0
         self.byte_count = 0
         """What the records take of the memory budget."""
+        self.on_closed: Callable[[str], None] = lambda _: None
+        """Called with each trajectory of which no turn can come any more."""
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
         """Raises TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
@@ -456,6 +458,7 @@ class TrajectoryStore:
         stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
+        self.on_closed(record.trajectory_id)
         self.charge(record)
         self._closed[record.trajectory_id] = ClosedMark(
             outcome_digest(outcome), record.group_id, group_completed=False, retried=False
@@ -484,6 +487,7 @@ class TrajectoryStore:
             self.byte_count -= record.charged_bytes
             record.charged_bytes = 0
             self.open_count -= not record.closed
+            self.on_closed(trajectory_id)
 
     def records(self) -> list[TrajectoryRecord]:
         """Every record held."""

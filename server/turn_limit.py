@@ -69,6 +69,8 @@ class TurnLimit:
     """As of the last report; None before the first."""
     coming_down: bool = False
     """Whether the engine had more turns than this at the last report."""
+    proven: bool = False
+    """Whether it ever fell: until then it says what was tried, and not what the engine can take."""
 
     @classmethod
     def begin(cls, rules: LimitRules) -> TurnLimit:
@@ -77,15 +79,16 @@ class TurnLimit:
 
     def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
         """The limit after a report."""
-        value = self.value
+        value, proven = self.value, self.proven
         before = report.preemptions if self.preemptions is None else self.preemptions
         # A count that went back is that of another process.
         preempted = report.preemptions > before and not self.coming_down
         if report.turns <= value:
             if preempted or report.kv_cache_usage >= rules.full:
                 value = max(rules.fewest, int(max(1, report.turns) * rules.fall))
+                proven = True
             elif (
                 report.turns == value and not report.waiting and report.kv_cache_usage < rules.room
             ):
                 value = min(rules.most, value + max(1, int(value * rules.growth)))
-        return TurnLimit(value, report.preemptions, coming_down=report.turns > value)
+        return TurnLimit(value, report.preemptions, report.turns > value, proven)

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.server import pool_placing
 from penstock.server.engine import EngineRequest, Sampling
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_member import Member, State
-from penstock.server.pool_placing import Placing
+from penstock.server.pool_placing import BETWEEN_SECONDS, Placing
 from penstock.server.routing import RoutingRules
 from penstock.server.turn_limit import LimitRules
 from penstock.wire.security import Security
@@ -28,11 +29,12 @@ class Engines:
     """Three of a pool, and who places requests on them."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.members = [
             Member(
                 EngineServer(f"127.0.0.1:{7001 + number}", Security()),
                 LimitRules(),
-                lambda: 0.0,
+                lambda: self.now,
                 state=State.SERVING,
             )
             for number in range(3)
@@ -60,6 +62,26 @@ class Engines:
             member.left(name)
             found.append(member)
         return found
+
+    def request(self, trajectory_id: str) -> EngineRequest:
+        """For the next turn of a trajectory."""
+        prompt = np.array(PROMPT, np.int32)
+        return EngineRequest(
+            f"{trajectory_id}/turn", prompt, Sampling(1), cache_salt="", trajectory_id=trajectory_id
+        )
+
+    async def begin(self, *trajectory_ids: str) -> list[int]:
+        """Which of the engines these go to."""
+        placed = [await self.placing.place(self.request(name)) for name in trajectory_ids]
+        assert all(placed)
+        return [self.members.index(member) for member in placed if member is not None]
+
+    def end(self, *trajectory_ids: str) -> None:
+        """These have their tokens."""
+        for name in trajectory_ids:
+            request = self.request(name)
+            (member,) = (m for m in self.members if request.request_id in m.turns)
+            self.placing.ended(member, request)
 
     async def take(self, name: str, version: int = 0, priority: int = 0) -> Member | None:
         """The engine that takes a request of this version, or any, which stays there."""
@@ -161,6 +183,54 @@ async def test_those_that_were_left_are_let_go_of(version: int) -> None:
     assert len(engines.placing._queues[version]) <= 3
     engines.reopen()
     assert await first is not None
+
+
+async def test_what_is_between_two_turns_keeps_its_place_while_it_is_expected() -> None:
+    engines = Engines()
+    assert await engines.begin("a", "b", "c", "d") == [0, 1, 2, 0]
+    engines.end("a", "d")
+    # The first engine has nothing to do, and will have.
+    assert await engines.begin("e", "f") == [1, 2]
+    assert await engines.begin("a") == [0]
+    engines.end("a")
+    assert engines.members[0].between == 2
+    engines.now = BETWEEN_SECONDS / 2
+    engines.placing.closed("a")
+    assert engines.members[0].between == 1
+    engines.placing.closed("never seen")
+    assert await engines.begin("g") == [0]
+    engines.end("g")
+    # Longer than that is with a tool, and not expected at once.
+    engines.now = BETWEEN_SECONDS
+    assert await engines.begin("h") == [0]
+    assert engines.members[0].between == 1
+    engines.now *= 2
+    assert await engines.begin("i") == [0]
+    assert [member.between for member in engines.members] == [0, 0, 0]
+
+
+async def test_nothing_is_expected_at_an_engine_that_is_gone_or_another_process() -> None:
+    engines = Engines()
+    assert await engines.begin("a", "b") == [0, 1]
+    engines.members[0].state = State.LOST
+    engines.end("a", "b")
+    assert [member.between for member in engines.members] == [0, 1, 0]
+    engines.placing.forget(engines.members[1])
+    assert [member.between for member in engines.members] == [0, 0, 0]
+
+
+async def test_a_hub_expects_the_next_turn_of_a_trajectory_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_placing, "BETWEEN_SECONDS", 1e6)
+    async with serve_pool(tmp_path, 2, rules=QUICK) as pool:
+        members = [pool.member(number) for number in range(2)]
+        for name in "abcd":
+            await pool.hub.generate(name, PROMPT)
+        assert [member.between for member in members] == [2, 2]
+        for name in "ac":
+            await pool.hub.complete(name)
+        assert sum(member.between for member in members) == 2
 
 
 @pytest.mark.parametrize("state", [State.LOST, State.DRAINING, State.JOINING, State.REFUSED])

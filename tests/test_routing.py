@@ -6,14 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds
+from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds, widest_limit
 from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
 
 RULES = RoutingRules(margin=0.25)
 
 
-def load(name: str, turns: int, limit: int = 8, slow: float = 1.0, given: int = 0) -> EngineLoad:
-    return EngineLoad(name, turns, limit, slow, given)
+def load(
+    name: str,
+    turns: int,
+    limit: int = 8,
+    slow: float = 1.0,
+    given: int = 0,
+    between: int = 0,
+    *,
+    proven: bool = True,
+) -> EngineLoad:
+    return EngineLoad(name, turns, limit, slow, given, between, proven)
 
 
 loads = st.lists(
@@ -24,6 +33,8 @@ loads = st.lists(
         limit=st.integers(1, 16),
         slowness=st.floats(1.0, 8.0),
         given=st.integers(0, 100),
+        between=st.integers(0, 20),
+        proven=st.booleans(),
     ),
     max_size=8,
     unique_by=lambda engine: engine.name,
@@ -33,6 +44,28 @@ loads = st.lists(
 def test_the_least_busy_takes_it_by_its_part_of_the_limit() -> None:
     found = place([load("a", 4, limit=8), load("b", 6, limit=32)], [], RULES)
     assert found is not None and found.name == "b"
+
+
+def test_limits_that_were_never_too_high_say_nothing_of_what_an_engine_can_take() -> None:
+    untried, tried = load("untried", 6, limit=8, proven=False), load("tried", 7, 16, proven=False)
+    found = place([untried, tried], [], RULES)
+    assert found is not None and found.name == "untried"
+    # One that was found too high does, against either.
+    small = load("small", 5, limit=8)
+    assert small.busy(16) > tried.busy(16) > untried.busy(16)
+    # Nor is it given more than it was tried with.
+    found = place([load("untried", 8, limit=8, proven=False), tried], [], RULES)
+    assert found is not None and found.name == "tried"
+
+
+def test_what_is_between_two_turns_counts_as_one_and_takes_no_place() -> None:
+    engines = [load("a", 2, between=3), load("b", 4)]
+    found = place(engines, [], RULES)
+    assert found is not None and found.name == "b"
+    found = place([load("a", 2, between=8), load("b", 8)], [], RULES)
+    assert found is not None and found.name == "a"
+    left = place([load("home", 0, between=3), load("idle", 0)], ["home"], RULES)
+    assert left is not None and left.name == "idle"
 
 
 def test_among_equals_the_one_that_had_fewest_so_far() -> None:
@@ -73,8 +106,9 @@ def test_it_goes_to_one_with_room_that_is_at_most_the_margin_busier_than_the_lea
         assert found is None
         return
     assert found in free
-    least = min(engine.busy for engine in free)
-    assert found.busy - least <= (margin if found.name in names else 0.0)
+    widest = widest_limit(engines)
+    least = min(engine.busy(widest) for engine in free)
+    assert found.busy(widest) - least <= (margin if found.name in names else 0.0)
 
 
 def test_without_homes_the_least_busy_takes_it() -> None:
@@ -118,7 +152,7 @@ def report(
 
 def test_a_limit_that_is_reached_with_room_grows() -> None:
     limit = TurnLimit.begin(LIMITS)
-    assert limit.after(report(8, 8), LIMITS).value == 9
+    assert limit.after(report(8, 8), LIMITS) == TurnLimit(9, preemptions=0, proven=False)
     assert TurnLimit(64).after(report(64, 64), LIMITS).value == 64
 
 
@@ -132,7 +166,7 @@ def test_turns_that_wait_in_the_engine_teach_nothing_better() -> None:
 
 def test_a_preemption_counts_once_and_lowers_it_below_what_there_was() -> None:
     limit = TurnLimit(40, preemptions=0).after(report(20, 20, preemptions=3), LIMITS)
-    assert limit.value == 15
+    assert limit.value == 15 and limit.proven
     assert limit.after(report(15, 15, usage=0.9, preemptions=3), LIMITS).value == 15
 
 
