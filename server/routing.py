@@ -53,7 +53,8 @@ class EngineLoad:
     def busy(self, widest: int) -> float:
         """How full it is with one turn more: 1 at its limit, and more where it is slow. Of one that is not
         proven the limit is `widest`, the highest of those that are not."""
-        return (self.turns + self.between + 1) / (self.limit if self.proven else widest) * self.slowness
+        limit = self.limit if self.proven else widest
+        return (self.turns + self.between + 1) / limit * self.slowness
 
 
 @dataclass(frozen=True, slots=True)
