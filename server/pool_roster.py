@@ -54,7 +54,8 @@ class Roster:
         self._described = asyncio.Event()
         self._tasks = OwnTasks()
         self._compared_at = -COMPARE_SECONDS
-        self._states: list[tuple[Member, State]] = []
+        self._states: tuple[list[Member], list[State]] = [], []
+        """Of those that were listed as the rotation was looked at last."""
         self.rotation: list[Member] = []
         """Engines that take turns; another list whenever that changes."""
         self.is_current: Callable[[Member], bool] = lambda member: member.version is not None
@@ -113,8 +114,9 @@ class Roster:
     def rotate(self) -> None:
         """Whoever is in rotation by now."""
         serving = State.SERVING
-        before, self._states = self._states, [(m, m.state) for m in self._members.values()]
-        self.rotation = [m for m, state in self._states if state is serving]
+        before, listed = self._states, list(self._members.values())
+        self._states = listed, [member.state for member in listed]
+        self.rotation = [member for member in listed if member.state is serving]
         self._compare()
         self.on_change()
         if self._states != before:

@@ -225,7 +225,9 @@ async def _answers(
             # In parts: a loop that stood still for as long has had no time to hear.
             for _ in range(SILENT_PARTS):
                 await asyncio.wait([answer], timeout=bound / SILENT_PARTS)
-            if not answer.done():
+                if answer.done():
+                    break
+            else:
                 call.cancel()
                 raise grpc.aio.AioRpcError(
                     grpc.StatusCode.UNAVAILABLE,
