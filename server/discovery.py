@@ -6,6 +6,8 @@
 
 What cannot be looked up keeps the addresses it had: a name server that is away takes no engine with it.
 Nor does a file without any, which may be about to be written: who is listed anew is given all weights.
+And an answer of a name server may lack some, for it was cut short, or an engine was not ready in that
+moment: an address of a name goes once several looks in a row are without it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from penstock.wire.channel import split_address
 
 logger = logging.getLogger(__name__)
 
+LOOKS_WITHOUT = 3
+"""In a row, after which an address of a name is there no more."""
+
 
 class Discovery:
     """Looks for addresses again and again."""
@@ -28,6 +33,8 @@ class Discovery:
         self._entries = entries
         self._found: dict[str, list[str]] = {}
         self._problems: dict[str, str] = {}
+        self._without: dict[str, dict[str, int]] = {}
+        """Of each name the addresses that its last answer lacked, and how many in a row did."""
 
     @property
     def is_fixed(self) -> bool:
@@ -38,7 +45,8 @@ class Discovery:
         """Every address there is now, each once."""
         for entry in self._entries:
             try:
-                self._found[entry] = await _look(entry)
+                found = await _look(entry)
+                self._found[entry] = self._with_those_just_gone(entry, found)
             except (OSError, ValueError) as error:
                 if self._problems.get(entry) != str(error):
                     logger.warning("%s cannot be looked up: %s", entry, error)
@@ -48,6 +56,16 @@ class Discovery:
                 self._problems.pop(entry, None)
         every = (address for entry in self._entries for address in self._found[entry])
         return list(dict.fromkeys(every))
+
+    def _with_those_just_gone(self, entry: str, found: list[str]) -> list[str]:
+        if not entry.startswith("dns:"):
+            return found
+        before = self._without.get(entry, {})
+        gone = (address for address in self._found.get(entry, []) if address not in found)
+        counts = {address: before.get(address, 0) + 1 for address in gone}
+        kept = {address: count for address, count in counts.items() if count < LOOKS_WITHOUT}
+        self._without[entry] = kept
+        return [*found, *kept]
 
     async def run(self, seconds: float, tell: Callable[[Sequence[str]], None]) -> None:
         """Tells of the addresses every so many seconds, where they can change."""

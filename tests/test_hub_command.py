@@ -18,7 +18,7 @@ from penstock.demo.processes import Command, FirstMatch, Process
 from penstock.demo.supervisor import SERVING
 from penstock.server import config
 from penstock.server.config import ConfigError
-from penstock.server.discovery import Discovery
+from penstock.server.discovery import LOOKS_WITHOUT, Discovery
 from tests.faults.test_f21_killed_engines import FAKE, engine_processes
 from tests.processes import ENVIRONMENT
 from tests.tiny_model import make_tiny_model
@@ -157,3 +157,28 @@ async def test_names_and_files_are_looked_up_again_and_keep_what_they_had(tmp_pa
     path.write_text("d:5\n")
     assert (await found.look())[:2] == ["c:3", "d:5"]
     assert Discovery(["a:1"]).is_fixed
+
+
+async def test_an_address_of_a_name_goes_once_several_answers_in_a_row_are_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: dict[str, list[str]] = {"pods": ["10.0.0.1", "10.0.0.2"]}
+
+    async def getaddrinfo(host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        return [(2, 1, 6, "", (address, port)) for address in answers[host]]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    found = Discovery(["dns:pods:1"])
+    both = ["10.0.0.1:1", "10.0.0.2:1"]
+    assert await found.look() == both
+    for _ in range(2):
+        answers["pods"] = ["10.0.0.1"]
+        for _ in range(LOOKS_WITHOUT - 1):
+            assert await found.look() == both
+        # Back in time: what was counted is forgotten.
+        answers["pods"] = ["10.0.0.1", "10.0.0.2"]
+        assert await found.look() == both
+    answers["pods"] = ["10.0.0.2", "10.0.0.3"]
+    for _ in range(LOOKS_WITHOUT - 1):
+        assert await found.look() == ["10.0.0.2:1", "10.0.0.3:1", "10.0.0.1:1"]
+    assert await found.look() == ["10.0.0.2:1", "10.0.0.3:1"]
