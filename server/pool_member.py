@@ -7,6 +7,7 @@ States, and what moves it (docs/pool.md has the picture):
     SWITCHING  is being given the next version                    -> SERVING, JOINING where it refused
     DRAINING   was told to stop; another process may follow it    -> LOST
     REFUSED    is not the model of this pool, or knows too little -> JOINING, as another process
+               is in the pool by another address                 -> JOINING, once it is not
     LOST       nobody answers, or it answers and samples nothing  -> JOINING
 
 State only, and the arithmetic of it: what asks the engine server, and when, is in `pool_roster`.
@@ -220,6 +221,17 @@ class Member:
             del self.wire_versions[wire]
         return number
 
+    def forget(self, pool_version: int) -> None:
+        """What it may have of this version is not the pool's: it is as if it had somebody else's."""
+        for wire in [wire for wire, pool in self.wire_versions.items() if pool == pool_version]:
+            del self.wire_versions[wire]
+        if self.version == pool_version:
+            self.version = None
+        if self.full_version == pool_version:
+            self.full_version = None
+        if self.delta_base == pool_version:
+            self.delta_base = None
+
     def settle(self, wire_version: int, *, accepted: bool) -> None:
         """What came of a number; one that was not accepted may be used again."""
         self.reserved.discard(wire_version)
@@ -371,11 +383,11 @@ def difference(pool: EngineDescription, engine: EngineDescription) -> str:
     """How an engine differs from its pool, in words; empty where it can be one of it.
 
     Models are known by their shapes: the same one may be under another path on another host. An engine may
-    offer more for adapters than its pool does.
+    offer a longer context, and more for adapters, than its pool does.
     """
     for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
         ours, theirs = getattr(pool, name), getattr(engine, name)
-        if ours != theirs:
+        if ours != theirs and not (name == "max_context_length" and theirs > ours):
             return f"{name} is {theirs}, the pool's is {ours}"
     if pool.tensors != engine.tensors:
         names = sorted(

@@ -179,6 +179,11 @@ class Roster:
         changes = member.changes
         # One that comes back is seen as soon as it listens.
         info = await member.server.info(wait=member.state is State.LOST)
+        if (twin := self._twin(member, info.server_id)) is not None:
+            # It has one set of weights: two that number its versions would overwrite each other's for ever.
+            member.server_id = ""
+            member.state, member.problem = State.REFUSED, f"is the engine at {twin.address}, too"
+            return
         if info.server_id != member.server_id or self._description is None:
             info = await member.server.info(with_tensors=True)
             found = describe(info)
@@ -210,6 +215,11 @@ class Roster:
             self.rotate()
         if member.state is State.JOINING:
             await self.bring_up(member, trusted)
+
+    def _twin(self, member: Member, server_id: str) -> Member | None:
+        """Another address of the same process, which is in the pool by that one."""
+        same = (m for m in self._members.values() if m is not member and m.server_id == server_id)
+        return next((other for other in same if other.answers), None)
 
     def lose(self, member: Member, problem: str) -> None:
         """It does not answer, or cannot serve."""

@@ -28,8 +28,9 @@ What a failure does:
   after it was told to: its call is ended, and it is given up;
 - comes into rotation meanwhile, with the version before: it is staged as the others are, in what is left of
   the same time; but where all switch at once and have begun to, it is given up;
-- some refuse the version or are late with it, and none has it: it is refused, and all go on with the one
-  before. Where there is nobody to refuse it, because all are lost, it is the pool's.
+- some refuse the version or are late with it, and none is known to have it: it is refused, and all go on
+  with the one before. Who did not say what it did, and may have it all the same, is given the one before.
+  Where there is nobody to refuse it, because all are lost, it is the pool's.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class PoolSwitch:
     """Those that are not given it any more, and why."""
     declined: dict[Member, Failure | None] = field(default_factory=dict[Member, "Failure | None"])
     """Those of them that sample what they did: what they said, None where they were late."""
+    unanswered: set[Member] = field(default_factory=set[Member])
+    """Those that were told to switch, and what they did is not known."""
     _staging: dict[Member, asyncio.Task[StagedThere]] = field(
         default_factory=dict[Member, "asyncio.Task[StagedThere]"]
     )
@@ -85,8 +88,10 @@ class PoolSwitch:
 
     @property
     def taken_by_none(self) -> bool:
-        """Whether there were engines that could have taken it, and none has."""
-        return bool(self.declined) and not self.answers
+        """Whether there were engines that could have taken it, and none is known to have."""
+        if self.answers or any(m.version == self.version for m in self.roster.rotation):
+            return False
+        return bool(self.declined)
 
     def wake(self) -> None:
         """Another engine may be in rotation, or out of it."""
@@ -193,6 +198,7 @@ class PoolSwitch:
             self.roster.rotate()
 
     async def _activate(self, member: Member, there: StagedThere) -> None:
+        self.unanswered.add(member)
         try:
             async with asyncio.timeout(self.rules.switch_seconds):
                 answer = await there.activate(POLICIES[self.policy.value])
@@ -218,6 +224,7 @@ class PoolSwitch:
             return
         # Where it has to be given it again, that is another upload.
         self.fanout.end(member)
+        self.unanswered.discard(member)
         member.has(self.version, adapter=self.fanout.is_adapter)
         member.hung = False
         self.answers.append(answer)
@@ -230,6 +237,7 @@ class PoolSwitch:
         self.roster.poke(member)
 
     def _refuse(self, member: Member, error: Refused) -> None:
+        self.unanswered.discard(member)
         self.fanout.settle(member, accepted=False)
         member.changes += 1
         self.declined[member] = error.failure

@@ -102,6 +102,8 @@ class PoolWeights:
     async def bring_up(self, member: Member, trusted: bool) -> None:
         """Gives it the active version, where it has another one, and then turns."""
         active = self.active
+        if self._is_kept_out(member):
+            return
         if not (trusted and self.is_current(member)):
             if not self.may_bring_up():
                 member.problem = "waits for the trainer's version"
@@ -121,6 +123,14 @@ class PoolWeights:
             member.serve()
         elif self.active != active:
             self._roster.poke(member)
+
+    def _is_kept_out(self, member: Member) -> bool:
+        """Whether it did not take what the others switch to, after which it is brought up to date. Not where
+        no other takes turns: until then what it samples is the pool's."""
+        switch = self._switch
+        if switch is None or member not in switch.given_up or member.version == switch.version:
+            return False
+        return any(m.stays for m in self._roster.members if m is not member)
 
     async def _give(self, member: Member) -> None:
         """The active version, and before it the full weights below, where it has others."""
@@ -285,6 +295,8 @@ class PoolWeights:
     def _taken_by_none(self, switch: PoolSwitch) -> NoReturn:
         """Everybody samples what they did, and goes on."""
         version, before = switch.version, self.active
+        for member in switch.unanswered:
+            member.forget(version)
         for member in switch.declined:
             if member.state is State.JOINING and member.version == before:
                 member.serve()

@@ -319,6 +319,46 @@ async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
         assert not pool.member(1).given
 
 
+async def test_an_engine_of_a_longer_context_is_one_of_the_pool(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
+        folder = tmp_path / "other"
+        folder.mkdir()
+        longest = pool.engine.description.max_context_length
+        other = await stack.enter_async_context(serve(folder, max_context=2 * longest))
+        pool.engine.set_addresses([other.address])
+        pool.engines = [other]
+        await pool.serving()
+        info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
+        assert info.max_context_length == longest
+        params = sampling(max_tokens=2 * longest)
+        turn = await pool.hub.generate("a", PROMPT, sampling_params=params)
+        assert len(PROMPT) + len(turn.tokens) == longest
+
+
+async def test_an_engine_that_is_listed_under_two_addresses_is_one_engine(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 1) as pool:
+        await pool.hub.upload(1)
+        fake, address = pool.engines[0].engine, pool.engines[0].address
+        other = address.replace("127.0.0.1", "localhost")
+        pool.engine.set_addresses([address, other])
+        members = {member.address: member for member in pool.engine.members}
+        await until(lambda: members[other].state is State.REFUSED)
+        assert address in members[other].message().problem
+        for _ in range(5):
+            await asyncio.sleep(0.05)
+            assert members[address].state is State.SERVING
+        assert len(fake.payloads) == 1
+        await pool.hub.upload(2)
+        check(await pool.hub.generate("a", PROMPT))
+        assert len(fake.payloads) == 2
+        # Under the one address alone, it is in the pool by that.
+        pool.engine.set_addresses([other])
+        await until(lambda: members[other].state is State.SERVING)
+        turn = await pool.hub.generate("b", PROMPT)
+        assert set(turn.versions) == {2}
+
+
 def test_what_a_process_preempted_before_it_was_looked_at_does_not_lower_its_limit() -> None:
     member = Member(EngineServer("127.0.0.1:1", Security()), LimitRules(first=32), lambda: 0.0)
     for process, count in (("a", 7), ("b", 9)):

@@ -12,13 +12,23 @@ import pytest
 
 from penstock.server.engine_server import StagedThere, Unanswered
 from penstock.server.errors import DomainError
-from penstock.server.pool_member import State
+from penstock.server.pool_member import Member, State
 from penstock.server.weight_header import Announced
 from penstock.server.weight_upload import Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.harness import Harness, Turn, sampling, serve, until
+from tests.harness import (
+    Harness,
+    Turn,
+    header,
+    messages,
+    payload,
+    sampling,
+    send,
+    serve,
+    until,
+)
 from tests.pools import QUICK, serve_pool
 
 PATIENT = replace(QUICK, stage_seconds=600.0)
@@ -163,16 +173,84 @@ async def test_who_refused_it_is_not_given_it_again_while_others_are_staged(tmp_
         pool.engines[1].engine.fail_preparations = 1000
         uploading = asyncio.create_task(pool.hub.upload(1))
         await until(lambda: pool.engines[1].engine.fail_preparations < 1000)
-        # It samples what the pool still does, and takes turns again.
-        await until(lambda: pool.member(1).state is State.SERVING)
+        # Out of rotation before it was brought up to date, and that comes after the switch.
+        await until(lambda: pool.member(1).state is State.JOINING)
         tried = pool.engines[1].engine.fail_preparations
-        await asyncio.sleep(0.3)
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            assert pool.member(1).state is State.JOINING
         assert pool.engines[1].engine.fail_preparations == tried
         pool.engines[1].engine.fail_preparations = 0
         gate.set()
         await uploading
         await pool.serving()
         assert [member.version for member in pool.engine.members] == [1, 1, 1]
+
+
+async def test_who_refused_it_goes_on_with_the_version_before_where_no_other_takes_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+        hang(pool.engines[0])
+        pool.engines[1].engine.fail_preparations = 1
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: pool.member(1).state is State.JOINING)
+        held = hold_looks(pool.member(0), monkeypatch)
+        pool.engine._roster.lose(pool.member(0), "as if it were out of reach")
+        turn = await pool.hub.generate("a")
+        assert set(turn.versions) == {0}
+        with pytest.raises(grpc.aio.AioRpcError):
+            await uploading
+        held.set()
+
+
+def hold_looks(member: Member, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Has no look at an engine be answered before this is set."""
+    info, held = member.server.info, asyncio.Event()
+
+    async def late(**how: bool) -> object:
+        await held.wait()
+        return await info(**how)
+
+    monkeypatch.setattr(member.server, "info", late)
+    return held
+
+
+@pytest.mark.parametrize("how", ["its connection is gone", "it is seen to be lost"])
+async def test_a_version_that_is_refused_is_taken_from_who_has_it_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        await pool.hub.upload(1)
+        pool.engines[1].engine.fail_preparations = 1
+        activate = StagedThere.activate
+
+        async def unheard(there: StagedThere, in_flight: object) -> object:
+            await activate(there, in_flight)  # type: ignore[arg-type]
+            if how == "it is seen to be lost":
+                pool.engine._roster.lose(pool.member(0), how)
+                await asyncio.sleep(3600)
+            raise Unanswered(how)
+
+        monkeypatch.setattr(StagedThere, "activate", unheard)
+        held = hold_looks(pool.member(0), monkeypatch)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pool.hub.upload(2)
+        failure = read_failure(refused.value)
+        assert failure is not None and failure.reason == "WEIGHT_LOAD_FAILED"
+        assert pool.engines[0].engine.version == 2
+        monkeypatch.setattr(StagedThere, "activate", activate)
+        held.set()
+        await pool.serving()
+        assert [member.version for member in pool.engine.members] == [1, 1]
+        # The same number again, of other bytes: nobody has it already.
+        data, specs = payload(9)
+        head, _ = header(2, tensors=specs)
+        answers = await send(pool.hub, messages(head, data))
+        assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
+        await pool.serving()
+        assert [member.version for member in pool.engine.members] == [2, 2]
+        assert pool.engines[0].engine.payloads[-1] == pool.engines[1].engine.payloads[-1]
 
 
 async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
