@@ -125,7 +125,7 @@ class PoolWeights:
             self._roster.poke(member)
 
     def _is_kept_out(self, member: Member) -> bool:
-        """Whether it did not take what the others switch to, after which it is brought up to date. Not where
+        """Whether it did not take what the others switch to: it is brought up to date afterwards. Not where
         no other takes turns: until then what it samples is the pool's."""
         switch = self._switch
         if switch is None or member not in switch.given_up or member.version == switch.version:
