@@ -258,6 +258,20 @@ async def test_what_starting_again_would_not_help_stops_everything_at_once(
         assert not any("again" in what for _, what in run.events)
 
 
+@pytest.mark.parametrize("who", ["server", "engine"])
+async def test_one_that_is_killed_before_it_ever_served_is_started_again(
+    tmp_path: Path, who: str
+) -> None:
+    once = f"test -e begun || {{ touch begun; kill -9 $$; }}; {SERVE}"
+    scripts = {"server": SERVE, "engine": SERVE, who: f"cd '{tmp_path}'; {once}"}
+    engines = {"engine": scripts["engine"]}
+    async with stage(tmp_path, serve=scripts["server"], engines=engines) as run:
+        await run.told(who, "was ended by SIGKILL; starting again")
+        await run.told(who, "serves at 127.0.0.1:77")
+        await run.told("trainer", "starting")
+        assert not run.running.done()
+
+
 @pytest.mark.parametrize("status", [1, 3])
 async def test_a_trainer_that_keeps_checkpoints_resumes(tmp_path: Path, status: int) -> None:
     dies_once = f'if [ "$2" = resume ]; then exit 0; else exit {status}; fi'

@@ -18,9 +18,10 @@ States of each process (`State`), once it has begun its work:
   know the address it had, and its journal may be on the host that is gone.
 - A **trainer** comes back only where it keeps checkpoints, and resumes from the last one; also where it was
   asked to stop by somebody else, such as a machine that shuts down, for then it is not done.
-- A server that ends before it has ever served is not started again: what keeps it from serving, such as a
+- A server that exits before it has ever served is not started again: what keeps it from serving, such as a
   port in use or a model that is not there, would keep it from it again. Nor is anything whose exit status
-  says that its configuration cannot be used.
+  says that its configuration cannot be used. One that was killed before it served, or whose node was lost,
+  is: that says nothing of the next start.
 
 Each start after the first waits twice as long as the one before it, and there are only so many within a
 time (`Restarts`): a process that cannot live must not hide behind being restarted for ever.
@@ -323,8 +324,8 @@ class Supervisor:
             await asyncio.sleep(seconds)
 
     def _may_restart(self, role: Role, status: int) -> bool:
-        served = not role.serves or role.has_served
-        return role.restarted and served and status != BAD_CONFIGURATION
+        worked = not role.serves or role.has_served or status < 0
+        return role.restarted and worked and status != BAD_CONFIGURATION
 
     async def _live(self, role: Role) -> tuple[Running, int]:
         """One start, to its end."""
