@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.demo import ranked_process
-from penstock.demo.keeper import FolderMissing, Keeper
+from penstock.demo.keeper import WATCH, FolderMissing, Keeper
 from penstock.demo.placement import LocalPlacement
 from penstock.demo.processes import Command, Process
 from penstock.demo.ranked_process import RankedProcess, rank_environments
@@ -71,6 +72,46 @@ async def test_a_process_is_killed_with_the_keeper_it_has(tmp_path: Path) -> Non
     async with asyncio.timeout(10):
         while is_alive(pid):
             await asyncio.sleep(0.01)
+
+
+async def test_what_a_process_started_is_killed_with_the_keeper_too(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nfrom pathlib import Path\nfrom penstock.demo.keeper import Keeper\n"
+        "from penstock.demo.processes import Command\n"
+        "async def main():\n"
+        "    keeper = Keeper('.')\n"
+        "    script = 'sleep 60 & echo $!; sleep 60'\n"
+        "    await keeper.start(Command('c', ('/bin/sh', '-c', script), Path()))\n"
+        "    print((await keeper.read())[0].decode(), end='', flush=True)\n"
+        "    await keeper.read()\n"
+        "asyncio.run(main())\n"
+    )
+    keeping = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+    )
+    assert keeping.stdout is not None
+    pid = int(await keeping.stdout.readline())
+    assert is_alive(pid)
+    keeping.kill()
+    await keeping.wait()
+    async with asyncio.timeout(10):
+        while is_alive(pid):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_watcher_goes_with_the_process_it_watches(tmp_path: Path) -> None:
+    keeper = Keeper(str(Path.cwd()))
+    before = watchers()
+    await keeper.start(shell(tmp_path, "c", "read line; exit 3"))
+    assert await keeper.status() == 3
+    async with asyncio.timeout(10):
+        while watchers() - before:
+            await asyncio.sleep(0.01)
+
+
+def watchers() -> set[int]:
+    found = (p.info for p in psutil.process_iter(["pid", "cmdline"]))
+    return {info["pid"] for info in found if WATCH in (info["cmdline"] or ())}
 
 
 ORPHANS = """

@@ -4,15 +4,20 @@
                   signal, write meanwhile
 
 It lives in an actor (`ray_placement`), and the process with it: the kernel kills the process where the
-actor's own ends, however that comes. Who does not read the output holds the process up, as with any pipe.
+actor's own ends, however that comes. What the process started, the kernel does not: a small watcher
+outlives the actor's process by a moment and kills the group. Who does not read the output holds the process
+up, as with any pipe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +26,21 @@ from penstock.demo.processes import Command, Process, write_files
 
 LINES_WAITING = 4096
 LINES_AT_ONCE = 512
+
+# Told the id of a process group, and later that it ended: where the pipe ends without that, so has who held
+# it. No child of the one it watches, for Ray kills an actor's children as it kills the actor.
+WATCH = """
+import os, signal, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
+told = sys.stdin.buffer.read().split()
+if len(told) == 1:
+    try:
+        os.killpg(int(told[0]), signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
 
 class FolderMissing(Exception):
@@ -41,6 +61,7 @@ class Keeper:
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue(LINES_WAITING)
         self._process: Process | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._watcher: int | None = None
 
     async def free_port(self) -> int:
         """A port of this host that nobody has just now."""
@@ -50,7 +71,9 @@ class Keeper:
 
     async def start(self, command: Command) -> int:
         """Starts it; returns its process id."""
+        self._watcher = await asyncio.to_thread(_start_watcher)
         self._process = Process.start_piped(command, self._lines.put)
+        self._tell_watcher(self._process.pid)
         self._ending = asyncio.create_task(self._end(self._process))
         return self._process.pid
 
@@ -81,7 +104,34 @@ class Keeper:
 
     async def _end(self, process: Process) -> None:
         await process.wait()
+        # Its group has ended with it, and the id may be another's one day.
+        self._tell_watcher("ended")
+        if self._watcher is not None:
+            os.close(self._watcher)
+            self._watcher = None
         await self._lines.put(None)
+
+    def _tell_watcher(self, what: object) -> None:
+        assert self._watcher is not None
+        # Whoever killed it: the process runs all the same.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._watcher, f"{what}\n".encode())
+
+
+def _start_watcher() -> int:
+    """Returns the end of the pipe that it is told by. Nobody else has that: it closes as this process ends."""
+    watched, told = os.pipe()
+    try:
+        subprocess.run(
+            (sys.executable, "-I", "-S", "-c", WATCH),
+            stdin=watched,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
+    finally:
+        os.close(watched)
+    return told
 
 
 def for_nodes(command: Command) -> Command:
