@@ -85,6 +85,8 @@ def test_ranks_are_rank_0s_to_start_here_and_are_placed_one_by_one_elsewhere(pat
         (["cluster.placement=slurm"], r"cluster\.placement: .*got 'slurm'"),
         (["cluster.engine.gpus=1.5"], "whole number"),
         (["cluster.engine.cpus=0"], r"cluster\.engine\.cpus: .*got 0"),
+        (["cluster.engine.resources={GPU = 1}"], "GPU is said by `gpus`"),
+        (["cluster.engine.resources={ssd = -1}"], r"cluster\.engine\.resources\.ssd: .*got -1"),
         (["cluster.engines=2"], r"cluster\.engines: Extra inputs"),
         (["serve.pool.engines=a:1"], r"serve\.pool\.engines: with \[engines\]"),
         (["engines.listen=127.0.0.1:77"], "several engine servers cannot share"),

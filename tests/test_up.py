@@ -107,7 +107,12 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
     [
         ("up.restarts=-1", r"up\.restarts: .*got -1"),
         ("up.restart=1", r"up\.restart: Extra inputs"),
-        ("rollout.count=many", r"count: .*got 'many'"),
+        ("rollout.count=many", r"rollout\.count: .*got 'many'"),
+        ("engines.count=0", r"engines\.count: .*got 0"),
+        ("engines.engine=m", r"engines\.engine: must be a table, got 'm'"),
+        ("serve.engine=m", r"serve\.engine: must be a table, got 'm'"),
+        ("train.model=m", r"train\.model: must be a table, got 'm'"),
+        ("cluster.address=h:1", r'address is for placement = "ray"'),
         ("train.path=/no/such/file", "No such file"),
         ("restarts=1", "restarts: Extra inputs"),
         ("up.restarts.most=1", "is a value, not a section"),
@@ -116,6 +121,22 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
 def test_what_is_wrong_is_named(config: Path, override: str, complaint: str) -> None:
     with pytest.raises(UpConfigInvalid, match=complaint):
         load(config, [override])
+
+
+def test_ranks_of_a_trainer_that_is_elsewhere_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "up.toml"
+    path.write_text("[up]\nout = 'o'\ntrainer_ranks = 2\n[serve]\nlisten = 'h:1'\n")
+    with pytest.raises(UpConfigInvalid, match=r"up\.trainer_ranks: without \[train\]"):
+        load(path, [])
+
+
+def test_a_command_that_does_not_come_to_a_dry_run_is_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up_checks, "CHECK_SECONDS", 0.2)
+    programs = Programs(train=("/bin/sh", "-c", "sleep 60", "train"))
+    with pytest.raises(UpConfigInvalid, match=r"\[train\]: its --dry-run had no answer after 0.2"):
+        up_checks.check_trainer(load(config, []), programs)
 
 
 def test_options_are_written_as_a_command_takes_them() -> None:

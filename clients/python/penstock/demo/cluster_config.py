@@ -12,12 +12,15 @@ gpus = 1
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 LOOPBACK = "127.0.0.1:0"
 EVERY_INTERFACE = "0.0.0.0:0"
+OF_RAY = ("address", "strategy", "wait_seconds")
+SHARES_OWN = {"CPU": "cpus", "GPU": "gpus"}
+"""Resources of Ray that have names of their own here."""
 
 
 class _Section(BaseModel):
@@ -27,11 +30,11 @@ class _Section(BaseModel):
 class Share(_Section):
     """What one process is promised of its node."""
 
-    cpus: float = Field(default=1.0, gt=0)
+    cpus: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Cores. Ray counts them and tells OpenMP; it does not pin."""
-    gpus: float = Field(default=0.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GPUs, and the process sees no others: a whole number, or a part of one."""
-    resources: dict[str, float] = {}
+    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     """Others, by the names they have in the Ray cluster: `{ "ssd" = 1 }`."""
 
     @field_validator("gpus")
@@ -39,6 +42,14 @@ class Share(_Section):
     def _check_whole(cls, value: float) -> float:
         if value > 1 and not value.is_integer():
             raise ValueError("must be a whole number, or below one")
+        return value
+
+    @field_validator("resources")
+    @classmethod
+    def _check_names(cls, value: dict[str, float]) -> dict[str, float]:
+        for name in value:
+            if name in SHARES_OWN:
+                raise ValueError(f"{name} is said by `{SHARES_OWN[name]}`")
         return value
 
 
@@ -64,6 +75,14 @@ class Cluster(_Section):
     """Each worker's."""
     trainer: Share = Share()
     """That of each of the trainer's ranks."""
+
+    @model_validator(mode="after")
+    def _check_placed(self) -> Cluster:
+        # Said to be "processes", what is of Ray waits for the day that it is not.
+        meant = [name for name in OF_RAY if name in self.model_fields_set]
+        if meant and "placement" not in self.model_fields_set:
+            raise ValueError(f'{meant[0]} is for placement = "ray"; say that, or "processes"')
+        return self
 
     @property
     def one_node(self) -> bool:

@@ -119,7 +119,7 @@ class Keeper:
 
 
 def _start_watcher() -> int:
-    """Returns the end of the pipe that it is told by. Nobody else has that: it closes as this process ends."""
+    """Returns the end of the pipe that it is told by, which closes as this process ends."""
     watched, told = os.pipe()
     try:
         subprocess.run(

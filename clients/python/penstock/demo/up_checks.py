@@ -142,13 +142,18 @@ def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(tomli_w.dumps(table))
         file.flush()
-        answer = subprocess.run(
-            (*command, file.name, "--dry-run"),
-            capture_output=True,
-            text=True,
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
+        try:
+            answer = subprocess.run(
+                (*command, file.name, "--dry-run"),
+                capture_output=True,
+                text=True,
+                timeout=CHECK_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UpConfigInvalid(
+                f"[{section}]: its --dry-run had no answer after {CHECK_SECONDS:g} s"
+            ) from error
     if answer.returncode:
         lines = answer.stderr.replace(f"{file.name}: ", "").strip().splitlines()
         said = lines[-1] if lines else f"exit status {answer.returncode}"

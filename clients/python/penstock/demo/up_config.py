@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -139,28 +139,33 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
         for override in overrides:
             apply_setting(document, override)
         file = UpFile.model_validate(document)
-        workers = _Workers.model_validate(file.rollout)
-        engines = None if file.engines is None else _with_file(file.engines)
-        count = Engines.model_validate(engines or {}).count
     except SettingInvalid as error:
         raise UpConfigInvalid(str(error)) from error
     except ValidationError as error:
         raise UpConfigInvalid(f"{path}: {_explain(error)}") from error
+    if file.train is None and "trainer_ranks" in file.up.model_fields_set:
+        raise UpConfigInvalid("up.trainer_ranks: without [train] there is no trainer here")
+    worker_count = _checked(_Workers, file.rollout, path, "rollout").count
+    engines = None if file.engines is None else _with_file(file.engines)
+    engine_count = _checked(Engines, engines or {}, path, "engines").count
     # What a server was told survives it, unless the file says otherwise.
     serve = _with_file(file.serve)
+    train = None if file.train is None else _with_file(file.train)
+    _check_tables("serve", serve, "engine", "pool", "journal")
+    _check_tables("engines", engines or {}, "engine")
+    _check_tables("train", train or {}, "model", "checkpoint")
     if "url" not in _table(serve, "journal"):
         journal: Table = {"journal": {"folder": str(file.up.out / "journal")}}
         serve = _merge(journal, serve)
     if engines is not None:
         serve["engine"] = _merge(_table(serve, "engine"), _table(engines, "engine"))
-    train = None if file.train is None else _with_file(file.train)
     if train is not None:
         train = _merge(_trainer_defaults(file.up), train)
         _share_model(serve, train)
     options: Table = {WORKER_PATIENCE: file.up.patience_seconds}
     options |= {k.replace("_", "-"): v for k, v in file.rollout.items() if k != "count"}
-    config = UpConfig(file.up, serve, workers.count, options, train, cluster=file.cluster)
-    return config if engines is None else _behind_hub(config, engines, count)
+    config = UpConfig(file.up, serve, worker_count, options, train, cluster=file.cluster)
+    return config if engines is None else _behind_hub(config, engines, engine_count)
 
 
 def _behind_hub(config: UpConfig, engines: Table, count: int) -> UpConfig:
@@ -234,15 +239,33 @@ def _merge(below: Table, above: Table) -> Table:
     return merged
 
 
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def _checked(section: type[Section], table: Table, path: Path, name: str) -> Section:
+    """What is ours of a section. Raises UpConfigInvalid."""
+    try:
+        return section.model_validate(table)
+    except ValidationError as error:
+        raise UpConfigInvalid(f"{path}: {_explain(error, name)}") from error
+
+
+def _check_tables(section: str, table: Table, *names: str) -> None:
+    """That what is put together here can be. Raises UpConfigInvalid."""
+    for name in names:
+        if name in table and not isinstance(table[name], dict):
+            raise UpConfigInvalid(f"{section}.{name}: must be a table, got {table[name]!r}")
+
+
 def _table(table: Table, key: str) -> Table:
     found = table.get(key)
     return cast("Table", found) if isinstance(found, dict) else {}
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, *above: str) -> str:
     lines: list[str] = []
     for problem in error.errors(include_url=False, include_context=False):
-        field = ".".join(str(part) for part in problem["loc"])
+        field = ".".join(str(part) for part in (*above, *problem["loc"]))
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
         lines.append(f"{field}: {problem['msg']}{got}")
     return without_passwords(redact("; ".join(lines)))
