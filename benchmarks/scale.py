@@ -55,6 +55,8 @@ class Measured:
     """Memory of a hub that has nothing to do."""
     records_per_second: float = 7_003
     """Appends that are made durable, with 64 callers at a time."""
+    syncs_per_second: float = 756
+    """Of one journal: appends from one caller, each of which has a sync of its own."""
     stream_bytes_per_second: float = 0.79e9
     """Of an upload over TCP, out of one process."""
     compare_bytes_per_second: float = 2.98e9
@@ -109,6 +111,8 @@ class Load:
     journal_bytes: float
     records: float
     """Of one hub."""
+    syncs: float
+    """Of one hub, at most: whatever waits together is one sync."""
     trainer_bytes: float
     trainer_cores: float
     version_bytes: float
@@ -198,6 +202,7 @@ def load(deployment: Deployment, measured: Measured) -> Load:
         token_bytes=bytes_in + bytes_out,
         journal_bytes=journal,
         records=records / hubs,
+        syncs=min(records / hubs, m.syncs_per_second),
         trainer_bytes=tokens * BYTES_PER_TOKEN,
         trainer_cores=tokens * m.decode_seconds,
         version_bytes=version_bytes,
@@ -280,6 +285,7 @@ ROWS: dict[str, Callable[[Load], str]] = {
     "token bytes a second, in and out of hubs": lambda one: size(one.token_bytes),
     "journal bytes a second": lambda one: size(one.journal_bytes),
     "journal records a second, one hub": lambda one: f"{one.records:,.1f}",
+    "fsyncs a second, one hub, at most": lambda one: f"{one.syncs:,.1f}",
     "into the trainer, bytes a second": lambda one: size(one.trainer_bytes),
     "cores of the trainer, decoding": lambda one: f"{one.trainer_cores:.4f}",
     "out of the trainer, one version": lambda one: size(one.uploaded_bytes),
