@@ -393,3 +393,52 @@ def whole(args, rollout_id, data_source, evaluation=False):
 def greedy(args, rollout_id, data_source, evaluation=False):
     """Asks for more than there can be."""
     return data_source.get_samples(1000)
+
+
+def whole_by_coroutine(args, rollout_id, data_source, evaluation=False):
+    """Async behind a plain function."""
+    return whole_async(args, rollout_id, data_source)
+
+
+def decorated(function):
+    """A plain wrapper, as people have them for logging."""
+
+    def call(*arguments, **named):
+        return function(*arguments, **named)
+
+    return call
+
+
+@decorated
+async def decorated_reward(args, sample, **kwargs):
+    return args.rollout_temperature
+
+
+@decorated
+async def decorated_generate(args, sample, sampling_params):
+    return await generate(args, sample, sampling_params)
+
+
+async def echo(args, sample, sampling_params):
+    """Whoever is asked, and how: once more each time."""
+    sample.response += str(sampling_params["n"])
+    sample.status = (
+        Sample.Status.ABORTED if sample.index == args.aborts else Sample.Status.COMPLETED
+    )
+    return sample
+
+
+async def by_length(args, sample, **kwargs):
+    return len(sample.response)
+
+
+def filter_with_tuple(args, samples, **kwargs):
+    return False, "easy"
+
+
+class Verdict:
+    keep, reason = False, "own"
+
+
+def filter_with_own_object(args, samples, **kwargs):
+    return Verdict()

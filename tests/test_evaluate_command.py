@@ -14,6 +14,7 @@ from penstock.client import Patience, Task, Trajectory, group_reward
 from penstock.client.calls import Calls
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import single_turn
+from penstock.trainer import evaluate_command
 from penstock.trainer.config import load_config
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.evaluate_alone import Extent, Functions, Measuring
@@ -90,6 +91,58 @@ async def test_a_trainer_of_the_same_server_notices_nothing(
     exchange.send(switch_weights={"weight_version": 1})
     assert (await exchange.receive("weight_receipt")).active_weight_version == 1
     assert harness.serving.store.open_count == 0
+
+
+async def test_a_function_that_cancels_itself_is_a_failure_and_ends_nothing(
+    tmp_path: Path, harness: Harness
+) -> None:
+    async def cancels(task: Task, trajectory: Trajectory) -> None:
+        await trajectory.turn()
+        if task.metadata["n"] % 2:
+            sleeping = asyncio.create_task(asyncio.sleep(60))
+            sleeping.cancel()
+            await sleeping
+
+    async def reward(task: Task, trajectory: Trajectory) -> float:
+        return 1.0
+
+    @group_reward
+    async def together(task: Task, trajectories: list[Trajectory]) -> list[float]:
+        return [1.0] * len(trajectories)
+
+    for each, per_group in ((reward, False), (together, True)):
+        record = await measure(harness, tmp_path, each, generate=cancels, per_group=per_group)
+        assert (record.figures.prompts, record.prompts_missing) == (4, 0)
+        assert record.failure_reasons == {"CANCELLED": 6}
+        assert record.figures.samples == 8
+
+
+async def test_a_function_sees_its_task_and_its_place_as_a_worker_s_does(
+    tmp_path: Path, harness: Harness
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def reward(task: Task, trajectory: Trajectory) -> float:
+        assert trajectory.task is task
+        seen.append((task.index, trajectory.sample_index))
+        return 0.0
+
+    await measure(harness, tmp_path, reward)
+    assert sorted(seen) == [(index, sample) for index in range(PROMPTS) for sample in range(2)]
+
+
+async def test_the_table_says_which_versions_sampled(
+    tmp_path: Path, harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def reward(task: Task, trajectory: Trajectory) -> float:
+        if task.metadata["n"] == 3 and harness.engine.version == 0:
+            await harness.upload(1)
+        return 0.0
+
+    record = await measure(harness, tmp_path, reward, concurrency=1)
+    assert (record.oldest_weight_version, record.newest_weight_version) == (0, 1)
+    evaluate_command._report(record)
+    assert "held-out, version 0 to 1" in capsys.readouterr().out
 
 
 async def test_what_fails_is_made_again_and_then_counted(tmp_path: Path, harness: Harness) -> None:

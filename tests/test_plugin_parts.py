@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +39,12 @@ from penstock.client.plugins.sampling import (
     read_sampling_params,
     write_sampling_params,
 )
-from penstock.client.plugins.slime_functions import OutsideAttempt, get_model_url, post
+from penstock.client.plugins.slime_functions import (
+    OutsideAttempt,
+    generate_and_rm_group,
+    get_model_url,
+    post,
+)
 from penstock.client.plugins.told_metadata import MOST_BYTES, told_metadata
 from penstock.client.tasks import write_task
 from penstock.client.values import from_struct
@@ -231,6 +237,12 @@ def test_arguments_are_one_toml_table(tmp_path: Path) -> None:
 def test_a_table_is_a_reward_and_metrics() -> None:
     outcome = score_of({"acc": 1.0, "length": 7, "note": "x", "bad": float("nan")}, "acc")
     assert (outcome.reward, dict(outcome.metrics)) == (1.0, {"length": 7.0})
+    table = {"score": np.float32(1), "acc": np.float32(0.5), "n": np.int64(2), "ok": np.bool_(True)}
+    outcome = score_of({**table, "one": torch.tensor(4.0), "several": np.zeros(2), "no": "7"})
+    assert (outcome.reward, dict(outcome.metrics)) == (
+        1.0,
+        {"acc": 0.5, "n": 2.0, "ok": 1.0, "one": 4.0},
+    )
     for value in (None, {"acc": 1.0}, {"score": None}):
         with pytest.raises(RewardMissing):
             score_of(value)
@@ -561,11 +573,49 @@ def test_a_samples_response_is_what_the_policy_wrote_however_old_it_is() -> None
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("filter_async", "plain function"), ("filter_says_nothing", "returned None")],
+    [
+        ("filter_async", "plain function"),
+        ("filter_says_nothing", "returned None"),
+        ("filter_with_tuple", "which is true: return DynamicFilterOutput"),
+    ],
 )
 def test_a_filter_whose_answer_says_nothing_is_refused(function: str, words: str) -> None:
     with pytest.raises(ConfigInvalid, match=words):
         filtered(deliver(1.0, 0.0), function)
+
+
+def test_an_object_that_says_keep_and_reason_is_an_answer() -> None:
+    assert filtered(deliver(1.0, 0.0), "filter_with_own_object") == "FILTER:own"
+
+
+@pytest.mark.parametrize("name", ["tests.slime_plugins:echo", "tests/slime_plugins.py:echo"])
+async def test_what_was_finished_is_not_made_again_with_its_group(name: str) -> None:
+    modules.install()
+    given = {
+        "custom_generate_function_path": name,
+        "custom_rm_path": name.replace("echo", "by_length"),
+        "aborts": 1,
+    }
+    args = make_arguments(given, model="m", max_context_length=64)
+    group = [Sample(index=index) for index in range(3)]
+    first = await generate_and_rm_group(args, group, {"n": 1})
+    assert [(s.response, s.reward) for s in first] == [("1", 1), ("1", None), ("1", 1)]
+    args.aborts = None
+    first[2].reward = None
+    again = await generate_and_rm_group(args, first, {"n": 2})
+    assert [(s.response, s.reward) for s in again] == [("1", 1), ("12", 2), ("1", 1)]
+
+
+def test_what_the_engine_counted_has_its_ratios() -> None:
+    spec = Sample.SpecInfo(3, 4, 2, 5)
+    assert (spec.spec_accept_rate, spec.spec_accept_length) == (0.75, 2.5)
+    assert Sample.SpecInfo.from_dict(spec.to_dict()) == spec
+    cache = Sample.PrefixCacheInfo(3, 4)
+    assert cache.prefix_cache_hit_rate == 0.75
+    assert Sample.PrefixCacheInfo.from_dict(cache.to_dict()) == cache
+    nothing = Sample()
+    assert nothing.spec_info.spec_accept_rate == nothing.spec_info.spec_accept_length == 0.0
+    assert nothing.prefix_cache_info.prefix_cache_hit_rate == 0.0
 
 
 def test_what_agents_call_unwanted_is_dropped_with_their_reason() -> None:

@@ -488,16 +488,34 @@ async def test_what_a_whole_rollout_drops_is_marked_for_the_trainer(rig: Rig) ->
         "length_reward",
         whole="whole",
         work=tasks(2, 2),
-        rollout_max_response_len=8,
         gives_back=False,
         filtered=True,
     )
     dropped: dict[str, str] = {}
     for _ in range(2):
         group = await rig.group()
+        # As the tasks say, for nothing else does.
+        assert [len(codec.token_ids(s)) for t in group.trajectories for s in policy(t)] == [8, 8]
         dropped[group.task_id] = read_unwanted(group.trajectories[0].outcome.metadata)
         assert all(trained(group)) == (not dropped[group.task_id])
     assert dropped == {"t0": "FILTERED", "t1": ""}
+
+
+async def test_a_whole_rollout_of_a_coroutine_by_a_plain_function_is_awaited(rig: Rig) -> None:
+    statistics = await rig.run(
+        None,
+        "decorated_reward",
+        whole="whole_by_coroutine",
+        work=tasks(2, 2, sampling=SamplingParams(temperature=0.5, max_tokens=6, ignore_eos=True)),
+        gives_back=False,
+        filtered=False,
+    )
+    assert (statistics.scored_count, statistics.failures) == (4, {})
+    for _ in range(2):
+        for trajectory in (await rig.group()).trajectories:
+            # The function reads it of args.
+            assert trajectory.outcome.reward == 0.5
+            assert [len(codec.token_ids(s)) for s in policy(trajectory)] == [6]
 
 
 async def test_a_whole_rollout_that_asks_for_too_much_is_told(rig: Rig) -> None:

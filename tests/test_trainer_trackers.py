@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -129,6 +129,23 @@ def test_one_that_hangs_makes_nobody_wait(tmp_path: Path, caplog: pytest.LogCapt
     thread.wait(SECONDS)
     # What was under way has ended, and nothing else was begun.
     assert (told(tracker), tracker.complete) == ([1], None)
+
+
+def test_what_one_makes_of_a_point_is_not_the_others(tmp_path: Path) -> None:
+    class Clearing(Kept):
+        def log(self, step: int, point: Mapping[str, float]) -> None:
+            cast("dict[str, float]", point).clear()
+            super().log(step, point)
+
+    clears, other = Clearing(), Kept()
+    other.may_log.clear()
+    trackers = Trackers({"clears": clears, "other": other}, steps=1)
+    trackers.begin(tmp_path, "r", {}, resumes=False)
+    trackers.send(1, {"train/loss": 0.5})
+    clears.logging.wait(SECONDS)
+    other.may_log.set()
+    trackers.close()
+    assert (clears.points, other.points) == ([(1, {})], [(1, {"train/loss": 0.5})])
 
 
 def test_trackers_are_told_apart_and_of_the_whole_run(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from penstock.client.asked import AskedTrajectory
 from penstock.client.calls import Calls
@@ -35,6 +36,7 @@ from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import Agent, as_failed, as_outcome, as_outcomes, call
 from penstock.client.tasks import Purpose, Task
 from penstock.client.turns import FinishReason
+from penstock.client.values import Json, from_struct, to_struct
 from penstock.trainer.evaluation_record import EvaluationRecord, MeasuredPrompt, make_record
 from penstock.trainer.sources.problem import Problem, Source
 
@@ -172,7 +174,7 @@ class Measuring:
                 return both
 
     def _open(self, task: Task, sample: int, attempt: int) -> AskedTrajectory:
-        return AskedTrajectory(self._calls, f"{task.task_id}-{sample}-{attempt}", task)
+        return AskedTrajectory(self._calls, f"{task.task_id}-{sample}-{attempt}", task, sample)
 
     async def _attempt(self, task: Task, trajectory: AskedTrajectory) -> Outcome | Failed:
         try:
@@ -185,14 +187,14 @@ class Measuring:
             if self._functions.reward is not None:
                 score = await call(self._functions.reward, task, trajectory)
             return as_outcome(score)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._failed(error)
 
     async def _generate(self, task: Task, trajectory: AskedTrajectory) -> Failed | None:
         """None where it can be scored."""
         try:
             score = await call(self._functions.generate, task, trajectory)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._failed(error)
         return score if isinstance(score, Failed) else None
 
@@ -203,14 +205,20 @@ class Measuring:
         try:
             scores = await call(self._functions.reward, task, trajectories)
             return as_outcomes(scores, len(trajectories))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             return [self._failed(error)] * len(trajectories)
 
     def _failed(self, error: BaseException) -> Failed:
-        """The failure that an exception is. Raises ServerUnavailable: nothing more would succeed."""
+        """The failure that an exception is. Raises ServerUnavailable, for nothing more would succeed, and
+        CancelledError where it is the evaluation that is cancelled."""
         if isinstance(error, ServerUnavailable):
             raise error
         failed = as_failed(error)
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise error
+            failed = Failed("CANCELLED", "the function cancelled itself")
         if failed.reason not in self._shown:
             self._shown.add(failed.reason)
             log.warning(
@@ -235,10 +243,12 @@ def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Tas
     messages = [Message(ROLES[role], text) for role, text in problem.messages]
     if extent.system_prompt:
         messages.insert(0, Message("system", extent.system_prompt))
+    metadata = {"data_source": problem.data_source, **problem.metadata}
     return Task(
         task_id,
         prompt=tuple(messages) or None,
-        metadata={"data_source": problem.data_source, **problem.metadata},
+        # As a task that came over the wire has it.
+        metadata=from_struct(to_struct(cast("Mapping[str, Json]", metadata))),
         group_size=extent.samples_per_prompt,
         purpose=Purpose.EVAL,
         data_source=problem.data_source,

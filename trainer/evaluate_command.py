@@ -315,7 +315,10 @@ def _report(record: EvaluationRecord) -> int:
 def _table(record: EvaluationRecord) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{record.name}, version {record.weight_version}", title_justify="left")
+    from penstock.trainer.evaluation_writer import versions
+
+    title = f"{record.name}, version {versions(record)}"
+    table = Table(title=title, title_justify="left")
     names = ["", "prompts", "reward", "±", *(f"pass@{k}" for k in record.figures.pass_at)]
     for name in [*names, "tokens", "truncated", "failed"]:
         table.add_column(name, justify="left" if not name else "right")

@@ -59,7 +59,7 @@ def as_text(record: EvaluationRecord) -> str:
     """The line of a record for a person."""
     figures = record.figures
     parts = [
-        f"eval {record.name}  version {_versions(record)}",
+        f"eval {record.name}  version {versions(record)}",
         f"reward {_number(figures.reward_mean)} ± {_number(figures.reward_stderr)}",
         *(f"pass@{k} {share:.3f}" for k, share in figures.pass_at.items()),
         f"prompts {figures.prompts}/{record.prompts_asked}",
@@ -109,7 +109,8 @@ def _figures(figures: Figures) -> Iterator[tuple[str, float]]:
         yield f"pass_at/{k}", share
 
 
-def _versions(record: EvaluationRecord) -> str:
+def versions(record: EvaluationRecord) -> str:
+    """That, or from which to which, sampled what was measured."""
     oldest, newest = record.oldest_weight_version, record.newest_weight_version
     if oldest is None or oldest == newest:
         return str(record.weight_version if oldest is None else oldest)

@@ -172,7 +172,8 @@ class Trackers:
         # An evaluation's point is at the step it began with, and may come after later steps'.
         self._last_step = max(self._last_step, step)
         for thread in self._threads:
-            thread.send(step, figures)
+            # Its own: what one makes of it is not the others'.
+            thread.send(step, dict(figures))
 
     def take_lost(self) -> dict[str, int]:
         """Points lost since this was asked last, by tracker."""

@@ -15,11 +15,12 @@ from penstock.v1 import rollout_service_pb2
 class AskedTrajectory(Trajectory):
     """As that of a lease, for functions of (task, trajectory); the server knows of no task."""
 
-    def __init__(self, calls: Calls, trajectory_id: str, task: Task) -> None:
-        super().__init__(calls, trajectory_id, resume_aborted=True)
+    def __init__(self, calls: Calls, trajectory_id: str, task: Task, sample_index: int) -> None:
+        super().__init__(
+            calls, trajectory_id, task=task, sample_index=sample_index, resume_aborted=True
+        )
         self._asked = task
-        self._sampling = task.sampling
-        self._kind = task.prompt_kind
+        self._leased = False
 
     def _write_turn(
         self,

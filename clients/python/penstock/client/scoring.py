@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -69,8 +70,14 @@ async def call(
     loop = asyncio.get_running_loop()
     if isinstance(trajectory, Sequence):
         blocking = [BlockingTrajectory(sibling, loop) for sibling in trajectory]
-        return await run_in_thread(function, task, blocking)
-    return await run_in_thread(function, task, BlockingTrajectory(trajectory, loop))
+        result = await run_in_thread(function, task, blocking)
+    else:
+        result = await run_in_thread(function, task, BlockingTrajectory(trajectory, loop))
+    if inspect.iscoroutine(result):
+        # It was made for a plain function's trajectory, whose calls would hold up the loop.
+        result.close()
+        raise TypeError("the function is plain and returned a coroutine: declare it with async def")
+    return result
 
 
 def as_outcome(score: object) -> Outcome | Failed:

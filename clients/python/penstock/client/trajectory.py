@@ -73,6 +73,7 @@ class Trajectory:
         self.process: ProcessRecord | None = None
         """The external process that answered, once it has ended."""
         self._calls = calls
+        self._leased = task is not None
         self._group_size = group_size
         self._priority = priority
         self._required_weight_version = required_weight_version
@@ -272,7 +273,7 @@ class Trajectory:
             resume,
             kind=self._kind,
             resume_aborted=lambda: self.resume_aborted,
-            leased=self.task is not None,
+            leased=self._leased,
             policy_count_before=sum(len(turn.token_ids) for turn in self.turns),
         )
         try:

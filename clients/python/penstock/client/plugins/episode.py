@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from penstock.client.outcome import Failed, Outcome
@@ -34,6 +34,8 @@ class Episode:
     router: AttemptRouter
     reward_key: str | None = None
     """Of a reward that is a table, the entry that counts; the others become metrics."""
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """As its task says, by the names that a function is given."""
     returned: list[Sample] = field(default_factory=list[Sample])
     outcome: Outcome | Failed | None = None
     """Once it is settled."""

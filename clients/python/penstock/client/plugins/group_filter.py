@@ -31,7 +31,7 @@ import numpy as np
 from penstock.client.blocking import is_async
 from penstock.client.plugins import modules
 from penstock.client.plugins.arguments import make_arguments
-from penstock.client.plugins.samples import DynamicFilterOutput, Sample
+from penstock.client.plugins.samples import Sample, read_filter_output
 from penstock.client.plugins.slime import make_sample
 from penstock.client.plugins.tokenizers import load_tokenizer
 from penstock.client.tasks import read_task
@@ -129,8 +129,7 @@ def slime_filter(
         output: Any = function(args, _samples(group, delivered, args))
         if output is None:
             raise TypeError("it returned None, which is neither to keep a group nor to drop it")
-        if not isinstance(output, DynamicFilterOutput):
-            output = DynamicFilterOutput(output)
+        output = read_filter_output(output)
         return None if output.keep else output.reason or "DROPPED"
 
     return reason

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from penstock.client.blocking import is_async, run_in_thread
 from penstock.client.conversation import Message, PromptKind, write_chat_message
@@ -36,7 +36,9 @@ async def call_plugin(function: Callable[..., Any], *arguments: Any, **named: An
     """Calls a function, on the loop or in a thread."""
     if is_async(function):
         return await function(*arguments, **named)
-    return await run_in_thread(lambda: function(*arguments, **named))
+    result = await run_in_thread(lambda: function(*arguments, **named))
+    # Of an async function behind a plain decorator.
+    return await result if inspect.isawaitable(result) else result
 
 
 def score_of(value: Any, key: str | None = "score") -> Outcome:
@@ -51,12 +53,19 @@ def score_of(value: Any, key: str | None = "score") -> Outcome:
     table = cast("Mapping[str, Any]", value)
     if key is None or table.get(key) is None:
         raise RewardMissing(f"no {key!r} among {', '.join(table)}: name it with reward_key")
-    metrics = {
-        name: float(number)
-        for name, number in table.items()
-        if name != key and isinstance(number, bool | int | float) and math.isfinite(number)
-    }
+    numbers = {name: _number(value) for name, value in table.items() if name != key}
+    metrics = {name: n for name, n in numbers.items() if n is not None and math.isfinite(n)}
     return Outcome(float(table[key]), metrics)
+
+
+def _number(value: Any) -> float | None:
+    """Also of numpy or torch; None for what is not one number."""
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None  # Several.
 
 
 def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:

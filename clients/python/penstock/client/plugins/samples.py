@@ -36,6 +36,25 @@ class SpecInfo:
         """Counts one answer of the engine."""
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
+    @property
+    def spec_accept_rate(self) -> float:
+        """Drafted tokens that were accepted, as a part of all."""
+        return self.spec_accept_token_num / max(1, self.spec_draft_token_num)
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Tokens for each verification."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(vars(self))
+
+    @staticmethod
+    def from_dict(data: Mapping[str, int]) -> SpecInfo:
+        """What `to_dict` gave."""
+        return SpecInfo(**data)
+
 
 @dataclass
 class PrefixCacheInfo:
@@ -48,6 +67,20 @@ class PrefixCacheInfo:
         """Counts one answer of the engine."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Of the prompts' tokens, the part that was cached."""
+        return self.cached_tokens / max(1, self.total_prompt_tokens)
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(vars(self))
+
+    @staticmethod
+    def from_dict(data: Mapping[str, int]) -> PrefixCacheInfo:
+        """What `to_dict` gave."""
+        return PrefixCacheInfo(**data)
 
 
 @dataclass
@@ -227,3 +260,20 @@ def flatten(samples: Any) -> list[Sample]:
             found += flatten(each)
         return found
     raise TypeError(f"a Sample, or a list of them, is wanted, not {type(samples).__name__}")
+
+
+def read_filter_output(output: Any) -> DynamicFilterOutput:
+    """What a dynamic filter returned: whether to keep the group, or an object that says so, and why.
+
+    Raises TypeError for a bare tuple or list, which is true whatever is in it.
+    """
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if hasattr(output, "keep"):
+        insufficient = bool(getattr(output, "keep_when_insufficient", False))
+        return DynamicFilterOutput(output.keep, getattr(output, "reason", None), insufficient)
+    if isinstance(output, tuple | list):
+        raise TypeError(
+            f"the filter returned {output!r}, which is true: return DynamicFilterOutput(keep, reason)"
+        )
+    return DynamicFilterOutput(output)

@@ -57,6 +57,19 @@ def write_sampling_params(sampling: SamplingParams, args: Namespace) -> dict[str
     return params
 
 
+def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
+    """What a task says of sampling, by the names that `args` have for it."""
+    said = {
+        "rollout_temperature": sampling.temperature,
+        "rollout_top_p": sampling.top_p,
+        "rollout_top_k": sampling.top_k or None,
+        "rollout_max_response_len": sampling.max_tokens or None,
+        "rollout_stop": list(sampling.stop) or None,
+        "rollout_stop_token_ids": list(sampling.stop_token_ids) or None,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
 def read_sampling_params(params: Mapping[str, Any]) -> SamplingOptions | None:
     """The same as keywords of a turn, every one of them set; None where no token is wanted.
 

@@ -39,7 +39,7 @@ from penstock.client.plugins.episode import Episode, current_episode
 from penstock.client.plugins.rewards import RewardMissing, call_plugin, messages_of
 from penstock.client.plugins.router import AttemptRouter
 from penstock.client.plugins.samples import Sample, flatten
-from penstock.client.plugins.sampling import write_sampling_params
+from penstock.client.plugins.sampling import sampling_arguments, write_sampling_params
 from penstock.client.plugins.tokenizers import find_tokenizer, load_tokenizer
 from penstock.client.tasks import Purpose
 
@@ -94,6 +94,14 @@ class SlimeAgent:
                 self._args = args
             return self._args
 
+    async def use_sampling(self, task: Task) -> None:
+        """Has `args` say what this task does of sampling, where the file of `--args` does not: a function
+        of whole rollouts reads it before it has seen a task."""
+        args = await self.args()
+        for name, value in sampling_arguments(task.sampling).items():
+            if name not in self._given:
+                setattr(args, name, value)
+
     async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
         """An attempt that its function has not seen yet."""
         args = await self.args()
@@ -102,7 +110,8 @@ class SlimeAgent:
         key = args.reward_key
         if task.purpose is Purpose.EVAL:
             key = args.eval_reward_key or key
-        return Episode(trajectory, sample, router, key)
+        params = write_sampling_params(task.sampling, args)
+        return Episode(trajectory, sample, router, key, params)
 
     async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
         """One attempt; None where it is scored with its siblings."""
@@ -155,7 +164,7 @@ class SlimeAgent:
             await episode.trajectory.turn()
             await episode.fill()
             return episode.sample
-        params = write_sampling_params(task.sampling, args)
+        params = dict(episode.sampling)
         named = {"evaluation": task.purpose is Purpose.EVAL} if takes_evaluation(function) else {}
         return await call_plugin(function, args, episode.sample, params, **named)
 

@@ -26,6 +26,7 @@ from penstock.client.plugins.sampling import write_sampling_params
 from penstock.client.plugins.tokenizers import load_tokenizer
 from penstock.client.plugins.vllm_route import read_request, write_answer
 from penstock.client.sampling import SamplingParams
+from penstock.wire.functions import find_function
 
 
 class OutsideAttempt(Exception):
@@ -89,8 +90,10 @@ def _fetch(url: str, method: str, data: bytes | None, headers: dict[str, str]) -
 
 
 def load_function(path: str) -> Any:
-    """What `pkg.module.function`, or `pkg.module:function`, leads to."""
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    """What `pkg.module.function` leads to, or what `penstock rollout` takes. Raises FunctionInvalid."""
+    if ":" in path:
+        return find_function(path, None)
+    module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
@@ -243,19 +246,19 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     return sample
 
 
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
 async def generate_and_rm(
     args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """An attempt: generated, and unless rewards compare siblings, scored."""
-    function: Any = generate
-    if path := sample.generate_function_path or args.custom_generate_function_path:
-        function = load_function(path)
-    takes = "evaluation" in inspect.signature(function).parameters
-    mark = current_episode.set(find_episode(sample))
+    """An attempt: generated, unless it was before, and unless rewards compare siblings, scored."""
+    given = types.flatten(sample)
+    mark = current_episode.set(find_episode(given[0]))
     try:
-        sample = await function(
-            args, sample, sampling_params, **({"evaluation": evaluation} if takes else {})
-        )
+        # One of a group that was given back for its siblings' sake.
+        if not all(each.status in _FINISHED for each in given):
+            sample = await _generate_by(args, sample, sampling_params, evaluation)
         found = types.flatten(sample)
         missing = [s for s in found if s.reward is None and s.status is not Sample.Status.ABORTED]
         if missing and not args.group_rm:
@@ -269,6 +272,27 @@ async def generate_and_rm(
     finally:
         current_episode.reset(mark)
     return cast("Any", sample)
+
+
+async def _generate_by(
+    args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool
+) -> Any:
+    function: Any = generate
+    if path := sample.generate_function_path or args.custom_generate_function_path:
+        function = load_function(path)
+    takes = "evaluation" in inspect.signature(function).parameters
+    named = {"evaluation": evaluation} if takes else {}
+    return await function(args, sample, _of_its_task(args, sampling_params), **named)
+
+
+def _of_its_task(args: Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """What the caller left as `GenerateState` has it is as the attempt's task says."""
+    episode = current_episode.get()
+    if episode is None:
+        return given
+    usual = GenerateState(args).sampling_params
+    left = {n: v for n, v in episode.sampling.items() if given.get(n) == usual.get(n)}
+    return {**given, **left}
 
 
 async def generate_and_rm_group(
@@ -310,9 +334,7 @@ def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named:
     """Asks a filter about a group; without one it is kept."""
     if function is None:
         return DynamicFilterOutput(True)
-    output = function(args, group, **named)
-    if not isinstance(output, DynamicFilterOutput):
-        output = DynamicFilterOutput(output)
+    output = types.read_filter_output(function(args, group, **named))
     if not output.keep and not output.keep_when_insufficient:
         for sample in types.flatten(list(group)):
             if (episode := find_episode(sample)) is not None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import threading
 from collections import Counter, deque
@@ -288,6 +289,7 @@ class WholeRollout:
                     await self._close(attempt, _SIBLINGS_GONE)
 
     async def _call(self, source: DataSource) -> None:
+        await self._use_sampling()
         args = await self._agent.args()
         rollout_id = 0
         while (
@@ -299,11 +301,20 @@ class WholeRollout:
             await self._settle(flatten(samples))
             rollout_id += 1
 
+    async def _use_sampling(self) -> None:
+        """Waits for the first group, whose tasks say how this run samples; the function is told."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self._ready or self._ended is not None)
+            first = _ordered(self._ready[0])[0].task if self._ready else None
+        if first is not None:
+            await self._agent.use_sampling(first)
+
     def _call_function(self, args: Any, rollout_id: int, source: DataSource) -> Any:
         self._calling_thread = threading.get_ident()
         if is_async(self._function):
             return run(self._function(args, rollout_id, source, evaluation=False))
-        return self._function(args, rollout_id, source, evaluation=False)
+        output: Any = self._function(args, rollout_id, source, evaluation=False)
+        return run(output) if inspect.iscoroutine(output) else output
 
     def _drop(self, episode: Episode) -> None:
         """Closes an attempt of a group that the function dropped, and so makes room for another."""
