@@ -117,6 +117,19 @@ async def test_a_function_that_cancels_itself_is_a_failure_and_ends_nothing(
         assert record.figures.samples == 8
 
 
+async def test_an_async_function_behind_a_plain_one_is_refused_by_name(
+    tmp_path: Path, harness: Harness
+) -> None:
+    async def reward(task: Task, trajectory: Trajectory) -> float:
+        return 1.0
+
+    def generate(task: Task, trajectory: Trajectory) -> Any:
+        return reward(task, trajectory)
+
+    record = await measure(harness, tmp_path, reward, generate=generate)
+    assert record.failure_reasons == {"TYPE_ERROR": 2 * PROMPTS}
+
+
 async def test_a_function_sees_its_task_and_its_place_as_a_worker_s_does(
     tmp_path: Path, harness: Harness
 ) -> None:
