@@ -406,6 +406,24 @@ async def test_the_prompt_of_a_failed_sibling_is_asked_again_under_another_id(
         assert set(run.loop._tasks.outstanding) & {0, 1, 2} == {1}
 
 
+async def test_a_prompt_of_which_everything_failed_is_asked_again_where_the_failed_are_replaced(
+    tmp_path: Path,
+) -> None:
+    server = Delivering(
+        outcomes(0, None, None),
+        outcomes(1, None, None, task_id="r/0~+1"),
+        outcomes(2, 0, 1, task_id="r/2"),
+    )
+    replacing = {"failed_siblings": "replace", "max_replacements": 1}
+    async with server, running(tmp_path, server.address, steps=1, groups=replacing) as run:
+        await run.ends()
+        assert server.receipts == [(0, ASKED_AGAIN), (0, ALL_FAILED), (1, "")]
+        assert refusals(tmp_path) == [("r/0", ASKED_AGAIN), ("r/0~+1", ALL_FAILED)]
+        asked = [task for task in server.tasks if "~" in task.task_id]
+        assert [(task.task_id, task.index) for task in asked] == [("r/0~+1", 0)]
+        assert (run.records[0]["groups_failed"], run.records[0]["failures"]) == (2, 4)
+
+
 # Resuming
 
 

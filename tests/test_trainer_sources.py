@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -27,6 +31,7 @@ from penstock.trainer.data_config import (
     ParquetConfig,
     PythonConfig,
     ReasoningGymConfig,
+    SamplingConfig,
 )
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources import own
@@ -37,7 +42,7 @@ from penstock.trainer.sources.own import open_own
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.procedural import ReasoningGymSource
 from penstock.trainer.sources.tables import open_huggingface, open_parquet
-from penstock.trainer.tasks import build_task
+from penstock.trainer.tasks import build_task, describe_problem
 from penstock.v1 import task_service_pb2
 from penstock.wire import codec
 
@@ -189,6 +194,41 @@ def test_parquet_is_read_from_a_file_and_from_a_folder(tmp_path: Path) -> None:
     assert source.problem(0).data_source == tmp_path.stem
 
 
+def test_shards_may_differ_in_what_does_not_matter(tmp_path: Path) -> None:
+    nothing = pyarrow.array([None], pyarrow.null())
+    tables = [
+        {"prompt": ["a"], "x": pyarrow.array([1], pyarrow.int32()), "note": nothing},
+        {"note": ["n"], "x": pyarrow.array([2], pyarrow.int64()), "prompt": ["b"]},
+        {"prompt": ["c"], "x": [3], "note": nothing, "__index_level_0__": [7]},
+    ]
+    for number, columns in enumerate(tables):
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{number}.parquet")
+    config = ParquetConfig(path=tmp_path, shuffle=False)
+    source = open_parquet(config, seed=0)
+    found = [source.problem(index) for index in range(3)]
+    assert [problem.messages[0][1] for problem in found] == ["a", "b", "c"]
+    assert [(p.metadata["x"], p.metadata.get("note")) for p in found] == [
+        (1, None),
+        (2, "n"),
+        (3, None),
+    ]
+    assert not any("__index" in key for problem in found for key in problem.metadata)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": ["d"], "x": ["text"]}), tmp_path / "3.parquet"
+    )
+    with pytest.raises(ConfigInvalid, match=r"data\.parquet\.path: "):
+        open_parquet(config, seed=0)
+
+
+def test_a_row_without_a_source_of_its_own_is_of_its_source(tmp_path: Path) -> None:
+    columns = {"prompt": ["a", "b"], "data_source": [None, "own"]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "set.parquet")
+    config = ParquetConfig(path=tmp_path / "set.parquet", shuffle=False)
+    source = open_parquet(config, seed=0)
+    asked = [describe_problem(source.problem(n), "", SamplingConfig()).metadata for n in (0, 1)]
+    assert [from_struct(metadata)["data_source"] for metadata in asked] == ["set", "own"]
+
+
 def test_numbers_of_a_table_that_are_none_are_their_text(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     columns = {"prompt": ["a", "b"], "x": [nan, 1.5], "y": [[inf, 2.0], [-inf, 3.0]]}
@@ -308,6 +348,32 @@ def no_stories() -> Iterator[str]:
     return iter(())
 
 
+def a_text() -> str:
+    return "prompt"
+
+
+def a_table() -> dict[str, list[str]]:
+    return {"prompt": ["a", "b"]}
+
+
+def a_frame() -> Any:
+    return pandas.DataFrame(a_table())
+
+
+class Breaking:
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        if index == 1:
+            raise OSError("gone")
+        return {"prompt": str(index)}
+
+
+def breaks() -> Breaking:
+    return Breaking()
+
+
 def a_number() -> int:
     return 3
 
@@ -355,12 +421,71 @@ def test_an_iterator_begins_again_for_what_lies_too_far_back(
         ("shared", "returns the same iterator each time"),
         ("no_stories", "entry 1: there is no entry"),
         ("a_number", "it returns a int, not a sequence or iterator"),
+        ("a_text", "it returns a str: return a list of rows"),
+        ("a_table", "it returns a dict: return a list of rows"),
+        ("a_frame", r'it returns a DataFrame: .* to_dict\("records"\)'),
+        ("breaks", f"{HERE}:breaks, entry 2: OSError: gone"),
         ("missing", f"{HERE} has no missing"),
     ],
 )
 def test_a_function_that_is_of_no_use_is_named(name: str, words: str) -> None:
     with pytest.raises(ConfigInvalid, match=words):
         own_source(name)
+
+
+def test_data_of_hugging_face_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.csv").write_text("prompt,x\na,1\nb,2,3,4\n")
+    with pytest.raises(ConfigInvalid, match=r"data\.huggingface: .*Expected 2 fields"):
+        open_huggingface(HuggingFaceConfig(path=str(tmp_path / "rows")), seed=0)
+    datasets.Dataset.from_list([{"prompt": "p"}]).save_to_disk(tmp_path / "saved")
+    for key in ("name", "revision"):
+        config = HuggingFaceConfig.model_validate({"path": str(tmp_path / "saved"), key: "x"})
+        with pytest.raises(ConfigInvalid, match=rf"data\.huggingface\.{key}: .* saved to disk"):
+            open_huggingface(config, seed=0)
+
+
+def test_problems_of_a_library_that_draws_by_itself_are_the_same_again() -> None:
+    source = ReasoningGymSource(ReasoningGymConfig(name="list_functions", size=30))
+    random.seed(5)
+    first = texts(source, range(30))
+    drawn = random.random()
+    random.seed(5)
+    assert drawn == random.random()
+    random.seed(6)
+    assert texts(source, range(30)) == first
+
+
+HASHED = """
+from penstock.trainer.data_config import ReasoningGymConfig
+from penstock.trainer.sources.procedural import ReasoningGymSource
+source = ReasoningGymSource(ReasoningGymConfig(name="isomorphic_strings", size=3))
+print(source.identity, [source.problem(n).messages for n in range(3)])
+"""
+
+
+def test_problems_that_depend_on_the_seed_of_hashes_need_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ReasoningGymConfig(name="isomorphic_strings", size=3)
+    for random_seed in (None, "random"):
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        if random_seed is not None:
+            monkeypatch.setenv("PYTHONHASHSEED", random_seed)
+        with pytest.raises(
+            ConfigInvalid, match="set it in the environment, such as PYTHONHASHSEED=0"
+        ):
+            ReasoningGymSource(config)
+
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    command = (sys.executable, "-c", HASHED)
+    said = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
+    assert said[0] == said[1]
+    assert "PYTHONHASHSEED=0" in said[0]
 
 
 def test_an_iterator_that_fails_says_where() -> None:

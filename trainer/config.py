@@ -286,6 +286,11 @@ class TrainerConfig(Section):
                 "compares the answers to a prompt with each other: 2 at least. "
                 '"reinforce_plus_plus" and "gae" compare none'
             )
+        if kind == "reinforce_plus_plus" and self.train.groups_per_step == 1:
+            raise ValueError(
+                'algorithm.advantage.kind = "reinforce_plus_plus" compares the answers of a step with each '
+                "other: data.group_size = 1 needs train.groups_per_step = 2 at least"
+            )
         if self.groups.drop_without_spread:
             raise ValueError(
                 "groups.drop_without_spread cannot be had with data.group_size = 1: one answer has no "

@@ -194,4 +194,8 @@ class DataConfig(MixableConfig):
                 "none was drawn from the policy. Give one above 0, such as 1; an [[evaluation]] may have "
                 "it in its own sampling"
             )
+        if sampling.top_k == 1:
+            raise ValueError(
+                "top_k = 1 leaves nothing to learn from: the answers to a prompt are all alike"
+            )
         return sampling

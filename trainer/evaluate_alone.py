@@ -243,7 +243,7 @@ def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Tas
     messages = [Message(ROLES[role], text) for role, text in problem.messages]
     if extent.system_prompt:
         messages.insert(0, Message("system", extent.system_prompt))
-    metadata = {"data_source": problem.data_source, **problem.metadata}
+    metadata = {**problem.metadata, "data_source": problem.counted_under}
     return Task(
         task_id,
         prompt=tuple(messages) or None,

@@ -275,8 +275,7 @@ class Gatherer:
             record.groups_kept_in_need += 1
             return False
         message = f"dropped: {reason}"
-        replaces = reason == SIBLING_FAILED and config.failed_siblings == "replace"
-        if replaces and times_asked_again(delivery.task_id) < config.max_replacements:
+        if reason == SIBLING_FAILED and self._may_ask_again(delivery):
             self._tasks.ask_again(delivery.task_id)
             reason = ASKED_AGAIN
         else:
@@ -284,6 +283,12 @@ class Gatherer:
         _count_dropped(record, reason)
         await self._refuse(delivery, reason, message)
         return True
+
+    def _may_ask_again(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
+        """Whether the prompt of a group with failed trajectories is to be asked again."""
+        config = self._config.groups
+        again = config.failed_siblings == "replace"
+        return again and times_asked_again(delivery.task_id) < config.max_replacements
 
     def _weigh(
         self,
@@ -301,17 +306,22 @@ class Gatherer:
         return group
 
     async def _refuse_failed(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """A group in which everything failed: not to be sent again, and another one instead of
-        it."""
+        """A group in which everything failed: not to be sent again, and another one instead of it, of the
+        same prompt where failed siblings are replaced."""
         reasons = Counter(t.outcome.failure.reason for t in delivery.trajectories)
         self._failure_reasons.update(reasons)
         self._failed_in_a_row += 1
         named = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         log.warning("every trajectory of group %s failed: %s", delivery.group_id, named)
-        self._tasks.settled(delivery.task_id)
+        reason = ALL_FAILED
+        if self._may_ask_again(delivery):
+            self._tasks.ask_again(delivery.task_id)
+            reason = ASKED_AGAIN
+        else:
+            self._tasks.settled(delivery.task_id)
         too_many = self._failed_in_a_row >= self._config.failure.max_failed_groups
         message = f"every trajectory failed: {named}"
-        await self._refuse(delivery, ALL_FAILED, message, instead=not too_many)
+        await self._refuse(delivery, reason, message, instead=not too_many)
         if too_many:
             counted = ", ".join(f"{r} {n}" for r, n in self._failure_reasons.most_common())
             last = delivery.trajectories[-1].outcome.failure if delivery.trajectories else None

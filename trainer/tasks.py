@@ -102,7 +102,7 @@ def describe_problem(
     for role, text in messages:
         task.conversation.messages.append(ChatMessage(role=ROLES[role], content=text))
     # For agents, which see no other field of where a problem is from; what a row says itself stands.
-    metadata = {"data_source": problem.data_source, **problem.metadata}
+    metadata = {**problem.metadata, "data_source": problem.counted_under}
     json_format.ParseDict(metadata, task.metadata)
     return task
 

@@ -10,7 +10,7 @@ order, from their beginning.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, cast, overload
 
@@ -34,10 +34,11 @@ class _Countable(Protocol):
 
 
 class _Rows(Sequence[object]):
-    """By length and index alone: a sequence of one's own need not raise IndexError at its end."""
+    """By length and index alone: a sequence of one's own need not raise IndexError at its end. Raises
+    ConfigInvalid for whatever it raises."""
 
-    def __init__(self, rows: _Countable) -> None:
-        self._rows = rows
+    def __init__(self, rows: _Countable, function: str) -> None:
+        self._rows, self._function = rows, function
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -48,11 +49,16 @@ class _Rows(Sequence[object]):
     def __getitem__(self, index: slice) -> list[object]: ...
     def __getitem__(self, index: int | slice) -> object | list[object]:
         if isinstance(index, slice):
-            return [self._rows[place] for place in range(*index.indices(len(self)))]
-        return self._rows[index]
+            return [self[place] for place in range(*index.indices(len(self)))]
+        try:
+            return self._rows[index]
+        except Exception as error:
+            # Its author's to read.
+            where, kind = f"{self._function}, entry {index + 1}", type(error).__name__
+            raise ConfigInvalid(f"{where}: {kind}: {error}") from error
 
     def __iter__(self) -> Iterator[object]:
-        return (self._rows[index] for index in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
 
 class IteratorSource:
@@ -126,9 +132,15 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
             raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
 
     found = call()
+    kind = type(found).__name__
+    if isinstance(found, str | bytes | Mapping) or hasattr(found, "to_dict"):
+        raise ConfigInvalid(
+            f"{section}.function {config.function}: it returns a {kind}: return a list of rows, such as "
+            'to_dict("records") of a DataFrame'
+        )
     if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
         return RowSource(
-            _Rows(cast("_Countable", found)),
+            _Rows(cast("_Countable", found), config.function),
             config,
             kind=f"python {config.function}",
             name=config.function,
@@ -136,7 +148,6 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
             place=lambda row: f"{config.function}, entry {row + 1}",
         )
     if not isinstance(found, Iterable):
-        kind = type(found).__name__
         raise ConfigInvalid(
             f"{section}.function {config.function}: it returns a {kind}, not a sequence or iterator"
         )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Protocol, cast
+import os
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Final, Protocol, cast
 
 import xxhash
 
 from penstock.trainer.data_config import ReasoningGymConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources.problem import Problem
+
+HASH_ORDERED: Final = frozenset(
+    ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
+)
+"""Data sets that go through sets of texts, whose order is another one in each process unless the seed of
+Python's hashes is given."""
 
 
 class _Entries(Protocol):
@@ -19,16 +29,33 @@ class _Entries(Protocol):
 
 class ReasoningGymSource:
     """A procedural data set. Metadata: `dataset`, `question`, `answer`, `metadata`, and `entry_json`,
-    the whole entry as text, because numbers of a protobuf Struct lose their being integers."""
+    the whole entry as text, because numbers of a protobuf Struct lose their being integers.
+
+    Some data sets draw from Python's own generator: it is seeded for each problem, and put back. Some
+    depend on PYTHONHASHSEED, which no process can set for itself: without it they are refused. Another
+    version of the library may compute other problems, and is another source.
+    """
 
     def __init__(self, config: ReasoningGymConfig, section: str = "data.reasoning_gym") -> None:
-        """Raises ConfigInvalid for an unknown data set or setting."""
+        """Raises ConfigInvalid for an unknown data set or setting, and without a seed of the hashes where
+        the problems depend on that."""
         import reasoning_gym
+
+        hashes = os.environ.get("PYTHONHASHSEED", "random") if config.name in HASH_ORDERED else ""
+        if hashes == "random":
+            raise ConfigInvalid(
+                f"{section}: the problems of {config.name!r} are others in each process, unless "
+                "PYTHONHASHSEED is the same: set it in the environment, such as PYTHONHASHSEED=0"
+            )
 
         self.name, self.size = config.name, config.size
         own_seed = spread_seed(config.seed)
+        self._seed = own_seed
         settings = json.dumps({**config.model_dump(mode="json"), "seed": own_seed}, sort_keys=True)
-        self.identity = f"reasoning_gym {settings}"
+        version = metadata.version("reasoning-gym")
+        self.identity = f"reasoning_gym {version} {settings}"
+        if hashes:
+            self.identity += f", PYTHONHASHSEED={hashes}"
         try:
             self._dataset = cast(
                 "_Entries",
@@ -41,11 +68,23 @@ class ReasoningGymSource:
 
     def problem(self, index: int) -> Problem:
         """One problem; after `size` of them they come again."""
-        entry = self._dataset[index % self.size]
+        place = index % self.size
+        with _drawing_from(f"{self._seed} {place}"):
+            entry = self._dataset[place]
         text = json.dumps(entry, default=str)
         plain = cast("dict[str, object]", json.loads(text))
         metadata = {"dataset": self.name, "entry_json": text, **plain}
         return Problem((("user", str(entry["question"])),), metadata, self.name)
+
+
+@contextmanager
+def _drawing_from(seed: str) -> Generator[None]:
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 def spread_seed(seed: int) -> int:

@@ -70,11 +70,15 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
     for path in paths:
         try:
             digest.update(_digest(path))
-            tables.append(parquet.read_table(path))
+            table = parquet.read_table(path)
+            # What pandas adds of its own.
+            indices = [name for name in table.column_names if name.startswith("__index_level_")]
+            tables.append(table.drop_columns(indices))
         except (OSError, arrow.ArrowException) as error:
             raise ConfigInvalid(f"{section}.path: {path}: {error}") from error
     try:
-        table = cast("Table", arrow.concat_tables(tables))
+        # Shards may have their columns in another order, one with nothing in it, or narrower numbers.
+        table = cast("Table", arrow.concat_tables(tables, promote_options="permissive"))
     except arrow.ArrowException as error:
         raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
     return RowSource(
@@ -102,8 +106,15 @@ def open_huggingface(
             f"{section}: datasets is not installed: pip install 'penstock[datasets]'"
         ) from error
     datasets = cast("Any", library)
+    problems = (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError)
+    saved = _saved_to_disk(Path(config.path))
+    if saved and (config.name or config.revision):
+        given = "name" if config.name else "revision"
+        raise ConfigInvalid(
+            f"{section}.{given}: {config.path} was saved to disk, and is one data set of one revision"
+        )
     try:
-        if _saved_to_disk(Path(config.path)):
+        if saved:
             loaded = _of_split(datasets, datasets.load_from_disk(config.path), config.split)
         else:
             loaded = datasets.load_dataset(
@@ -114,9 +125,12 @@ def open_huggingface(
                 streaming=False,
             )
         table = cast("Table", loaded.with_format("arrow")[:])
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
+    except problems as error:
         what = f"{config.path!r}, split {config.split!r}"
-        raise ConfigInvalid(f"{section}: {what}: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        if error.__cause__ is not None:
+            why += f": {error.__cause__}"
+        raise ConfigInvalid(f"{section}: {what}: {why}") from error
     return RowSource(
         TableRows(table),
         config,
