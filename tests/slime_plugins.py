@@ -442,3 +442,27 @@ class Verdict:
 
 def filter_with_own_object(args, samples, **kwargs):
     return Verdict()
+
+
+async def best_async(args, data_source):
+    state = GenerateState(args)
+    (group,) = data_source.get_samples(1)
+    done = await generate_and_rm_group(args, group, state.sampling_params.copy())
+    return [[done[-1]]]
+
+
+def best(args, rollout_id, data_source, evaluation=False):
+    """Returns one sample of each group."""
+    return run(best_async(args, data_source))
+
+
+async def says_otherwise(args, sample, sampling_params):
+    """Has a budget of its own, and a reward for one sample."""
+    sample = await generate(args, sample, sampling_params)
+    sample.status = Sample.Status.COMPLETED
+    sample.custom_rm_path = f"{__name__}.seven"
+    return sample
+
+
+def seven(args, sample, **kwargs):
+    return 7.0

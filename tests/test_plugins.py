@@ -30,6 +30,7 @@ from penstock.wire.agent_marks import (
     UNTRAINED,
     MarkInvalid,
     metadata_is_whole,
+    read_status,
     read_untrained,
     read_unwanted,
     write_untrained,
@@ -499,6 +500,29 @@ async def test_what_a_whole_rollout_drops_is_marked_for_the_trainer(rig: Rig) ->
         dropped[group.task_id] = read_unwanted(group.trajectories[0].outcome.metadata)
         assert all(trained(group)) == (not dropped[group.task_id])
     assert dropped == {"t0": "FILTERED", "t1": ""}
+
+
+async def test_of_a_group_that_a_whole_rollout_returns_in_part_the_rest_is_closed(rig: Rig) -> None:
+    statistics = await rig.run(None, "length_reward", whole="best", work=tasks(2, 3))
+    assert (statistics.scored_count, statistics.failures) == (6, {})
+    for _ in range(2):
+        group = await rig.group()
+        assert [t.outcome.reward for t in group.trajectories] == [8.0, 8.0, 8.0]
+        assert [bool(ids) for ids in trained(group)].count(True) == 1
+
+
+async def test_what_a_sample_says_of_its_end_and_its_reward_counts(rig: Rig) -> None:
+    await rig.run("says_otherwise", "length_reward")
+    (trajectory,) = (await rig.group()).trajectories
+    assert trajectory.outcome.reward == 7.0
+    assert trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+    assert read_status(trajectory.outcome.metadata) == "completed"
+
+
+async def test_a_reward_that_only_args_name_is_found(rig: Rig) -> None:
+    statistics = await rig.run(None, None, custom_rm_path="'tests.slime_plugins.seven'")
+    assert (statistics.scored_count, statistics.failures) == (1, {})
+    assert (await rig.group()).trajectories[0].outcome.reward == 7.0
 
 
 async def test_a_whole_rollout_of_a_coroutine_by_a_plain_function_is_awaited(rig: Rig) -> None:

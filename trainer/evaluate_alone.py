@@ -35,6 +35,7 @@ from penstock.client.outcome import Failed, Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import Agent, as_failed, as_outcome, as_outcomes, call
 from penstock.client.tasks import Purpose, Task
+from penstock.client.trajectory import Trajectory
 from penstock.client.turns import FinishReason
 from penstock.client.values import Json, from_struct, to_struct
 from penstock.trainer.evaluation_record import EvaluationRecord, MeasuredPrompt, make_record
@@ -275,6 +276,10 @@ def _measure(
     )
 
 
-def _versions(trajectories: Iterable[AskedTrajectory]) -> tuple[int, ...]:
-    """Those that sampled a token, each once."""
-    return tuple(sorted({v for one in trajectories for t in one.turns for v in t.weight_versions}))
+def _versions(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
+    """Those that sampled a token, in a branch too, each once."""
+    found: set[int] = set()
+    for one in trajectories:
+        found.update(version for turn in one.turns for version in turn.weight_versions)
+        found.update(_versions(one.branches))
+    return tuple(sorted(found))

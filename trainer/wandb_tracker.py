@@ -29,7 +29,12 @@ class WandbTracker:
         self._config = config
         self._run: wandb.Run | None = None
         # Never asks: there may be nobody to answer.
-        if config.mode == "online" and not wandb.login(prompt=False, verify=False):
+        try:
+            may_send = config.mode != "online" or wandb.login(prompt=False, verify=False)
+        except wandb.Error as error:
+            # A key that cannot be one.
+            raise ConfigInvalid(f"{section}: {error}") from error
+        if not may_send:
             raise ConfigInvalid(
                 f"{section}: wandb knows no API key: run `wandb login`, set WANDB_API_KEY, or "
                 'take mode = "offline"'

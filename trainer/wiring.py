@@ -156,7 +156,9 @@ def _make_writers(
     run = config.run
     state = start.state
     unwritten: Mapping[str, object] = state.record if start.written_step < state.step else {}
-    tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=state.step + 1)
+    # Evaluations before the first step are at zero, and belong to the start that made them.
+    begins = state.step + 1 if state.step else 0
+    tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=begins)
     scalars = TrackedScalars(tensorboard, trackers)
     metrics = MetricsWriter(
         run.out,

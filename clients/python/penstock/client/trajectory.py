@@ -93,6 +93,11 @@ class Trajectory:
         """What the policy wrote in its last turn; empty before the first."""
         return self.turns[-1].text if self.turns else ""
 
+    @property
+    def branches(self) -> Sequence[Trajectory]:
+        """Those that branch from it, as far as they were made here."""
+        return tuple(self._branches)
+
     async def turn(
         self,
         observation: Observation | None = None,

@@ -4,6 +4,7 @@
 |---|---|---|
 | `penstock.untrained` | `[[begin, end], ...]` | these tokens, by position, carry no gradient |
 | `penstock.unwanted` | a text | the trajectory's group is of no use, for this reason |
+| `penstock.status` | a text | why the answer ended, where its function says other than its last turn |
 | `penstock.metadata` | `"whole"` | what else is there is all that its function wrote; nothing is missing |
 
 Everything else in the metadata is for people and for rewards. Of a trajectory with a mark that cannot be
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 OWN_PREFIX = "penstock."
 UNTRAINED = OWN_PREFIX + "untrained"
 UNWANTED = OWN_PREFIX + "unwanted"
+STATUS = OWN_PREFIX + "status"
 METADATA = OWN_PREFIX + "metadata"
 _WHOLE = "whole"
 
@@ -75,6 +77,16 @@ def write_unwanted(reason: str) -> Mapping[str, str]:
 def read_unwanted(metadata: struct_pb2.Struct) -> str:
     """Why a trajectory's group is of no use; empty where nobody said so."""
     return metadata.fields[UNWANTED].string_value if UNWANTED in metadata.fields else ""
+
+
+def write_status(status: str) -> Mapping[str, str]:
+    """Metadata for a trajectory of which its function says why the answer ended."""
+    return {STATUS: status}
+
+
+def read_status(metadata: struct_pb2.Struct) -> str:
+    """Why its function says that the answer ended; empty where it says as its last turn."""
+    return metadata.fields[STATUS].string_value if STATUS in metadata.fields else ""
 
 
 def write_metadata_whole() -> Mapping[str, str]:

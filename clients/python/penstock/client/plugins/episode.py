@@ -15,12 +15,14 @@ from penstock.client.plugins.rewards import score_of
 from penstock.client.plugins.router import meta_info_of
 from penstock.client.plugins.samples import Sample
 from penstock.client.plugins.told_metadata import told_metadata
-from penstock.wire.agent_marks import write_untrained, write_unwanted
+from penstock.client.turns import FinishReason
+from penstock.wire.agent_marks import write_status, write_untrained, write_unwanted
 
 if TYPE_CHECKING:
     from penstock.client.plugins.router import AttemptRouter
     from penstock.client.trajectory import Trajectory
 
+_ENDED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED
 _FAILED = {Sample.Status.ABORTED: "ABORTED", Sample.Status.FAILED: "FAILED"}
 
 
@@ -54,6 +56,13 @@ class Episode:
             self.unwanted = reason
             if self.on_dropped is not None:
                 self.on_dropped(self)
+
+    def leave_out(self) -> None:
+        """Its function made the group without it: none of it is trained."""
+        self.sample.remove_sample = True
+        if self.sample.reward is None:
+            self.sample.status = Sample.Status.ABORTED
+        self.returned = [self.sample]
 
     @property
     def failed(self) -> Failed | None:
@@ -93,7 +102,13 @@ class Episode:
 
     def _outcome_of(self, sample: Sample) -> Outcome:
         scored = score_of(sample.reward, self.reward_key)
-        return replace(scored, metadata=told_metadata(self._given, sample.metadata))
+        metadata = told_metadata(self._given, sample.metadata)
+        turns = self.trajectory.turns
+        cut = bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
+        usual = Sample.Status.TRUNCATED if cut else Sample.Status.COMPLETED
+        if sample.status in _ENDED and sample.status is not usual:
+            metadata = {**metadata, **write_status(sample.status.value)}
+        return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:
         """Makes the sample of the trajectory's only turn."""

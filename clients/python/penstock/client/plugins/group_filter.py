@@ -6,7 +6,7 @@
 |---|---|
 | `tokens`, `loss_mask`, `rollout_log_probs` | what was delivered, whatever its age |
 | `response_length` | from the first token that the policy wrote |
-| `status` | why its last turn ended |
+| `status` | what the function said of it, else why its last turn ended |
 | `reward` | a number; a table again where the options name its entry by `reward_key` |
 | `prompt`, `label`, `metadata`, `index` and the like | the task's, made as a worker makes them |
 | `response` | its tokens, decoded |
@@ -42,6 +42,7 @@ from penstock.wire.agent_marks import (
     OWN_PREFIX,
     MarkInvalid,
     metadata_is_whole,
+    read_status,
     read_untrained,
 )
 from penstock.wire.functions import FunctionInvalid, find_function
@@ -187,7 +188,7 @@ class _DeliveredSample(Sample):
             rollout_log_probs=read.behaviour_logprobs[start:].tolist(),
             reward=_reward(trajectory, read, args.reward_key),
             remove_sample=not mask.any(),
-            status=_STATUSES.get(trajectory.finish_reason, Sample.Status.COMPLETED),
+            status=_status(trajectory),
             weight_versions=_versions(trajectory),
             session_id=trajectory.trajectory_id,
         )
@@ -274,6 +275,15 @@ def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bo
 def _reward(trajectory: trajectory_pb2.Trajectory, read: GroupSample, key: str | None) -> Any:
     """The number, or the table that it was the entry `key` of: the other numbers came as metrics."""
     return {**trajectory.outcome.metrics, key: read.reward} if key else read.reward
+
+
+def _status(trajectory: trajectory_pb2.Trajectory) -> Sample.Status:
+    """As its function says, else why its last turn ended."""
+    said = read_status(trajectory.outcome.metadata)
+    for status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        if said == status.value:
+            return status
+    return _STATUSES.get(trajectory.finish_reason, Sample.Status.COMPLETED)
 
 
 def _versions(trajectory: trajectory_pb2.Trajectory) -> list[str]:

@@ -40,6 +40,7 @@ from penstock.client.plugins.rewards import RewardMissing, call_plugin, messages
 from penstock.client.plugins.router import AttemptRouter
 from penstock.client.plugins.samples import Sample, flatten
 from penstock.client.plugins.sampling import sampling_arguments, write_sampling_params
+from penstock.client.plugins.slime_functions import load_function
 from penstock.client.plugins.tokenizers import find_tokenizer, load_tokenizer
 from penstock.client.tasks import Purpose
 
@@ -173,17 +174,26 @@ class SlimeAgent:
         missing = list(samples) if self._group_reward else [s for s in samples if s.reward is None]
         if not missing:
             return
-        if self._reward is None:
-            raise RewardMissing("generate set no reward, and there is no --reward")
         args = await self.args()
-        if not whole:
-            missing[0].reward = await call_plugin(self._reward, args, missing[0])
+        if not (whole and self._reward):
+            for sample in missing:
+                sample.reward = await call_plugin(self._reward_of(sample, args), args, sample)
             return
         rewards: Any = await call_plugin(self._reward, args, missing)
         if not hasattr(rewards, "__len__") or len(rewards) != len(missing):
             raise RewardMissing(f"{len(missing)} samples, and the function returned {rewards!r}")
         for sample, reward in zip(missing, rewards, strict=True):
             sample.reward = reward
+
+    def _reward_of(self, sample: Sample, args: Namespace) -> Callable[..., Any]:
+        """By which function one sample is scored: its own, that of --reward, or that of `args`."""
+        if sample.custom_rm_path:
+            return load_function(sample.custom_rm_path)
+        if self._reward is not None:
+            return self._reward
+        if args.custom_rm_path:
+            return load_function(args.custom_rm_path)
+        raise RewardMissing("generate set no reward, and there is no --reward")
 
 
 def takes_evaluation(function: Callable[..., Any]) -> bool:

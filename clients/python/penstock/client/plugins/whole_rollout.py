@@ -347,8 +347,19 @@ class WholeRollout:
                     f"session_id {sample.session_id}"
                 )
             episode.returned.append(sample)
-        over = [(attempt, episode) for attempt, episode in held if episode.returned]
-        await asyncio.gather(*(self._end(attempt, episode) for attempt, episode in over))
+        given_back = {s.session_id for group in self._given_back for s in flatten(group)}
+        over = {attempt.group_id for attempt, episode in held if episode.returned}
+        ending: list[tuple[Attempt, Episode]] = []
+        for attempt, episode in held:
+            if attempt.group_id not in over:
+                continue
+            if not episode.returned and episode.sample.session_id not in given_back:
+                # A group is delivered as a whole: one that was left out counts in the baseline, if it was
+                # scored, and is not trained.
+                episode.leave_out()
+            if episode.returned:
+                ending.append((attempt, episode))
+        await asyncio.gather(*(self._end(attempt, episode) for attempt, episode in ending))
 
     async def _end(self, attempt: Attempt, episode: Episode) -> None:
         outcome: Outcome | Failed
