@@ -144,6 +144,24 @@ async def test_a_function_sees_its_task_and_its_place_as_a_worker_s_does(
     assert sorted(seen) == [(index, sample) for index in range(PROMPTS) for sample in range(2)]
 
 
+async def test_the_versions_of_branches_are_an_attempt_s_too(
+    tmp_path: Path, harness: Harness
+) -> None:
+    async def generate(task: Task, trajectory: Trajectory) -> None:
+        await trajectory.turn()
+        if task.metadata["n"] == 3 and harness.engine.version == 0:
+            await harness.upload(1)
+            branch = trajectory.branch(f"{trajectory.trajectory_id}-branch")
+            await branch.turn("aside", max_tokens=3)
+
+    async def reward(task: Task, trajectory: Trajectory) -> float:
+        return 0.0
+
+    fields = {"concurrency": 1, "samples_per_prompt": 1}
+    record = await measure(harness, tmp_path, reward, generate=generate, **fields)
+    assert record.mixed_groups == 1
+
+
 async def test_the_table_says_which_versions_sampled(
     tmp_path: Path, harness: Harness, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,3 +102,10 @@ def test_without_an_account_an_online_run_does_not_begin() -> None:
     config = MetricsConfig.model_validate({"trackers": [{"kind": "wandb"}]})
     with pytest.raises(ConfigInvalid, match="no API key"):
         make_trackers(config.trackers, 1)
+
+
+def test_a_key_that_cannot_be_one_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    config = MetricsConfig.model_validate({"trackers": [{"kind": "wandb"}]})
+    with pytest.raises(ConfigInvalid, match=r"metrics\.trackers\.0: .*WANDB_API_KEY invalid"):
+        make_trackers(config.trackers, 1)
