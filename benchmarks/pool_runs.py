@@ -72,7 +72,8 @@ class Engines:
         listen = ("--listen", "127.0.0.1:0", "--http-listen", "")
         model = ("--model", str(self.model), "--max-model-len", str(self.context))
         if self.vllm:
-            return ("-m", "penstock.client", "serve", *model, *listen)
+            # What is uploaded is of this precision.
+            return ("-m", "penstock.client", "serve", *model, "--dtype", "float32", *listen)
         pace = ("--step-seconds", str(self.step_seconds), "--turn-seconds", str(self.turn_seconds))
         return ("-m", "tests.fake_serve", *model, *pace, *listen)
 
