@@ -133,6 +133,8 @@ def trajectory(name: str, *segments: Any, length: bool = False, reward: float = 
         ((0.0, 0.5), {"min_mean_reward": 0.25}, None),
         ((0.0, 0.5), {"min_mean_reward": 0.3}, MEAN_TOO_LOW),
         ((0.0, 0.5), {"max_mean_reward": 0.2}, MEAN_TOO_HIGH),
+        ((0.7, 0.1), {"min_mean_reward": 0.4}, None),
+        ((0.1, 0.2), {"max_mean_reward": 0.15}, None),
         ((0.0, 0.5), {"filter": {"function": f"{HERE}:too_easy"}}, None),
         ((0.9, 0.5), {"filter": {"function": f"{HERE}:too_easy"}}, "FILTER:EASY"),
     ],

@@ -276,6 +276,7 @@ def test_data_sets_of_hugging_face_are_read(
         ("test[:2]", (0, 1)),
         ("test[40%:]", (2, 3, 4)),
         ("test[-1:]+test[1:3]", (4, 1, 2)),
+        ("all", (0, 1, 2, 3, 4)),
     ]:
         part = open_huggingface(config.model_copy(update={"split": split}), seed=0)
         assert texts(part, range(part.size)) == [f"p {n}" for n in wanted]
@@ -360,6 +361,14 @@ def a_frame() -> Any:
     return pandas.DataFrame(a_table())
 
 
+def a_data_set() -> Any:
+    return pytest.importorskip("datasets").Dataset.from_dict(a_table())
+
+
+def a_stream() -> Any:
+    return a_data_set().to_iterable_dataset()
+
+
 class Breaking:
     def __len__(self) -> int:
         return 3
@@ -412,6 +421,11 @@ def test_an_iterator_begins_again_for_what_lies_too_far_back(
     assert texts(source, [9, 7, 8]) == ["endless 9", "endless 7", "endless 8"]
     assert texts(source, [2, 10, 0]) == ["endless 2", "endless 10", "endless 0"]
     assert len(source._recent) <= 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["a_data_set", "a_stream"])
+def test_a_function_may_return_a_data_set_of_hugging_face(name: str) -> None:
+    assert sorted(texts(own_source(name), range(2))) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

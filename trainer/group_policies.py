@@ -10,6 +10,7 @@ with, not what is reported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -52,11 +53,11 @@ def reason_to_drop(
     if config.drop_without_spread and (not rewards or max(rewards) - min(rewards) < LEAST_SPREAD):
         return NO_SPREAD
     # Branches of attempts that failed have no mean.
-    mean = sum(rewards) / len(rewards) if rewards else None
+    mean = math.fsum(rewards) / len(rewards) if rewards else None
     lowest, highest = config.min_mean_reward, config.max_mean_reward
-    if mean is not None and lowest is not None and mean < lowest:
+    if mean is not None and lowest is not None and mean < lowest - LEAST_SPREAD:
         return MEAN_TOO_LOW
-    if mean is not None and highest is not None and mean > highest:
+    if mean is not None and highest is not None and mean > highest + LEAST_SPREAD:
         return MEAN_TOO_HIGH
     return own(group, delivered) if own is not None else None
 

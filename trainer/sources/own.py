@@ -133,7 +133,9 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
 
     found = call()
     kind = type(found).__name__
-    if isinstance(found, str | bytes | Mapping) or hasattr(found, "to_dict"):
+    # A DataFrame's index is of columns. Data sets of Hugging Face have `to_dict` too, and are sequences.
+    is_frame = hasattr(found, "to_dict") and not hasattr(found, "features")
+    if isinstance(found, str | bytes | Mapping) or is_frame:
         raise ConfigInvalid(
             f"{section}.function {config.function}: it returns a {kind}: return a list of rows, such as "
             'to_dict("records") of a DataFrame'

@@ -147,6 +147,12 @@ def _of_split(datasets: Any, saved: Any, split: str) -> Any:
         names = ANY_SPLIT if saved.split is None else (str(saved.split),)
         saved = dict.fromkeys(names, saved)
     splits = cast("Mapping[str, Any]", saved)
+    if split == "all":
+        split = (
+            "+".join(splits)
+            if len({id(rows) for rows in splits.values()}) > 1
+            else next(iter(splits))
+        )
     lengths = {name: rows.num_rows for name, rows in splits.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     found = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
