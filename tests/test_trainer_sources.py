@@ -361,6 +361,14 @@ def a_frame() -> Any:
     return pandas.DataFrame(a_table())
 
 
+COUNTED = iter(range(10**6))
+
+
+def counted() -> Iterator[str]:
+    """Calls that share what they go through."""
+    yield from (f"p{n}" for n in COUNTED)
+
+
 def a_data_set() -> Any:
     return pytest.importorskip("datasets").Dataset.from_dict(a_table())
 
@@ -500,6 +508,12 @@ def test_problems_that_depend_on_the_seed_of_hashes_need_one(
     said = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
     assert said[0] == said[1]
     assert "PYTHONHASHSEED=0" in said[0]
+
+
+def test_calls_that_return_other_entries_are_noticed() -> None:
+    source = own_source("counted")
+    with pytest.raises(ConfigInvalid, match="entry 1: it is another one than before"):
+        source.problem(0)
 
 
 def test_an_iterator_that_fails_says_where() -> None:

@@ -72,8 +72,11 @@ class IteratorSource:
         self._next = 0
         self._recent: dict[int, Problem] = {}
         content = xxhash.xxh3_128()
+        self._first: list[str] = []
         for index, entry in enumerate(islice(self._entries(), ENTRIES_COMPARED)):
-            content.update(as_json(entry, self._place(index)).encode() + b"\n")
+            text = as_json(entry, self._place(index))
+            self._first.append(text)
+            content.update(text.encode() + b"\n")
             read_problem(entry, config, self.name, self._place(index))
         options = json.dumps(config.options, sort_keys=True)
         fields = f"{config.messages_field} or {config.prompt_field}"
@@ -86,13 +89,23 @@ class IteratorSource:
         if index < self._next and index not in self._recent:
             self._passes, self._next = self._entries(), 0
         while self._next <= index:
-            problem = read_problem(
-                next(self._passes), self._config, self.name, self._place(self._next)
-            )
+            entry = next(self._passes)
+            self._check_same(entry)
+            problem = read_problem(entry, self._config, self.name, self._place(self._next))
             self._recent[self._next] = problem
             self._recent.pop(self._next - ENTRIES_REMEMBERED, None)
             self._next += 1
         return self._recent[index]
+
+    def _check_same(self, entry: object) -> None:
+        """Raises ConfigInvalid where a call returned another entry than the first call did, as those do that
+        share an open file or a counter: prompts would be skipped."""
+        index = self._next
+        if index < len(self._first) and as_json(entry, self._place(index)) != self._first[index]:
+            raise ConfigInvalid(
+                f"{self._place(index)}: it is another one than before; each call of the function has to "
+                "return the same entries from their beginning"
+            )
 
     def _entries(self) -> Iterator[object]:
         """Pass after pass."""
