@@ -98,8 +98,8 @@ class IteratorSource:
         return self._recent[index]
 
     def _check_same(self, entry: object) -> None:
-        """Raises ConfigInvalid where a call returned another entry than the first call did, as those do that
-        share an open file or a counter: prompts would be skipped."""
+        """Raises ConfigInvalid where a call returned other entries than the first one did, as calls do that
+        share a file or a counter: prompts would be skipped."""
         index = self._next
         if index < len(self._first) and as_json(entry, self._place(index)) != self._first[index]:
             raise ConfigInvalid(
