@@ -48,46 +48,30 @@ async def test_a_keeper_tells_lines_passes_signals_and_knows_the_end(
     assert not is_alive(pid)
 
 
-async def test_a_process_is_killed_with_the_keeper_it_has(tmp_path: Path) -> None:
-    code = (
-        "import asyncio\nfrom pathlib import Path\nfrom penstock.demo.keeper import Keeper\n"
-        "from penstock.demo.processes import Command\n"
-        "async def main():\n"
-        "    keeper = Keeper('.')\n"
-        "    script = \"trap 'sleep 60' TERM; echo there; sleep 60\"\n"
-        "    pid = await keeper.start(Command('c', ('/bin/sh', '-c', script), Path()))\n"
-        "    await keeper.read()\n"
-        "    print(pid, flush=True)\n"
-        "    await keeper.read()\n"
-        "asyncio.run(main())\n"
-    )
-    keeping = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
-    )
-    assert keeping.stdout is not None
-    pid = int(await keeping.stdout.readline())
-    assert is_alive(pid)
-    keeping.kill()
-    await keeping.wait()
-    async with asyncio.timeout(10):
-        while is_alive(pid):
-            await asyncio.sleep(0.01)
+KEEPING = """
+import asyncio, sys
+from pathlib import Path
+from penstock.demo.keeper import Keeper
+from penstock.demo.processes import Command
+
+async def main():
+    keeper = Keeper(".")
+    await keeper.start(Command("c", ("/bin/sh", "-c", sys.argv[1]), Path()))
+    print((await keeper.read())[0].decode(), end="", flush=True)
+    await keeper.read()
+
+asyncio.run(main())
+"""
 
 
-async def test_what_a_process_started_is_killed_with_the_keeper_too(tmp_path: Path) -> None:
-    code = (
-        "import asyncio\nfrom pathlib import Path\nfrom penstock.demo.keeper import Keeper\n"
-        "from penstock.demo.processes import Command\n"
-        "async def main():\n"
-        "    keeper = Keeper('.')\n"
-        "    script = 'sleep 60 & echo $!; sleep 60'\n"
-        "    await keeper.start(Command('c', ('/bin/sh', '-c', script), Path()))\n"
-        "    print((await keeper.read())[0].decode(), end='', flush=True)\n"
-        "    await keeper.read()\n"
-        "asyncio.run(main())\n"
-    )
+@pytest.mark.parametrize(
+    "script",
+    ["trap 'sleep 60' TERM; echo $$; sleep 60", "sleep 60 & echo $!; sleep 60"],
+    ids=["the process", "what it started"],
+)
+async def test_who_is_killed_with_a_keeper(tmp_path: Path, script: str) -> None:
     keeping = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+        *(sys.executable, "-c", KEEPING, script), stdout=asyncio.subprocess.PIPE, cwd=tmp_path
     )
     assert keeping.stdout is not None
     pid = int(await keeping.stdout.readline())

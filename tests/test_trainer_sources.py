@@ -221,12 +221,12 @@ def test_shards_may_differ_in_what_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_source_of_its_own_is_of_its_source(tmp_path: Path) -> None:
-    columns = {"prompt": ["a", "b"], "data_source": [None, "own"]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "set.parquet")
-    config = ParquetConfig(path=tmp_path / "set.parquet", shuffle=False)
-    source = open_parquet(config, seed=0)
-    asked = [describe_problem(source.problem(n), "", SamplingConfig()).metadata for n in (0, 1)]
-    assert [from_struct(metadata)["data_source"] for metadata in asked] == ["set", "own"]
+    rows = [{"prompt": "a", "data_source": None}, {"prompt": "b", "data_source": "own"}]
+    rows.append({"prompt": "c", "data_source": 5})
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_jsonl(JsonlConfig(path=tmp_path / "set.jsonl", shuffle=False), seed=0)
+    asked = [describe_problem(source.problem(n), "", SamplingConfig()).metadata for n in range(3)]
+    assert [from_struct(metadata)["data_source"] for metadata in asked] == ["set", "own", 5]
 
 
 def test_numbers_of_a_table_that_are_none_are_their_text(tmp_path: Path) -> None:

@@ -244,12 +244,11 @@ def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Tas
     messages = [Message(ROLES[role], text) for role, text in problem.messages]
     if extent.system_prompt:
         messages.insert(0, Message("system", extent.system_prompt))
-    metadata = {**problem.metadata, "data_source": problem.counted_under}
     return Task(
         task_id,
         prompt=tuple(messages) or None,
         # As a task that came over the wire has it.
-        metadata=from_struct(to_struct(cast("Mapping[str, Json]", metadata))),
+        metadata=from_struct(to_struct(cast("Mapping[str, Json]", problem.for_agents))),
         group_size=extent.samples_per_prompt,
         purpose=Purpose.EVAL,
         data_source=problem.data_source,

@@ -101,9 +101,7 @@ def describe_problem(
         messages = (("system", system_prompt), *messages)
     for role, text in messages:
         task.conversation.messages.append(ChatMessage(role=ROLES[role], content=text))
-    # For agents, which see no other field of where a problem is from; what a row says itself stands.
-    metadata = {**problem.metadata, "data_source": problem.counted_under}
-    json_format.ParseDict(metadata, task.metadata)
+    json_format.ParseDict(problem.for_agents, task.metadata)
     return task
 
 

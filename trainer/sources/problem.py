@@ -25,6 +25,13 @@ class Problem:
         said = self.metadata.get("data_source")
         return said if isinstance(said, str) else self.data_source
 
+    @property
+    def for_agents(self) -> dict[str, object]:
+        """What agents are told of it: they see no other field of where a problem is from, and what its row
+        says itself stands, unless it is null."""
+        said = self.metadata.get("data_source")
+        return {**self.metadata, "data_source": self.data_source if said is None else said}
+
 
 class Source(Protocol):
     """Endless problems by index; the same index is always the same problem."""
