@@ -82,6 +82,8 @@ class Script:
     """Each turn's stream breaks after so many tokens; the record goes on holding them."""
     in_flight_answers: int = 0
     """So many answers to GetTrajectory say that a turn is in flight."""
+    forgets: deque[int] = field(default_factory=deque)
+    """Each turn that is resumed goes on from so many tokens fewer than GetTrajectory told."""
     unsent: int = 0
     """Tokens that were recorded but never sent when a stream breaks."""
     abort_after: deque[int] = field(default_factory=deque)
@@ -211,6 +213,8 @@ class ScriptedServer:
             )
         if not resumes:
             record.turns.append([])
+        elif self.script.forgets:
+            record.turns[-1] = record.turns[-1][: -self.script.forgets.popleft()]
         async for event in self._turn(record, context, rollout.ContinueResponse):
             yield event
 

@@ -25,11 +25,12 @@ from penstock.client import (
     connect,
 )
 from penstock.client.tasks import read_task, write_task
-from penstock.v1 import rollout_service_pb2, task_service_pb2
+from penstock.v1 import rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from tests.scripted_server import (
     UNAVAILABLE,
     VERSION,
+    Record,
     Script,
     ScriptedServer,
     assert_turn,
@@ -38,6 +39,9 @@ from tests.scripted_server import (
 )
 
 TOKENS = np.array([1, 2, 3], np.int32)
+FINISHED = rollout_service_pb2.TurnFinished(
+    finish_reason=trajectory_pb2.FINISH_REASON_STOP, policy_token_count=11
+)
 
 
 @pytest.fixture
@@ -95,6 +99,31 @@ async def test_a_stream_lost_in_mid_turn_goes_on_at_the_exact_token(penstock, se
     turn = await penstock.trajectory().turn("hello")
     assert_turn(turn, 0)
     assert server.calls.count("Continue") == 2 and server.calls.count("Generate") == 1
+
+
+@pytest.mark.parametrize("then", ["ends", "is aborted", "is lost again"])
+async def test_a_server_that_goes_on_from_fewer_tokens_than_it_told_is_asked_anew(
+    penstock, server, then
+):
+    server.script.break_after += [4, 6] if then == "is lost again" else [4]
+    server.script.abort_after += [99, 1] if then == "is aborted" else []
+    server.script.forgets += [2]
+    trajectory = penstock.trajectory()
+    text: list[int] = []
+    async for segment in trajectory.stream("hello"):
+        del text[segment.position :]
+        text += segment.token_ids.tolist()
+    assert_turn(trajectory.last_turn, 0)
+    # What was yielded at a wrong place is taken back.
+    assert text == expected_tokens(0)
+    assert server.calls.count("Generate") == 1
+
+
+async def test_tokens_that_are_missing_for_good_are_an_error(penstock, server, monkeypatch):
+    monkeypatch.setattr(Record, "finished", lambda self: FINISHED)
+    with pytest.raises(PenstockError, match="10 of 11 tokens of a turn arrived"):
+        await penstock.trajectory().turn("hello")
+    assert server.calls.count("GetTrajectory") == 1
 
 
 async def test_a_first_turn_that_never_arrived_is_sent_again(penstock, server):

@@ -14,7 +14,9 @@ package penstock
 //	the trajectory, closed                            TRAJECTORY_CLOSED
 //
 // What the server holds is the turn: what was streamed and is not in its record was never durable, is discarded
-// here and sampled again.
+// here and sampled again. Where a turn ends with another number of tokens than arrived the server is asked anew:
+// between the answer to GetTrajectory and the Continue that follows from it it may be killed, too, and go on from
+// fewer tokens than it had told.
 
 import (
 	"context"
@@ -173,7 +175,12 @@ func (r *turnRun) take(
 	case started != nil:
 		r.progress.start(started)
 	case finished != nil:
-		return true, r.progress.finish(finished)
+		err := r.progress.finish(finished)
+		if err != nil {
+			// Where it stands is asked anew.
+			err = &Error{Code: codes.Unavailable, Message: err.Error()}
+		}
+		return true, err
 	case segment != nil:
 		read, err := readSegment(segment)
 		if err != nil {

@@ -15,7 +15,9 @@
  * | the trajectory, closed | TRAJECTORY_CLOSED |
  *
  * What the server holds is the turn: what was streamed and is not in its record was never durable, is
- * discarded here and sampled again.
+ * discarded here and sampled again. Where a turn ends with another number of tokens than arrived the server is
+ * asked anew: between the answer to GetTrajectory and the `Continue` that follows from it it may be killed, too,
+ * and go on from fewer tokens than it had told.
  */
 
 import { status } from "@grpc/grpc-js";
@@ -113,6 +115,10 @@ async function* tokensFrom(events: AsyncGenerator<TurnEvent>, progress: TurnProg
         yield progress.add(readSegment(event.value));
         break;
       case "finished":
+        if (event.value.policyTokenCount !== progress.tokenCount) {
+          const message = `${progress.tokenCount} of ${event.value.policyTokenCount} tokens of a turn arrived`;
+          throw new ServerUnavailable(message, { code: status.UNAVAILABLE });
+        }
         progress.finish(event.value);
         break;
     }

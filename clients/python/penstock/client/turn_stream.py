@@ -21,7 +21,9 @@ bound -> abort, because it may still be sampling for the lost caller -> GetTraje
 What the server holds is the turn. A server that was killed and started again over its journal may hold
 fewer tokens than it had streamed, for only a turn that is `finished` is durable as a whole: what was
 streamed beyond that is discarded here, and sampled again. A request that is sent again may meet its own
-first copy, which had arrived after all; then the server is asked anew.
+first copy, which had arrived after all; then the server is asked anew. So it is where a turn ends with
+another number of tokens than arrived: between the answer to GetTrajectory and the `Continue` that follows
+from it the server may be killed, too, and go on from fewer tokens than it had told.
 """
 
 from __future__ import annotations
@@ -266,7 +268,8 @@ class _Stand:
 async def _tokens(
     events: AsyncGenerator[TurnEvent], progress: TurnProgress
 ) -> AsyncGenerator[SegmentView]:
-    """The tokens of one stream. Raises ServerUnavailable where it ends before its turn."""
+    """The tokens of one stream. Raises ServerUnavailable where it ends before its turn, or another one than
+    what arrived is the beginning of."""
     async with contextlib.aclosing(events) as stream:
         async for event in stream:
             match event.WhichOneof("event"):
@@ -275,6 +278,11 @@ async def _tokens(
                 case "segment":
                     yield progress.add(read_segment(event.segment))
                 case "finished":
+                    if not progress.is_all_of(event.finished):
+                        raise ServerUnavailable(
+                            f"{progress.said_of(event.finished)}: where it stands is asked anew",
+                            code=grpc.StatusCode.UNAVAILABLE,
+                        )
                     progress.finish(event.finished)
                 case None:
                     pass

@@ -210,12 +210,18 @@ class TurnProgress:
                 missing.append(placed.after(taken))
         return missing
 
+    def is_all_of(self, event: rollout_service_pb2.TurnFinished) -> bool:
+        """Whether as many tokens arrived as the turn has."""
+        return event.policy_token_count == self.token_count
+
+    def said_of(self, event: rollout_service_pb2.TurnFinished) -> str:
+        """How many did."""
+        return f"{self.token_count} of {event.policy_token_count} tokens of a turn arrived"
+
     def finish(self, event: rollout_service_pb2.TurnFinished) -> Turn:
         """Ends the turn. Raises PenstockError where tokens are missing."""
-        if event.policy_token_count != self.token_count:
-            raise PenstockError(
-                f"{self.token_count} of {event.policy_token_count} tokens of a turn arrived"
-            )
+        if not self.is_all_of(event):
+            raise PenstockError(self.said_of(event))
         message = read_message(event.message) if event.HasField("message") else None
         self.finished = Turn(
             self.index,
