@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -36,6 +34,7 @@ from pydantic import (
 from penstock.server.memory_budget import default_bytes
 from penstock.server.routing import Policy
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
+from penstock.wire.section import Section
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
@@ -47,11 +46,7 @@ class ConfigError(Exception):
     """The configuration cannot be used; the message names the value it got."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Leases(_Section):
+class Leases(Section):
     """How long leases last and how often an attempt is made."""
 
     seconds: float = Field(default=60.0, gt=0)
@@ -65,7 +60,7 @@ class Leases(_Section):
     without a call on it or a turn in flight."""
 
 
-class Weights(_Section):
+class Weights(Section):
     """How weight versions are taken and switched."""
 
     in_flight: Literal["keep", "recompute", "drain", "abort"] = "keep"
@@ -89,7 +84,7 @@ class Weights(_Section):
     not back by then it is given up, and the server with it."""
 
 
-class JournalSection(_Section):
+class JournalSection(Section):
     """What survives the server."""
 
     folder: Path | None = None
@@ -180,7 +175,7 @@ class JournalSection(_Section):
         return self
 
 
-class Streaming(_Section):
+class Streaming(Section):
     """How turns are streamed where the caller leaves it open."""
 
     flush_seconds: float = Field(default=0.2, ge=0, le=60)
@@ -189,7 +184,7 @@ class Streaming(_Section):
     """Tokens the engine gathers before it hands them over."""
 
 
-class Http(_Section):
+class Http(Section):
     """Endpoints that SDKs of other services know; docs/endpoints.md."""
 
     listen: str | None = None
@@ -204,7 +199,7 @@ class Http(_Section):
         return f"{host}:{port + 1 if 0 < asked < LAST_PORT else 0}"
 
 
-class ConversationSection(_Section):
+class ConversationSection(Section):
     """How what the policy writes in a conversation is read; docs/conversations.md."""
 
     tool_parser: str = ""
@@ -213,7 +208,7 @@ class ConversationSection(_Section):
     """vLLM's name of the parser that finds reasoning, such as "qwen3"; empty leaves it text."""
 
 
-class _Calling(_Section):
+class _Calling(Section):
     """What is shown to other servers, and trusted of them."""
 
     tls: bool = False
@@ -315,7 +310,7 @@ class Pool(_Calling):
         return self
 
 
-class Security(_Section):
+class Security(Section):
     """Who is let in, and what the connection is; docs/security.md."""
 
     certificate: Path | None = None
@@ -332,7 +327,7 @@ class Security(_Section):
     is closed otherwise."""
 
 
-class CallerLimits(_Section):
+class CallerLimits(Section):
     """What one caller has open at most: one token, one client certificate or, where nobody is asked who it
     is, one host."""
 
@@ -352,7 +347,7 @@ class CallerLimits(_Section):
     """Length of one message."""
 
 
-class Limits(_Section):
+class Limits(Section):
     """What the server holds at most; beyond it callers get RESOURCE_EXHAUSTED."""
 
     open_trajectories: int = Field(default=8_192, ge=1)
@@ -374,7 +369,7 @@ class Limits(_Section):
     """What one caller has of all this."""
 
 
-class ServeConfig(_Section):
+class ServeConfig(Section):
     """Everything `penstock serve` is told."""
 
     listen: str = "127.0.0.1:50051"

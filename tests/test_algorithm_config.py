@@ -48,6 +48,7 @@ def test_a_table_without_a_kind_is_of_the_default_kind(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ('level = "off"', Uncorrected()),
+        ('ratio_to = "proximal"', Uncorrected(ratio_to="proximal")),
         (
             'level = "token"\nmode = "clip"\nthreshold = 2',
             ClippedWeight(level="token", mode="clip", threshold=2.0),
@@ -83,7 +84,12 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (KL, "coefficient = 0.1", ["kl.none.coefficient", "Extra"]),
         (KL, 'kind = "loss"', ["kl.loss.coefficient", "required"]),
         (KL, 'kind = "loss"\ncoefficient = 0', ["kl.loss.coefficient", "0"]),
-        (CORRECTION, "threshold = 2", ["algorithm.correction", "'level'"]),
+        (CORRECTION, "threshold = 2", ["algorithm.correction: 'level' is missing"]),
+        (
+            CORRECTION,
+            'mode = "clip"\nthreshold = 2',
+            ["algorithm.correction: 'level' is missing", "what else"],
+        ),
         (CORRECTION, 'level = "off"\nthreshold = 2', ["off.threshold", "Extra"]),
         (CORRECTION, 'level = "token"\nmode = "clip"\nratio_to = "behaviour"', ["ratio_to"]),
         (

@@ -20,6 +20,7 @@ path = "some/model"
 name = "basic_arithmetic"
 config = { min_digits = 1, max_digits = 2 }
 """
+CORRECTED = "algorithm.correction={level='token', mode='clip', threshold=2.0}"
 TWO_UPDATES = "train={groups_per_step = 2, updates_per_step = 2}"
 
 
@@ -68,6 +69,7 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
         ("train.learning_rate=nan", ["train.learning_rate", "nan"]),
         ("train.lerning_rate=1", ["train.lerning_rate", "Extra inputs", "1"]),
+        ("staleness.max_lag=true", ["staleness: max_lag = true", "neither true nor false"]),
         ("staleness.late_policy=maybe", ["staleness.late_policy", "'maybe'"]),
         ("model.dtype=float16", ["model.dtype", "'float16'"]),
         ("model.backend=deepspeed", ["model.backend", "'fsdp'", "'megatron'"]),
@@ -160,7 +162,7 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
         (
             [
                 "algorithm.loss.kind=reinforce",
-                "algorithm.correction={level='token', mode='clip', threshold=2.0}",
+                CORRECTED,
             ],
             [],
         ),
@@ -194,6 +196,20 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
         (["algorithm.loss.kind=gspo"], ['"gspo"', "sequence_mean"]),
         (["algorithm.loss.kind=gspo", "algorithm.aggregation.kind=sequence_mean"], []),
         (["algorithm.loss={kind='custom', function='a:b'}"], []),
+        # The first update of a step has a ratio of one to the policy of the step's beginning.
+        (
+            ["algorithm.loss.clip_high=0.3", CORRECTED],
+            ["bounds of algorithm.loss", "updates_per_step = 1"],
+        ),
+        (["algorithm.loss.dual_clip=3.0", CORRECTED], ["nothing is ever clipped"]),
+        (["algorithm.loss.clip_high=0.28", CORRECTED], []),
+        (["algorithm.loss.clip_high=0.3", CORRECTED, TWO_UPDATES], []),
+        (["algorithm.loss.clip_high=0.3"], []),
+        (
+            ["run.steps=10", "train.warmup_steps=10"],
+            ["train.warmup_steps = 10", "run.steps = 10", "train.learning_rate"],
+        ),
+        (["run.steps=10", "train.warmup_steps=9"], []),
     ],
 )
 def test_what_hardly_anybody_means_is_advised_against(

@@ -5,7 +5,7 @@ What cannot be meant at all is refused where it is read (`config`, `algorithm_co
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm_config import Gspo, TokenMean
+from penstock.trainer.algorithm_config import Gspo, LossConfig, TokenMean, ratio_is_to_proximal
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data_config import MixableConfig
 
@@ -25,6 +25,21 @@ def advise(config: TrainerConfig) -> list[str]:
             'algorithm.loss.kind = "gspo" with algorithm.aggregation.kind = "token_mean": a sequence then '
             'counts by its length. GSPO\'s objective has "sequence_mean"'
         )
+    if (
+        config.train.updates_per_step == 1
+        and _bounds_another_ratio(algorithm.loss)
+        and ratio_is_to_proximal(algorithm.correction)
+    ):
+        said.append(
+            "the bounds of algorithm.loss, with a ratio to the proximal policy and "
+            "train.updates_per_step = 1: that ratio is 1 in the first update of a step, and nothing is "
+            "ever clipped. Make more updates of a step, or leave them out"
+        )
+    if config.train.warmup_steps >= config.run.steps:
+        said.append(
+            f"train.warmup_steps = {config.train.warmup_steps} and run.steps = {config.run.steps}: the run "
+            "ends before the learning rate is what train.learning_rate says"
+        )
     trained = set(_described(config.data))
     said.extend(
         f"evaluation {one.name!r} asks the very problems that are trained: those of one data set of "
@@ -33,6 +48,15 @@ def advise(config: TrainerConfig) -> list[str]:
         if trained & set(_described(one))
     )
     return said
+
+
+def _bounds_another_ratio(loss: LossConfig) -> bool:
+    """Whether one of its bounds was given, and is not what it is without."""
+    return any(
+        getattr(loss, name) != type(loss).model_fields[name].default
+        for name in ("clip_low", "clip_high", "dual_clip")
+        if name in loss.model_fields_set
+    )
 
 
 def _described(config: MixableConfig) -> list[str]:

@@ -6,11 +6,11 @@ What cannot be meant cannot be written; docs/algorithms.md has the formulas and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, assert_never, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.trainer.section import Section
+from penstock.wire.section import Section
 
 Option = bool | int | float | str
 Level = Literal["token", "sequence"]
@@ -318,6 +318,21 @@ _ModeConfig = Annotated[ClippedWeight | _MaskConfig, Field(discriminator="mode")
 CorrectionConfig = Annotated[Uncorrected | _ModeConfig, Field(discriminator="level")]
 
 
+def ratio_is_to_proximal(config: CorrectionConfig) -> bool:
+    """Whether the loss's ratio is to the proximal policy: where weights carry the rest of the way to the
+    behaviour policy, or nothing is to."""
+    match config:
+        case Uncorrected():
+            return config.ratio_to == "proximal"
+        case ClippedWeight():
+            return True
+        case RatioMask():
+            return config.weighted
+        case KlMask():
+            return False
+    assert_never(config)
+
+
 class AlgorithmConfig(Section):
     """What a step makes of its rewards."""
 
@@ -358,7 +373,13 @@ class AlgorithmConfig(Section):
     def _name_kinds(cls, given: object) -> object:
         if not isinstance(given, Mapping):
             return given
-        tables = cast("Mapping[str, object]", given)
+        tables = dict(cast("Mapping[str, object]", given))
+        correction = tables.get("correction")
+        if isinstance(correction, Mapping):
+            fields = cast("Mapping[str, object]", correction)
+            if set(fields) == {"ratio_to"}:
+                # A choice that there is at one level only.
+                tables["correction"] = {"level": "off", **fields}
         return {
             name: {"kind": DEFAULT_KINDS[name], **cast("Mapping[str, object]", table)}
             if name in DEFAULT_KINDS and isinstance(table, Mapping)

@@ -16,10 +16,10 @@ from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.group_config import GroupsConfig
 from penstock.trainer.metrics_config import MetricsConfig
-from penstock.trainer.section import Section
 from penstock.trainer.server_config import ServerConfig
 from penstock.trainer.weights_config import ALWAYS_WHOLE, WeightsConfig
 from penstock.wire.secrets import without_passwords, without_secrets
+from penstock.wire.section import Section
 from penstock.wire.settings import SettingInvalid, apply_setting, read_table
 from penstock.wire.token_file import redact
 
@@ -391,10 +391,13 @@ def _shown(table: Mapping[str, object]) -> dict[str, object]:
 
 def _explain(path: Path, error: ValidationError) -> str:
     lines: list[str] = []
-    for problem in error.errors(include_url=False, include_context=False):
+    for problem in error.errors(include_url=False):
         # What is wrong between sections names them itself.
         field = "".join(f"{part}." for part in problem["loc"])[:-1]
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
         said = str(problem["msg"]).removeprefix("Value error, ")
+        if problem["type"] == "union_tag_not_found":
+            named = problem.get("ctx", {}).get("discriminator")
+            said = f"{named} is missing: it says what else this table may have"
         lines.append(f"{field}: {said}{got}" if field else said)
     return without_passwords(redact(f"{path}: " + "; ".join(lines)))

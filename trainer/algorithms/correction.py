@@ -37,21 +37,6 @@ class Weights:
     """Tokens whose weight was cut, bool."""
 
 
-def ratio_is_to_proximal(config: CorrectionConfig) -> bool:
-    """Whether the loss's ratio is to the proximal policy: where weights carry the rest of the way to the
-    behaviour policy, or nothing is to."""
-    match config:
-        case Uncorrected():
-            return config.ratio_to == "proximal"
-        case ClippedWeight():
-            return True
-        case RatioMask():
-            return config.weighted
-        case KlMask():
-            return False
-    assert_never(config)
-
-
 def correct(
     config: CorrectionConfig, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights | None:

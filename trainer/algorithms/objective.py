@@ -22,11 +22,12 @@ from penstock.trainer.algorithm_config import (
     KlInReward,
     NoKl,
     Uncorrected,
+    ratio_is_to_proximal,
 )
 from penstock.trainer.algorithms.advantages import advantage_function
 from penstock.trainer.algorithms.aggregation import aggregation
 from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
-from penstock.trainer.algorithms.correction import Weights, correct, ratio_is_to_proximal
+from penstock.trainer.algorithms.correction import Weights, correct
 from penstock.trainer.algorithms.kl import estimate_kl, kl_loss
 from penstock.trainer.algorithms.losses import TokenLoss, loss_function
 from penstock.trainer.algorithms.values import explained_variance, value_targets

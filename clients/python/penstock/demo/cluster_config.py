@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from penstock.wire.section import Section
 
 LOOPBACK = "127.0.0.1:0"
 EVERY_INTERFACE = "0.0.0.0:0"
@@ -23,18 +25,14 @@ SHARES_OWN = {"CPU": "cpus", "GPU": "gpus"}
 """Resources of Ray that have names of their own here."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Share(_Section):
+class Share(Section):
     """What one process is promised of its node."""
 
-    cpus: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    cpus: float = Field(default=1.0, gt=0)
     """Cores. Ray counts them and tells OpenMP; it does not pin."""
-    gpus: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    gpus: float = Field(default=0.0, ge=0)
     """GPUs, and the process sees no others: a whole number, or a part of one."""
-    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict[str, float])
     """Others, by the names they have in the Ray cluster: `{ "ssd" = 1 }`."""
 
     @field_validator("gpus")
@@ -53,7 +51,7 @@ class Share(_Section):
         return value
 
 
-class Cluster(_Section):
+class Cluster(Section):
     """Where processes run."""
 
     placement: Literal["processes", "ray"] = "processes"
@@ -65,7 +63,7 @@ class Cluster(_Section):
     """How Ray spreads the processes over nodes. With STRICT_PACK all are on one, and loopback does."""
     wait_seconds: float = Field(default=300.0, gt=0)
     """How long to wait until the cluster has room for all of them."""
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default_factory=dict[str, str])
     """Variables that every process is given. No secrets: they can be read in the cluster's state."""
     hub: Share = Share()
     """The hub's share, where there are [engines]."""
@@ -91,10 +89,10 @@ class Cluster(_Section):
         return own or self.strategy == "STRICT_PACK"
 
 
-class Engines(BaseModel):
+class Engines(Section):
     """What is ours of [engines]; the rest is as `penstock serve` takes it."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     count: int = Field(default=1, ge=1)
     """Engine servers."""

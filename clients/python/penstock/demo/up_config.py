@@ -34,10 +34,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from penstock.demo.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
 from penstock.wire.secrets import without_passwords
+from penstock.wire.section import Section
 from penstock.wire.settings import SettingInvalid, Table, apply_setting, read_table
 from penstock.wire.token_file import redact
 
@@ -52,11 +53,7 @@ class UpConfigInvalid(Exception):
     """The configuration cannot be used; the message names what is wrong."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class UpSection(_Section):
+class UpSection(Section):
     """The three as a whole."""
 
     out: Path
@@ -74,21 +71,21 @@ class UpSection(_Section):
     """Processes that the trainer computes with."""
 
 
-class _Workers(BaseModel):
+class _Workers(Section):
     """What is ours of [rollout]; the rest are options of `penstock rollout`."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     count: int = Field(default=1, ge=0)
     """Worker processes."""
 
 
-class UpFile(_Section):
+class UpFile(Section):
     """The file as it is written."""
 
     up: UpSection
     serve: Table
-    rollout: Table = {}
+    rollout: Table = Field(default_factory=Table)
     train: Table | None = None
     engines: Table | None = None
     cluster: Cluster = Cluster()
@@ -239,10 +236,10 @@ def _merge(below: Table, above: Table) -> Table:
     return merged
 
 
-Section = TypeVar("Section", bound=BaseModel)
+Checked = TypeVar("Checked", bound=Section)
 
 
-def _checked(section: type[Section], table: Table, path: Path, name: str) -> Section:
+def _checked(section: type[Checked], table: Table, path: Path, name: str) -> Checked:
     """What is ours of a section. Raises UpConfigInvalid."""
     try:
         return section.model_validate(table)

@@ -1,0 +1,32 @@
+"""What every section of the configuration is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, given: object) -> object:
+        """pydantic takes it for 1 where a number is asked for."""
+        if not isinstance(given, Mapping):
+            return given
+        table = cast("Mapping[str, object]", given)
+        for name, value in table.items():
+            field = cls.model_fields.get(name)
+            if field is None or not isinstance(value, bool):
+                continue
+            if bool not in (field.annotation, *get_args(field.annotation)):
+                said = "true" if value else "false"
+                raise ValueError(f"{name} = {said}, where neither true nor false is asked for")
+        return table
