@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.authorities import make_authorities
 from tests.harness import Harness, hello, serve
 from tests.languages import ROOT, clients, language, run
 from tests.processes import server_process
+from tests.scripted_server import Script, ScriptedServer
 
 STUBS = {"typescript": "clients/typescript/src/gen", "go": "clients/go/v1"}
 LANGUAGES = pytest.mark.parametrize("name", sorted(STUBS))
@@ -160,6 +162,21 @@ async def test_a_server_that_is_killed_is_found_again(tmp_path: Path, name: str)
             await asyncio.wait([working])
     counts = [int(number) for number in re.findall(r"\d+", printed)]
     assert counts == [len(tasks), 0, 0], printed  # Rewarded, failed, lost.
+
+
+@LANGUAGES
+async def test_a_server_that_goes_on_from_fewer_tokens_than_it_told_is_asked_anew(
+    name: str,
+) -> None:
+    spoken = language(name)
+    script = Script(break_after=deque([4]), forgets=deque([2]))
+    async with ScriptedServer(script) as server:
+        server.add_task(Task("task", "A prompt.", metadata={"agent": "lost"}))
+        command = (*spoken.program("life"), server.address, "1")
+        printed = await run(command, spoken.environment)
+    ((_, outcome),) = server.outcomes
+    assert outcome.reward == 1.0, printed
+    assert server.calls.count("GetTrajectory") == 2
 
 
 async def in_a_turn(address: str) -> None:
