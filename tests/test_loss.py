@@ -194,6 +194,18 @@ def test_kl_in_the_loss_pulls_as_the_kl_does(estimator: Any) -> None:
     assert found.tolist() == pytest.approx(exact.tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize(("estimator", "bounded"), [("k1", False), ("k2", False), ("k3", True)])
+def test_kl_pulls_back_however_far_the_policy_went(estimator: Any, bounded: bool) -> None:
+    x = torch.tensor([0.5, 19.0, 21.0, 300.0, -300.0])
+    p = torch.full((5,), -0.01, requires_grad=True)
+    kl = kl_loss(p, p.detach() - x, estimator)
+    (slope,) = torch.autograd.grad(kl.sum(), p)
+    exact = 1 - torch.exp(-x[:4]) if bounded else x[:4]
+    assert slope[:4].tolist() == pytest.approx(exact.tolist(), rel=1e-5)
+    # Where its exponential is no number any more, it is bounded, and pushes nowhere.
+    assert math.isfinite(kl[4].item()) and float(slope[4]) == (0.0 if bounded else -300.0)
+
+
 def test_entropy_is_that_of_the_distribution() -> None:
     logits = torch.tensor(
         [[0.0, 0.0, 0.0, 0.0], [500.0, 0.0, 0.0, 0.0], [0.0, 0.0, -math.inf, 0.0]]

@@ -11,14 +11,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
+from penstock.trainer.algorithm_config import AlgorithmConfig, CriticConfig
+from penstock.trainer.algorithms.batches import StepCounts
 from penstock.trainer.algorithms.objective import PolicyOutput
 from penstock.trainer.batching import MAX_TREE_TOKENS
 from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig
+from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.planning import StepPlan
+from penstock.trainer.sharding import Sharding
 from penstock.trainer.token_model import TokenModel
 from tests.test_batching import context, cut, group, plan, read, trajectory, written
 from tests.test_trainer_checkpoint import state, weights
@@ -40,8 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
-def policy_of(model: Path, *, lora: bool = False, updates: int = 1, **algorithm: Any) -> FsdpPolicy:
-    adapter = LoraConfig(rank=4, alpha=8.0) if lora else None
+def policy_of(
+    model: Path, *, lora: bool = False, dropout: float = 0.0, updates: int = 1, **algorithm: Any
+) -> FsdpPolicy:
+    adapter = LoraConfig(rank=4, alpha=8.0, dropout=dropout) if lora else None
     return FsdpPolicy(
         ModelConfig(path=str(model), dtype="float32", lora=adapter),
         TrainConfig(learning_rate=1e-2, updates_per_step=updates),
@@ -159,6 +164,28 @@ def test_the_proximal_policy_is_that_of_the_steps_beginning(model: Path) -> None
     assert policy._steps == 2
 
 
+def test_the_proximal_policy_drops_nothing_out(model: Path) -> None:
+    correction = {"correction": {"level": "token", "mode": "clip", "threshold": 1e6}}
+    policy = policy_of(model, lora=True, dropout=0.5, **correction)
+    step = step_of(1.0, -1.0, **correction)
+    # At first an adapter adds nothing, whatever is dropped of it.
+    policy.step(step)
+    (batch,) = step.updates[0].batches
+    before = policy.logprobs(batch)
+    seen = seen_by(policy)
+    policy.step(step)
+    assert not torch.allclose(seen[0].logprobs_N, before, atol=1e-4)
+    assert seen[0].proximal_logprobs_N is not None
+    assert torch.equal(seen[0].proximal_logprobs_N, before)
+
+
+@pytest.mark.parametrize(("fields", "drops"), [({}, False), ({"attention_dropout": 0.1}, True)])
+def test_a_models_own_dropout_is_known(fields: dict[str, Any], drops: bool) -> None:
+    config = AutoConfig.for_model("qwen3", **SMALL, **fields)
+    tokens = TokenModel(AutoModelForCausalLM.from_config(config), autocast=False)
+    assert tokens.drops_out is drops
+
+
 def test_updates_of_a_step_go_along_the_schedule() -> None:
     train = TrainConfig(learning_rate=1.0, warmup_steps=1, schedule="cosine", updates_per_step=2)
     assert [learning_rate(n, train, 3) for n in (0, 1, 2, 6)] == [0.5, 1.0, 1.0, 0.0]
@@ -272,6 +299,49 @@ def test_a_critic_is_no_part_of_what_is_uploaded(model: Path, tmp_path: Path) ->
         policy.load(path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("gemma2", {"final_logit_softcapping": 1.0, "sliding_window": 4096}),
+        ("cohere", {"logit_scale": 0.0625}),
+        ("granite", {"logits_scaling": 8.0}),
+    ],
+)
+def test_what_a_model_does_to_its_logits_it_does_to_no_value(
+    architecture: str, fields: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model(architecture, **SMALL, **fields)
+    critic = Critic(
+        AutoModelForCausalLM.from_config(config),
+        CriticConfig(learning_rate=1e-3),
+        TrainConfig(),
+        Sharding(),
+        blocks=(),
+        autocast=False,
+    )
+    (batch,) = step_of(1.0).updates[0].batches
+    targets = torch.full((len(batch.predictions_N),), 100.0)
+    with torch.no_grad():
+        head = dict(critic._module.named_parameters())["lm_head.bias"]
+        head.fill_(97.0)
+    before = critic.values(batch)
+    assert before.tolist() == pytest.approx([97.0] * len(before))
+    for _ in range(3):
+        critic.learn([Lesson(batch, before, targets)], StepCounts(tokens=len(before), sequences=2))
+    assert ((critic.values(batch) - targets).abs() < (before - targets).abs()).all()
+
+
+def test_a_critic_decays_as_the_policy_does(model: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate(GAE)
+    train = TrainConfig(weight_decay=0.1)
+    policy = FsdpPolicy(
+        ModelConfig(path=str(model)), train, total_steps=1, seed=0, algorithm=algorithm
+    )
+    assert policy._critic is not None
+    for optimizer in (policy._optimizer, policy._critic._optimizer):
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
 def test_a_function_that_is_not_there_ends_the_run_before_it_begins(model: Path) -> None:
     with pytest.raises(ConfigInvalid, match=r"algorithm\.loss\.function no\.module:f"):
         policy_of(model, loss={"kind": "custom", "function": "no.module:f"})
@@ -369,3 +439,43 @@ def test_no_prefixes_are_shared_where_a_layer_attends_to_less_than_a_tree(
     )
     if fields.get("sliding_window") != MOST - 1:
         assert torch.allclose(tree, chains, atol=1e-4) is shares
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "longest"),
+    [
+        ("qwen3", {}, None),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, None),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, WINDOW),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [9.0] * 8,
+                },
+                "original_max_position_embeddings": WINDOW,
+            },
+            WINDOW,
+        ),
+    ],
+)
+def test_a_sequence_whose_neighbours_would_be_turned_otherwise_is_refused(
+    architecture: str, fields: dict[str, Any], longest: int | None
+) -> None:
+    small = {**SMALL, "max_position_embeddings": WINDOW}
+    config = AutoConfig.for_model(architecture, **small, **fields)
+    tokens = TokenModel(AutoModelForCausalLM.from_config(config), autocast=False)
+    short, long = (
+        cut([read(group(*(trajectory([context([5] * n), written([9])], r) for r in (0.0, 1.0))))],
+            1000, False)[0]
+        for n in (WINDOW, WINDOW + 1)
+    )  # fmt: skip
+    alone = tokens.logprobs(short)
+    if longest is None:
+        tokens.logprobs(long)
+    else:
+        with pytest.raises(ConfigInvalid, match=f"{WINDOW + 1} tokens: beyond {longest}"):
+            tokens.logprobs(long)
+    assert torch.equal(tokens.logprobs(short), alone)

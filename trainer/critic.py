@@ -30,9 +30,9 @@ from penstock.trainer.algorithms.values import value_loss
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import TrainConfig
 from penstock.trainer.errors import CheckpointUnusable
-from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
+from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
 from penstock.trainer.sharding import Sharding, overwrite
-from penstock.trainer.token_model import CausalModel, TokenModel
+from penstock.trainer.token_model import CausalModel, Output, TokenModel
 
 WEIGHTS_FILE = "critic.safetensors"
 OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -51,12 +51,20 @@ class ValueHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
         self.bias = nn.Parameter(torch.zeros(1))
+        self._said: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """From [..., H] to [..., 1]."""
         with torch.autocast(hidden.device.type, enabled=False):
             # A copy, for its result can be a view, which a model that is shared should not return.
-            return nn.functional.linear(hidden.float(), self.weight, self.bias).clone()
+            self._said = nn.functional.linear(hidden.float(), self.weight, self.bias).clone()
+        return self._said
+
+    def undo_scaling(self, module: nn.Module, inputs: tuple[object, ...], output: Output) -> None:
+        """After the model that it is the head of: whatever that did to its logits, they are what it
+        said."""
+        if self._said is not None:
+            output.logits, self._said = self._said, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,10 @@ class Critic:
         """Takes the model over. `train` says what the critic has in common with the policy; `blocks` see
         `Sharding.place`."""
         hidden_size = cast("Tensor", model.get_output_embeddings().weight).shape[1]
-        cast("_Headed", model).set_output_embeddings(ValueHead(hidden_size))
+        head = ValueHead(hidden_size)
+        cast("_Headed", model).set_output_embeddings(head)
+        # Soft caps and scales are for logits. Before it is sharded, which hooks what comes out of it, too.
+        cast("nn.Module", model).register_forward_hook(head.undo_scaling)
         self._sharding = sharding
         self._tokens = TokenModel(model, autocast=autocast, device=sharding.device)
         self._module = self._tokens.module
@@ -94,14 +105,7 @@ class Critic:
         sharding.place(self._module, blocks)
         self._config = config
         self._max_grad_norm = train.max_grad_norm
-        self._optimizer = torch.optim.AdamW(
-            self._module.parameters(),
-            lr=config.learning_rate,
-            betas=train.betas,
-            eps=train.epsilon,
-            weight_decay=0.0,
-            fused=True,
-        )
+        self._optimizer = adamw(self._module, train, config.learning_rate)
 
     def supports_trees(self) -> bool:
         """Whether it computes a prefix tree as it computes its sequences one by one."""

@@ -41,11 +41,12 @@ from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
 from penstock.trainer.batching import MicroBatch
+from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.loading import block_names, compute_dtype, frozen, load_model, outline
-from penstock.trainer.optimizer_state import load_optimizer, optimizer_tensors
+from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
 from penstock.trainer.planning import StepPlan, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
 from penstock.trainer.progress import load_progress, save_progress
@@ -117,6 +118,9 @@ class FsdpPolicy:
             self._critic = Critic(
                 own, self._objective.critic, train, sharding, blocks=blocks, autocast=autocast
             )
+        self._names: CheckpointNames | None = None
+        if model.lora is None:
+            self._names = CheckpointNames(cast("nn.Module", loaded), model.path)
         self._tokens = TokenModel(loaded, autocast=autocast, device=sharding.device)
         if model.gradient_checkpointing:
             loaded.gradient_checkpointing_enable()
@@ -134,7 +138,7 @@ class FsdpPolicy:
         self._total_steps = total_steps
         self._steps = 0
         self._device = sharding.device
-        self._optimizer = _optimizer(self._module, train)
+        self._optimizer = adamw(self._module, train, train.learning_rate)
         if sharding.rank:
             seed_all(seed + sharding.rank)
 
@@ -223,8 +227,10 @@ class FsdpPolicy:
         )
         prepared: list[tuple[list[_Prepared], StepCounts]] = []
         for number, update in enumerate(plan.updates):
-            # The weights that the first update computes with are the proximal policy's.
-            ahead = number > 0 and self._objective.needs_proximal
+            # The weights that the first update computes with are the proximal policy's, and so is what it
+            # computes, where nothing is dropped from it.
+            computed = number == 0 and not self._tokens.drops_out
+            ahead = self._objective.needs_proximal and not computed
             parts: list[_Prepared] = []
             for batch in update.batches:
                 own = batch.tokens_N.to(self._device)
@@ -255,12 +261,15 @@ class FsdpPolicy:
         # named_parameters leaves out the second name of a tied tensor, and buffers are not weights.
         own = self._adapter.weights() if self._adapter else self._module.named_parameters()
         for name, parameter in own:
-            yield name, self._sharding.whole(parameter.detach())
+            whole = self._sharding.whole(parameter.detach())
+            yield from self._names.of(name, whole) if self._names else ((name, whole),)
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Scores a sequence under given weights; see `policy.Policy`."""
         if self._adapter is not None:
             tensors = self._adapter.own_names(tensors)
+        if self._names is not None:
+            tensors = self._names.parameters(tensors)
         return (self._outline or self._tokens).score(tensors, token_ids).cpu().numpy()
 
     def save_model(self, folder: Path) -> None:
@@ -379,18 +388,3 @@ def _as_os_error() -> Generator[None]:
         yield
     except SafetensorError as error:
         raise OSError(str(error)) from error
-
-
-def _optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.epsilon,
-        fused=True,
-    )

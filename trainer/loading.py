@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, core_model_loading
 from transformers.utils import logging as transformers_logging
 
 from penstock.trainer.config import ModelConfig
@@ -32,6 +32,12 @@ class _Loader(Protocol):
 
 class _Maker(Protocol):
     def from_config(self, config: object, **options: object) -> object: ...
+
+
+class _Saving(Protocol):
+    def revert_weight_conversion(
+        self, model: nn.Module, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]: ...
 
 
 class _Tied(Protocol):
@@ -74,6 +80,11 @@ def cannot_load(path: str, error: Exception) -> ConfigInvalid:
 def block_names(model: CausalModel) -> frozenset[str]:
     """Names of the classes of its layers, which other code must take as a whole."""
     return frozenset(cast("set[str] | None", getattr(model, "_no_split_modules", None)) or ())
+
+
+def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What parameters of a model of transformers are in its checkpoint."""
+    return cast("_Saving", core_model_loading).revert_weight_conversion(model, tensors)
 
 
 def outline(path: str, device: torch.device) -> TokenModel:

@@ -1,4 +1,4 @@
-"""What an optimizer remembers, as tensors of a checkpoint, and back. Keys are kind/parameter."""
+"""The optimizer, and what it remembers, as tensors of a checkpoint, and back. Keys are kind/parameter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from typing import cast
 
 from torch import Tensor, nn, optim
 
+from penstock.trainer.config import TrainConfig
 from penstock.trainer.errors import CheckpointUnusable
 from penstock.trainer.sharding import share_of
+
+
+def adamw(module: nn.Module, train: TrainConfig, learning_rate: float) -> optim.AdamW:
+    """Over what is trained of a module; matrices decay, and nothing else."""
+    matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
+    return optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=learning_rate,
+        betas=train.betas,
+        eps=train.epsilon,
+        fused=True,
+    )
 
 
 def optimizer_tensors(

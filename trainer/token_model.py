@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from penstock.trainer.batching import MAX_TREE_TOKENS, MicroBatch
+from penstock.trainer.errors import ConfigInvalid
 
 # Between positions of one tree and the same sequences one by one; rounding alone stays far below.
 TREE_TOLERANCE = 1e-3
@@ -40,7 +41,8 @@ class Output(Protocol):
 class SavedConfig(Protocol):
     """The part of transformers' PreTrainedConfig that is used here."""
 
-    def get_text_config(self) -> object: ...
+    def get_text_config(self) -> SavedConfig: ...
+    def to_dict(self) -> dict[str, object]: ...
 
 
 class CausalModel(Protocol):
@@ -85,6 +87,7 @@ class TokenModel:
         self._autocast = autocast
         self._device = device
         self._sources_M: Tensor | None = None
+        self._longest = same_angles_within(model.config.get_text_config())
         model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
         self.model = model
         """What is called; an adapter may wrap it."""
@@ -98,6 +101,14 @@ class TokenModel:
     def device(self) -> torch.device:
         """Where it computes: for a model whose shares are offloaded this is not where they are."""
         return self._device or next(self.module.parameters()).device
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether what it computes with a gradient is with dropout, its own or an adapter's."""
+        told = self.model.config.get_text_config().to_dict()
+        own = (rate for name, rate in told.items() if "drop" in name)
+        layers = (m.p for m in self.module.modules() if isinstance(m, nn.Dropout))
+        return any(isinstance(rate, float) and rate > 0.0 for rate in (*own, *layers))
 
     @contextlib.contextmanager
     def without_dropout(self) -> Generator[None]:
@@ -137,8 +148,15 @@ class TokenModel:
         return at_temperatures(logits_MV, batch.temperatures_M.to(logits_MV.device))
 
     def outputs(self, batch: MicroBatch) -> Tensor:
-        """What the output layer says at each distinct prediction, shape [M, V]."""
+        """What the output layer says at each distinct prediction, shape [M, V]. Raises ConfigInvalid."""
         device = self.device
+        longest = int(batch.positions_BT.max()) + 1
+        if self._longest is not None and longest > self._longest:
+            raise ConfigInvalid(
+                f"a sequence of {longest} tokens: beyond {self._longest} this model's rotary embedding "
+                "depends on the longest sequence of a micro-batch, and so would the probabilities of the "
+                "others; keep the engine's context (max_model_len) within that"
+            )
         mask = batch.attention_mask()
         with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
             return self.logits(
@@ -241,6 +259,23 @@ def attends_within(length: int, config: object) -> bool:
         used = {bound: any(kind in one for one in kinds) for bound, kind in BOUNDS.items()}
     bounds = [cast("int | None", getattr(config, bound, None)) for bound in used if used[bound]]
     return any(bound is not None and bound < length for bound in bounds)
+
+
+def same_angles_within(config: SavedConfig) -> int | None:
+    """Up to how many tokens the rotary embedding of a position is the same however long the sequence is;
+    None where that is so of any."""
+    told = config.to_dict()
+    parameters = cast("dict[str, object]", told.get("rope_parameters") or {})
+    # Of each kind of layer its own, or one of all.
+    each = [cast("dict[str, object]", one) for one in parameters.values() if isinstance(one, dict)]
+    bounds: list[int] = []
+    for rope in each or [parameters]:
+        kind = str(rope.get("rope_type", "default"))
+        if kind == "longrope" or "dynamic" in kind:
+            name = "original_max_position_embeddings"
+            bound = rope.get(name) or told.get(name) or told["max_position_embeddings"]
+            bounds.append(cast("int", bound))
+    return min(bounds, default=None)
 
 
 def at_temperatures(logits_MV: Tensor, temperatures_M: Tensor) -> Tensor:

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.algorithm_config import KlEstimator
-from penstock.trainer.algorithms.losses import log_ratio
+from penstock.trainer.algorithms.losses import LARGEST_LOG_RATIO
 
 
 def estimate_kl(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
     """KL of the policy to the other at each token, shape [N]."""
-    x_N = log_ratio(logprobs_N, other_logprobs_N)
+    x_N = logprobs_N - other_logprobs_N
     match estimator:
         case "k1":
             return x_N
         case "k2":
             return x_N.square() / 2
         case "k3":
+            # Bounded where it is exponentiated. On the other side it pulls back however far it is.
+            x_N = x_N.clamp(min=-LARGEST_LOG_RATIO)
             return torch.expm1(-x_N) + x_N
     assert_never(estimator)
 
