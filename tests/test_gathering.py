@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.division import Division
@@ -221,6 +222,32 @@ async def test_what_is_looked_for_is_asked_for_when_its_server_is_back(tmp_path:
         await gatherer.came_back(0)
         assert server.on_their_way == 1
         assert await gather(gatherer, 1) == ["g1"]
+
+
+ASKED, ANSWERED = threading.Event(), threading.Event()
+
+
+def judged(group: TrainingGroup) -> str | None:
+    """Whoever is asked takes time to answer, and does not like the first group."""
+    ASKED.set()
+    if not ANSWERED.wait(10):
+        return "NOBODY_ANSWERED"
+    return "DISLIKED" if group.samples[0].trajectory_id.startswith("0-") else None
+
+
+async def test_others_work_while_a_filter_of_ones_own_waits(tmp_path: Path) -> None:
+    servers = Servers(Division(1, 1), Server(*groups(0, 1)))
+    own = {"function": f"{__name__}:judged"}
+    with gathering(tmp_path, servers, filter=own) as gatherer:
+        taking = asyncio.create_task(take(gatherer, 1))
+        assert await asyncio.to_thread(ASKED.wait, 10)
+        # This here is the event loop, and the filter was not answered yet.
+        assert not taking.done()
+        ANSWERED.set()
+        assert await taking == ["g1"]
+    with contextlib.closing(Ledger(tmp_path)) as ledger:
+        ledger.resume(0)
+        assert ledger.refused == [RefusedEntry("g0", "r/0", "FILTER:DISLIKED")]
 
 
 async def test_a_batch_is_gathered_while_others_are_refused(tmp_path: Path) -> None:

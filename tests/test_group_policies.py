@@ -84,7 +84,7 @@ def config_of(**groups: object) -> TrainerConfig:
 
 
 def of_no_task(group: trajectory_pb2.TrajectoryGroup) -> Delivered:
-    return Delivered(group, lambda: None)
+    return Delivered(group, None)
 
 
 NOTHING = of_no_task(TrajectoryGroup())
@@ -135,16 +135,12 @@ def trajectory(name: str, *segments: Any, length: bool = False, reward: float = 
         ((0.0, 0.5), {"max_mean_reward": 0.2}, MEAN_TOO_HIGH),
         ((0.7, 0.1), {"min_mean_reward": 0.4}, None),
         ((0.1, 0.2), {"max_mean_reward": 0.15}, None),
-        ((0.0, 0.5), {"filter": {"function": f"{HERE}:too_easy"}}, None),
-        ((0.9, 0.5), {"filter": {"function": f"{HERE}:too_easy"}}, "FILTER:EASY"),
     ],
 )
 def test_a_group_is_dropped_for_a_reason(
     rewards: tuple[float | None, ...], settings: dict[str, object], reason: str | None
 ) -> None:
-    config = config_of(**settings)
-    own = load_filter(config)
-    assert reason_to_drop(group_of(*rewards), NOTHING, config.groups, own) == reason
+    assert reason_to_drop(group_of(*rewards), config_of(**settings).groups) == reason
 
 
 @pytest.mark.parametrize(
@@ -161,12 +157,12 @@ def test_a_branch_is_no_spread_of_the_attempts(
     more.outcome.CopyFrom(Outcome(reward=branch))
     group = read_group(message, trainer_version=0, max_lag=0)
     assert branch in group.rewards
-    assert reason_to_drop(group, NOTHING, GroupsConfig(drop_without_spread=True)) == reason
+    assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == reason
     # Where its parent failed there is nobody to compare it with.
     message.trajectories[0].outcome.CopyFrom(FAILED)
     message.trajectories[1].outcome.CopyFrom(FAILED)
     group = read_group(message, trainer_version=0, max_lag=0)
-    assert reason_to_drop(group, NOTHING, GroupsConfig(drop_without_spread=True)) == NO_SPREAD
+    assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == NO_SPREAD
 
 
 def test_branches_have_no_part_in_a_groups_mean() -> None:
@@ -177,18 +173,25 @@ def test_branches_have_no_part_in_a_groups_mean() -> None:
         more.trajectory_id, more.parent_trajectory_id = name, message.trajectories[0].trajectory_id
         more.outcome.CopyFrom(Outcome(reward=1.0))
     group = read_group(message, trainer_version=0, max_lag=0)
-    assert reason_to_drop(group, NOTHING, GroupsConfig(max_mean_reward=0.5)) is None
-    assert reason_to_drop(group, NOTHING, GroupsConfig(min_mean_reward=0.5)) == MEAN_TOO_LOW
+    assert reason_to_drop(group, GroupsConfig(max_mean_reward=0.5)) is None
+    assert reason_to_drop(group, GroupsConfig(min_mean_reward=0.5)) == MEAN_TOO_LOW
     # Without an attempt there is no mean to be too low.
     for trajectory in message.trajectories[:2]:
         trajectory.outcome.CopyFrom(FAILED)
     group = read_group(message, trainer_version=0, max_lag=0)
     assert len(group.rewards) == 4
-    assert reason_to_drop(group, NOTHING, GroupsConfig(min_mean_reward=2.0)) is None
+    assert reason_to_drop(group, GroupsConfig(min_mean_reward=2.0)) is None
 
 
 def too_easy(group: TrainingGroup, above: float = 0.6) -> str | None:
     return "EASY" if sum(group.rewards) / len(group.rewards) > above else None
+
+
+@pytest.mark.parametrize(("rewards", "reason"), [((0.0, 0.5), None), ((0.9, 0.5), "FILTER:EASY")])
+def test_a_filter_of_ones_own_says_why(rewards: tuple[float, float], reason: str | None) -> None:
+    own = load_filter(config_of(filter={"function": f"{HERE}:too_easy"}))
+    assert own is not None
+    assert own(group_of(*rewards), NOTHING) == reason
 
 
 def fails(group: TrainingGroup) -> str | None:
@@ -471,6 +474,9 @@ class Settling:
 
     def place(self, task_id: str) -> int:
         return 0
+
+    def task(self, task_id: str) -> None:
+        """What is asked by it nobody knows."""
 
     async def fill(self, server: int) -> None: ...
 

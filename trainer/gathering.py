@@ -260,8 +260,11 @@ class Gatherer:
     ) -> bool:
         """Whether the group was refused because it is of no use. Raises EverythingDropped."""
         config = self._config.groups
-        delivered = Delivered(delivery, lambda: self._tasks.task(delivery.task_id))
-        reason = reason_to_drop(group, delivered, config, self._filter)
+        reason = reason_to_drop(group, config)
+        if reason is None and self._filter is not None:
+            delivered = Delivered(delivery, self._tasks.task(delivery.task_id))
+            # It may take its time, a judge's over a network for one: uploads and evaluations go on.
+            reason = await self._compute.run(self._filter, group, delivered)
         if reason is None:
             return False
         own = (n for r, n in record.groups_dropped.items() if r not in TAKE_THEIR_TASK)

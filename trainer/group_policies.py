@@ -41,10 +41,8 @@ ASKED_AGAIN = "ASKED_AGAIN"
 Filter = Callable[[TrainingGroup, Delivered], str | None]
 
 
-def reason_to_drop(
-    group: TrainingGroup, delivered: Delivered, config: GroupsConfig, own: Filter | None = None
-) -> str | None:
-    """Why a group that has samples is of no use; None where it is of some."""
+def reason_to_drop(group: TrainingGroup, config: GroupsConfig) -> str | None:
+    """Why a group that has samples is of no use, own filters aside; None where it is of some."""
     if group.failures and config.failed_siblings != "keep":
         return SIBLING_FAILED
     if group.unwanted:
@@ -59,7 +57,7 @@ def reason_to_drop(
         return MEAN_TOO_LOW
     if mean is not None and highest is not None and mean > highest + LEAST_SPREAD:
         return MEAN_TOO_HIGH
-    return own(group, delivered) if own is not None else None
+    return None
 
 
 def load_filter(config: TrainerConfig) -> Filter | None:

@@ -20,7 +20,6 @@ such, all its attempts are lists.
 from __future__ import annotations
 
 import copy
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ class Delivered:
 
     group: trajectory_pb2.TrajectoryGroup
     """Read as a twin."""
-    task: Callable[[], task_service_pb2.Task | None]
+    task: task_service_pb2.Task | None
     """None where it is not of this run."""
 
 
@@ -140,7 +139,6 @@ def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
     """The attempts of a group, each a sample, or a list of them where the function made several of one."""
     read = {sample.trajectory_id: sample for sample in group.samples}
     sent = {trajectory.trajectory_id: trajectory for trajectory in delivered.group.trajectories}
-    task = functools.cache(delivered.task)
     attempts: dict[str, list[_DeliveredSample]] = defaultdict(list)
     for trajectory in sent.values():
         own = trajectory
@@ -148,7 +146,7 @@ def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
             own = sent.get(own.parent_trajectory_id, own)
         if trajectory.trajectory_id in read and own.trajectory_id in read:
             found = read[trajectory.trajectory_id]
-            sample = _DeliveredSample(trajectory, own, found, task, args)
+            sample = _DeliveredSample(trajectory, own, found, delivered.task, args)
             attempts[own.trajectory_id].append(sample)
     nested: list[list[_DeliveredSample]] = []
     for siblings in attempts.values():
@@ -168,7 +166,7 @@ class _DeliveredSample(Sample):
         trajectory: trajectory_pb2.Trajectory,
         own: trajectory_pb2.Trajectory,
         read: GroupSample,
-        task: Callable[[], task_service_pb2.Task | None],
+        task: task_service_pb2.Task | None,
         args: Namespace,
     ) -> None:
         """`own` is the trajectory that stands for its attempt; it may be this one."""
@@ -217,12 +215,11 @@ class _DeliveredSample(Sample):
             tokenizer: Any = load_tokenizer(args.hf_checkpoint)
             self.response = str(tokenizer.decode(tokens, skip_special_tokens=special))
             return
-        described = task()
-        if described is None:
+        if task is None:
             raise NotDelivered(
                 f"sample.{name}: the group of {trajectory.trajectory_id} answers no task of this run"
             )
-        row = read_task(described)
+        row = read_task(task)
         if name == "label" and args.label_key not in row.metadata:
             raise NotDelivered(
                 f"sample.label: the row has no {args.label_key!r}, only {', '.join(row.metadata)}: name "
