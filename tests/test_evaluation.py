@@ -33,7 +33,7 @@ from penstock.trainer.evaluation_record import (
     take_figures,
 )
 from penstock.trainer.evaluation_stream import EvaluationStream
-from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
+from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps, lines_from, show
 from penstock.trainer.metrics import keep_until
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
@@ -118,7 +118,12 @@ def test_what_was_due_and_has_no_result_begins_with_the_first_weights_there_are(
     assert not schedule.due(13) and schedule.due_at_end(12)
     assert schedule.begin(16) == 1 and schedule.skipped == 0
     # All was done before it was killed.
-    assert not Schedule(every=4, at_start=True, at_end=True, last_step=12).due_at_end(12)
+    done = Schedule(every=4, at_start=True, at_end=True, last_step=12)
+    assert not done.due_at_end(12)
+    # A step of before the last result comes out otherwise.
+    assert not done.forget(13) and not done.due(12)
+    assert done.forget(10) and not done.forget(10)
+    assert not done.due(10) and done.due(12) and done.due_at_end(12)
 
 
 def test_a_prompt_of_another_version_is_asked_again_and_then_counts_as_failed() -> None:
@@ -364,6 +369,33 @@ async def test_a_pinned_evaluation_holds_the_switch_and_one_on_the_fly_does_not(
         assert (run.records[0].seconds_held > 0) is waits
 
 
+async def test_a_version_that_a_server_lost_is_waited_for_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pinned = evaluation(name="pinned")
+    on_the_fly = evaluation(name="on_the_fly", mode={"kind": "on_the_fly"})
+    async with measuring(pinned, on_the_fly) as run:
+        run.evaluator.version_active(0, 1)
+        await run.settle()
+        switch = asyncio.create_task(run.evaluator.may_switch())
+        for task_id in [t for t in run.exchange.waiting if "~pinned" in t][:3]:
+            run.exchange.deliver(task_id)
+            await run.settle()
+        assert not switch.done()
+        run.exchange.known.clear()
+        run.evaluator.version_gone()
+        await run.evaluator.submit_again(0)
+        assert {task_id.split("/")[1] for task_id in run.exchange.known} == {"~on_the_fly"}
+        await switch
+        (record,) = run.records
+        assert (record.name, record.figures.prompts, record.prompts_missing) == ("pinned", 3, 17)
+        await run.serve()
+    assert [(r.name, r.prompts_missing) for r in run.records[1:]] == [("on_the_fly", 0)]
+    assert "pinned of version 1 ends with 3 of 20 prompts: a server lost that" in caplog.text
+    # What comes of it later is nobody's.
+    assert {reason for _, reason in run.exchange.refused} == {"EVALUATION_OVER"}
+
+
 async def test_a_stop_lets_the_switch_go_and_leaves_no_record() -> None:
     async with measuring(evaluation()) as run:
         run.evaluator.version_active(0, 1)
@@ -476,6 +508,33 @@ async def test_where_nothing_comes_it_ends_with_what_it_has() -> None:
     assert (first.figures.prompts, first.prompts_missing) == (1, 19)
     assert (second.figures.prompts, second.prompts_missing) == (20, 0)
     assert {reason for _, reason in run.exchange.refused} == {"EVALUATION_OVER"}
+
+
+@pytest.mark.parametrize("away_until", [9.0, 30.0])
+async def test_the_time_that_a_server_is_away_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, away_until: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    begun, passed = loop.time(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: begun + passed)
+    async with measuring(evaluation(patience_seconds=10.0)) as run:
+        exchange = run.exchange
+        run.evaluator.version_active(0, 1)
+        await run.settle()
+        exchange.ready.clear()
+        passed = away_until
+        await run.settle()
+        exchange.ready.set()
+        exchange.stream.resume()
+        await run.settle()
+        passed = away_until + 9.0
+        await run.settle()
+        assert run.running
+        passed = away_until + 11.0
+        await run.settle()
+        assert not run.running
+    (record,) = run.records
+    assert record.prompts_missing == 20
 
 
 async def test_where_a_server_stays_full_it_ends_with_what_it_has(
@@ -631,7 +690,6 @@ def test_a_record_is_a_line_of_its_own_that_a_resumed_run_finds(tmp_path: Path) 
     shown = io.StringIO()
     writer = EvaluationWriter(tmp_path, Board(), Console(file=shown))
     writer.write(record)
-    writer.close()
     assert last_steps(tmp_path) == {"n": 4}
     (line,) = [json.loads(one) for one in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["kind"], line["reward_mean"], line["mixed_groups"]) == ("evaluation", 0.25, 1)
@@ -642,5 +700,13 @@ def test_a_record_is_a_line_of_its_own_that_a_resumed_run_finds(tmp_path: Path) 
     # A run that begins anew has measured nothing; one that resumes after it has.
     keep_until(tmp_path, 4)
     assert last_steps(tmp_path) == {"n": 4}
-    keep_until(tmp_path, 3)
+    # So has one that does the step again, of the same groups: what is shown of it is what was.
+    keep_until(tmp_path, 3, 4)
+    assert last_steps(tmp_path) == {"n": 4}
+    written = dict(tags)
+    tags.clear()
+    for found in lines_from(tmp_path, 4):
+        show(found, Board())
+    assert tags == written and not lines_from(tmp_path, 5)
+    keep_until(tmp_path, 3, 3)
     assert last_steps(tmp_path) == {}

@@ -24,6 +24,8 @@ from penstock.server.broadcast import Broadcast
 from penstock.server.engine import TensorMeta
 from penstock.server.serving import Serving, bind
 from penstock.server.task_queue import TaskQueue
+from penstock.trainer.policy import StepResult
+from penstock.trainer.sender import Sender
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from tests.fakes import ByteRenderer, FakeEngine
@@ -35,7 +37,7 @@ from tests.harness import (
     sequence,
     serve,
 )
-from tests.trainer_walk import running
+from tests.trainer_walk import StillPolicy, running
 
 PROMPTS = 6
 EVAL = trajectory_pb2.PURPOSE_EVAL
@@ -201,6 +203,63 @@ async def test_a_server_lost_in_the_middle_costs_no_prompt_and_mixes_no_version(
     (line,), _ = lines(tmp_path)
     assert (line["oldest_weight_version"], line["newest_weight_version"]) == (1, 1)
     assert (line["prompts"], line["failures"], line["prompts_missing"]) == (PROMPTS, 0, 0)
+
+
+class Held(StillPolicy):
+    """Its second step ends when it may."""
+
+    def step(self, plan: Any) -> StepResult:
+        if self.steps == 1:
+            self.may_end.clear()
+        return super().step(plan)
+
+
+@pytest.mark.parametrize("made", ["before", "meanwhile"])
+async def test_a_version_that_a_server_lost_and_is_not_given_again_is_waited_for_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, made: str
+) -> None:
+    sets = [
+        evaluation(tmp_path, sampling={"max_tokens": 60}, at_start=False, mode={"kind": "pinned"})
+    ]
+    policy = StillPolicy() if made == "before" else Held()
+    upload = Sender.upload
+
+    async def overtaken(*_: Any, **__: Any) -> None:
+        """As where the next version came into the payload since it was looked at."""
+        monkeypatch.setattr(Sender, "upload", upload)
+        policy.may_end.set()
+
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serving(tmp_path))
+        queue, weights = server.serving.queue, server.serving.weights
+        server.engine.freeze_at = 20
+        async with (
+            working(server.address),
+            running(
+                tmp_path,
+                server.address,
+                steps=2,
+                policy=policy,
+                evaluation=sets,
+                data={"sampling": {"max_tokens": 4}},
+            ) as run,
+        ):
+            if made == "before":
+                await until(lambda: 2 in weights.staged_versions)
+            else:
+                groups = queue._groups.values()
+                await until(lambda: any(g.task and g.task.purpose == EVAL for g in groups))
+                monkeypatch.setattr(Sender, "upload", overtaken)
+            await stack.aclose()
+            await stack.enter_async_context(serving(tmp_path, server.address))
+            await run.ends(60)
+    (lost, last), steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert (lost["weight_version"], lost["prompts_missing"]) == (1, PROMPTS)
+    # Nothing of it was asked of a server that has other weights.
+    assert (lost["asked_again"], lost["failures"]) == (0, 0)
+    assert (last["weight_version"], last["prompts"]) == (2, PROMPTS)
+    assert "0 of 6 prompts: a server lost that version, and the next one is ready" in caplog.text
 
 
 async def test_one_that_did_not_end_is_begun_anew_by_the_trainer_that_resumes(

@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from penstock.client import Outcome, Task, Trajectory
+from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.sources.problem import Problem
@@ -43,6 +44,13 @@ def mixture(folder: Path) -> dict[str, object]:
     return {"mixture": parts, "group_size": 4, "sampling": {"max_tokens": 4}}
 
 
+SECRET = "of a judge"
+
+
+def keep(group: TrainingGroup, api_key: str) -> None:
+    assert api_key == SECRET
+
+
 def settings(folder: Path, tiny: Path, address: str, *, steps: int, fails_at: int = 0) -> Path:
     """A run in which everything is told every two steps."""
     tracker = {
@@ -56,6 +64,7 @@ def settings(folder: Path, tiny: Path, address: str, *, steps: int, fails_at: in
         address,
         run={"steps": steps, "save_model": False},
         train={"groups_per_step": 4},
+        groups={"filter": {"function": f"{__name__}:keep", "options": {"api_key": SECRET}}},
         checkpoint={"every_steps": 1},
         metrics={"every_steps": 2, "load_every_seconds": 0.02, "trackers": [tracker]},
     )
@@ -99,6 +108,7 @@ async def test_rewards_are_told_apart_by_where_they_are_from(tiny: Path, tmp_pat
     opened, again = (line for line in told if "open" in line)
     assert opened["open"] == again["open"] and opened["config"]["run"]["steps"] == 3
     assert [line["complete"] for line in told if "complete" in line] == [True, True]
+    assert SECRET not in (tmp_path / "tracked.jsonl").read_text()
     (fourth,) = (line for line in told if line.get("step") == 4)
     assert (fourth["train/steps"], fourth["train/outcome_metrics/first"]) == (2, 0.25)
     assert fourth["train/attempts_by_source/easy"] == sum(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rich.console import Console
 
 from penstock.trainer.batch_figures import BatchFigures
+from penstock.trainer.evaluation_record import make_record
+from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.figures import as_json
 from penstock.trainer.metrics import MetricsWriter, keep_until
 from penstock.trainer.policy import StepResult
@@ -95,6 +98,42 @@ def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
     keep_until(tmp_path, 0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     keep_until(tmp_path / "nowhere", 0)
+
+
+def test_what_was_measured_goes_with_a_step_that_comes_out_otherwise(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    # It is open all the while.
+    evaluations = EvaluationWriter(tmp_path, Scalars(), console)
+
+    def measure(step: int) -> None:
+        record = make_record(
+            [],
+            name="n",
+            step=step,
+            weight_version=step,
+            mode="pinned",
+            samples_per_prompt=1,
+            passes_from=1.0,
+            prompts_asked=1,
+        )
+        evaluations.write(record)
+
+    for step in (0, 2, 4):
+        measure(step)
+    with closing(MetricsWriter(tmp_path, Scalars(), console, steps=9)) as writer:
+        (first, second) = steps(1, 2)
+        writer.write(first, writer.begin_step(1))
+        writer.forget(2)
+        assert last_steps(tmp_path) == {"n": 0}
+        measure(2)
+        writer.write(second, writer.begin_step(2))
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line.get("kind")) for line in lines]
+    assert found == [(0, "evaluation"), (1, None), (2, "evaluation"), (2, None)]
+    # What is measured before the first step is of the weights that the run begins with.
+    with closing(MetricsWriter(tmp_path, Scalars(), console, steps=9)) as writer:
+        writer.forget(1)
+    assert last_steps(tmp_path) == {"n": 0}
 
 
 def test_a_trajectorys_trace_reaches_the_step_that_trained_it(

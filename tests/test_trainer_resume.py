@@ -24,7 +24,9 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+import tomli_w
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.client import Task, Trajectory
 from penstock.server.engine import AdapterLimits
@@ -207,6 +209,46 @@ async def test_a_server_that_has_lost_everything_is_asked_for_what_is_outstandin
         assert second.engine.versions == list(range(2, STEPS + 1))
         check_weights(stand)
     check_once(stand)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@one_loop
+async def test_what_was_measured_stays_unless_its_step_comes_out_otherwise(
+    model: Path, nursery: Nursery, tmp_path: Path, lost: bool
+) -> None:
+    async with synchronous(tmp_path, model, every_steps=100) as stand:
+        prompts = tmp_path / "held-out.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(3)))
+        held_out = {"name": "held-out", "jsonl": {"path": str(prompts)}, "every_versions": 2}
+        document = stand.config.read_text()
+        stand.config.write_text(document + tomli_w.dumps({"evaluation": [held_out]}))
+        code = await go(nursery, stand, resume=False, failpoints="train.published=kill@6")
+        assert code == KILLED
+        before = evaluations(tmp_path)
+        assert [line["step"] for line in before] == [0, 2, 4]
+        if not lost:
+            # What it samples no checkpoint contains.
+            assert await go(nursery, stand) == 0, stand.said
+        address = stand.server.address
+    if lost:
+        async with (
+            asyncio.timeout(150),
+            serving(model, listen=address, step_seconds=0.0),
+            at_work(address),
+        ):
+            assert await go(nursery, stand) == 0, stand.said
+        assert "step 1 came out otherwise than before; what was measured" in stand.said
+    after = evaluations(tmp_path)
+    assert [line["step"] for line in after] == [0, 2, 4, 6]
+    stay = 1 if lost else 3
+    assert after[:stay] == before[:stay] and not any(line in before for line in after[stay:])
+    board = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    shown = [point.step for point in board.Scalars("eval/held-out/reward_mean")]
+    assert shown == ([0, 2, 4, 2, 4, 6] if lost else [0, 2, 4, 6])
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in records(folder) if line.get("kind") == "evaluation"]
 
 
 def check_once(stand: Stand, under_way: Collection[int] = ()) -> None:

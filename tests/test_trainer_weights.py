@@ -331,3 +331,17 @@ async def test_a_server_that_serves_nothing_is_given_weights_before_the_first_st
     told = [said for said in server.heard if said.startswith(("switch", "demand"))]
     assert told[:3] == ["switch 1", "demand", "switch 2"]
     assert server.bases == [0, 1]
+
+
+async def test_an_engine_of_a_hub_that_is_away_costs_a_run_nothing(tmp_path: Path) -> None:
+    server = Following()
+    for state in (
+        rollout_service_pb2.REPLICA_STATE_SERVING,
+        rollout_service_pb2.REPLICA_STATE_UNAVAILABLE,
+    ):
+        server.info.replicas.add().state = state
+    async with server, running(tmp_path, server.address, steps=1) as run:
+        await run.ends()
+    told = [said for said in server.heard if said.startswith(("switch", "demand"))]
+    assert told[:2] == ["demand", "switch 1"]
+    assert server.bases == [0]

@@ -217,7 +217,6 @@ async def running(
             await asyncio.wait((walk,))
             publisher.close()
             metrics.close()
-            measured.close()
             compute.close()
             ledger.close()
 

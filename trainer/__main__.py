@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.trainer.config import TrainerConfig, load_config, render_config
+from penstock.trainer.config import TrainerConfig, as_shown, load_config, render_config
 from penstock.trainer.errors import ConfigInvalid, TrainerError
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ async def _run_locked(
     trackers = make_trackers(config.metrics.trackers, config.run.steps)
     try:
         start = await compute.run(_load, config, resume, leader, ledger)
-        told = config.model_dump(mode="json", exclude={"metrics": {"trackers"}})
+        told = as_shown(config.model_dump(mode="json", exclude={"metrics": {"trackers"}}))
         trackers.begin(config.run.out, config.run.id, told, resumes=resume)
         await _run_loaded(config, compute, start, trackers, console, stopping)
     finally:
@@ -230,8 +230,6 @@ async def _run_loaded(
             async with parts.metrics.measuring():
                 await _walk(parts, stopping)
         finally:
-            if parts.evaluations is not None:
-                parts.evaluations.close()
             parts.metrics.close()
             parts.publisher.close()
     if parts.exchanges.left.is_set():

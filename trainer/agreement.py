@@ -16,6 +16,10 @@ steps that the trainer before did beyond it. What becomes of them:
                                      N+1 at once
     the server has lost all        K is published, and what is outstanding submitted again
 
+A server that is restarted while the run goes on is given the version that the trainer holds again. Where
+the payload is of the next one already, it is not: it stays with less until that is switched to, and pinned
+evaluations, for which the switch waits, are ended.
+
 Of several servers, which were killed and restarted at moments of their own, each may be elsewhere. All
 this is of each by itself: one is given a version where it has less, and is past it where it has it already.
 They come to the same version when the trainer does, or before:
@@ -180,11 +184,14 @@ class Agreement:
         newest = _newest(info)
         if newest < held:
             return False
-        serves = all(replica.state != UNAVAILABLE for replica in info.replicas)
+        # Of a hub's engines one may be away at any time: it is given what the others sample by the hub.
+        away = [replica.state == UNAVAILABLE for replica in info.replicas]
+        serves = not (away and all(away))
         return not serves or (newest > held and not self._has_ahead(newest))
 
-    async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
-        """Brings a server up to date that came back with less than it had. Raises ServerLost."""
+    async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> bool:
+        """Brings a server up to date that came back with less than it had; False where it cannot be given
+        what the trainer holds, for the payload is newer: the next switch does it. Raises ServerLost."""
         exchange, sender = self._exchanges.servers[server], self._publisher.senders[server]
         held, active = exchange.held_version, welcome.active_weight_version
         if active > max(held, self._ahead[server]):
@@ -199,15 +206,17 @@ class Agreement:
         if active < held:
             # It has lost what differences are made from.
             sender.forget_base()
-        # A payload that is newer is on its way already, and will be switched to.
-        if active < held and self._publisher.filled_version == held:
+        lost = active < held
+        if lost and self._publisher.filled_version == held:
             log.warning("the server came back with version %d; publishing %d again", active, held)
             exchange.restored.clear()
             if await self._handover.upload(server, held) is not None:
                 exchange.repeat_switch()
+                lost = False
             else:
                 exchange.restored.set()
         await self._tasks.submit_again(server)
+        return not lost
 
     async def fill(self, weight_version: int, *, uploads: bool = False) -> None:
         """Copies the policy's weights into the payload, as this version. With `uploads` the upload begins

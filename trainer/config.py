@@ -368,20 +368,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 def render_config(config: TrainerConfig) -> str:
     """The whole configuration, defaults included, as TOML that `load_config` reads back; for people: what
     functions of one's own and trackers are given may hold secrets, which are left out."""
-    return tomli_w.dumps(_shown(config.model_dump(mode="json", exclude_none=True)))
+    return tomli_w.dumps(as_shown(config.model_dump(mode="json", exclude_none=True)))
 
 
-def _shown(table: Mapping[str, object]) -> dict[str, object]:
+def as_shown(table: Mapping[str, object]) -> dict[str, object]:
+    """A configuration as people and trackers are told it: without what may be a secret."""
     shown: dict[str, object] = {}
     for name, value in table.items():
         if name in ("options", "trackers"):
             shown[name] = without_secrets(value)
         elif isinstance(value, Mapping):
-            shown[name] = _shown(cast("Mapping[str, object]", value))
+            shown[name] = as_shown(cast("Mapping[str, object]", value))
         elif isinstance(value, list):
             items = cast("list[object]", value)
             shown[name] = [
-                _shown(cast("Mapping[str, object]", item)) if isinstance(item, Mapping) else item
+                as_shown(cast("Mapping[str, object]", item)) if isinstance(item, Mapping) else item
                 for item in items
             ]
         else:

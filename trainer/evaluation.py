@@ -21,6 +21,9 @@ What a failure does:
     a server is lost            its prompts are submitted again, under the same ids, once it is back; what
                                   comes twice is measured once. A pinned set does not take tokens that
                                   another version sampled meanwhile, and asks again
+    and what it samples, too    where the trainer cannot give it that again, for it made the next version,
+                                  pinned evaluations end with what they have: the switch, which waits for
+                                  them, is what the server waits for
     nothing comes               after `patience_seconds` with the server there it ends with what it has;
                                   what comes later is refused
     a server is full            it is asked for room again; after `patience_seconds` of that the evaluation
@@ -28,7 +31,9 @@ What a failure does:
     the run is asked to stop    the evaluation is left, without a record, and the switch waits no longer
     the trainer dies            the same. The one that resumes reads in `metrics.jsonl` what has a record:
                                   what was due since and has none begins on the weights it resumes with,
-                                  under ids of its own; groups of the one before are refused
+                                  under ids of its own; groups of the one before are refused. Records of
+                                  steps that it does again stay, for they come out as they did: at the
+                                  first that does not, those of it and of later ones go, and are due again
     the one before still runs   the set is passed over this time, which the next record counts; but the last
                                   weights are measured, after it
     catching up with a server   nothing begins until the server samples what the trainer holds
@@ -96,6 +101,8 @@ class _Measurement:
     time_start: float
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """A group came."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nobody will sample its version any more."""
     data_sources: dict[str, str] = field(default_factory=dict[str, str])
     """By task id."""
     hold_start: float | None = None
@@ -190,6 +197,24 @@ class Evaluator:
         await self._ended(holding)
         return time.time() - begun if holding else 0.0
 
+    def version_gone(self) -> None:
+        """A server has lost the version that it sampled and is not given it again: what is pinned ends."""
+        for one in self._sets:
+            if one.config.pinned and one.current is not None:
+                one.current.gone.set()
+
+    def forget(self, step: int) -> None:
+        """This step came out otherwise than it did for the trainer before, whose records of it and of later
+        ones are gone: what was due then is due again."""
+        for one in self._sets:
+            if one.schedule.forget(step):
+                log.warning(
+                    "evaluation %s: step %d came out otherwise than before; what was measured of it and "
+                    "later ones is dropped, and measured again when it is due",
+                    one.config.name,
+                    step,
+                )
+
     async def finish(self, step: int, weight_version: int) -> None:
         """Measures the last weights, and returns when everything has ended, or the run is to stop."""
         await self._ended(self._sets)
@@ -209,7 +234,7 @@ class Evaluator:
         """Submits what is asked of a server that may have lost it; where it is full, as soon as there is
         room. Raises ServerLost."""
         for one in self._sets:
-            if one.current is None:
+            if one.current is None or one.current.gone.is_set():
                 continue
             assert self._group is not None, "open comes first"
             try:
@@ -262,7 +287,11 @@ class Evaluator:
     async def _measure(self, one: EvaluationSet, current: _Measurement) -> None:
         """Consumes groups; waits for those of the prompts it has asked; produces a record."""
         try:
-            if await unless(self._stopping, self._ask_all(one, current)) is None:
+            asked = unless(current.gone, self._ask_all(one, current))
+            ended = await unless(self._stopping, asked)
+            if ended is None and current.gone.is_set():
+                _warn(one, current, "a server lost that version, and the next one is ready")
+            elif ended is None:
                 log.warning(
                     "evaluation %s of version %d is left: the run is to stop",
                     one.config.name,
@@ -286,25 +315,21 @@ class Evaluator:
                 why = "nothing came. Is there a worker that takes evaluations?"
             else:
                 continue
-            log.warning(
-                "evaluation %s ends with %d of %d prompts: for %g s %s",
-                one.config.name,
-                len(prompts.measured),
-                prompts.count,
-                one.config.patience_seconds,
-                why,
-            )
+            _warn(one, current, f"for {one.config.patience_seconds:g} s {why}")
             return False
         return True
 
     async def _comes(self, one: EvaluationSet, current: _Measurement) -> bool:
-        """Waits for a group; False where none came in time, and the server was there."""
+        """Waits for a group; False where none came in time, in which all servers were there."""
+        begun = asyncio.get_running_loop().time()
         while True:
+            since = max(begun, *(stream.since for stream in self._streams))
             try:
-                async with asyncio.timeout(one.config.patience_seconds):
+                async with asyncio.timeout_at(since + one.config.patience_seconds):
                     await current.changed.wait()
             except TimeoutError:
-                if all(stream.is_ready for stream in self._streams):
+                there = all(stream.is_ready for stream in self._streams)
+                if there and all(stream.since <= since for stream in self._streams):
                     return False
                 for stream in self._streams:
                     await stream.ready()
@@ -426,3 +451,14 @@ class Evaluator:
                 f"every trajectory failed: {counted}" if counted else "nothing came",
             )
         return record
+
+
+def _warn(one: EvaluationSet, current: _Measurement, why: str) -> None:
+    log.warning(
+        "evaluation %s of version %d ends with %d of %d prompts: %s",
+        one.config.name,
+        current.weight_version,
+        len(current.prompts.measured),
+        current.prompts.count,
+        why,
+    )

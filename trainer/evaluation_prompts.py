@@ -173,6 +173,13 @@ class Schedule:
         skipped, self.skipped = self.skipped, 0
         return skipped
 
+    def forget(self, step: int) -> bool:
+        """What was measured of this step and later ones counts no more; whether something was."""
+        if self._begun is None or self._begun < step:
+            return False
+        self._begun, self._seen = None, step - 1
+        return True
+
     def skip(self, step: int) -> None:
         """One was due, and the one before still runs."""
         self._seen = step

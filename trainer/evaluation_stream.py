@@ -33,6 +33,8 @@ class EvaluationStream:
         self._send = send
         self.owed = 0
         """Groups demanded and not yet delivered."""
+        self.since = 0.0
+        """When the server was last there again, by the event loop's clock; zero where it never was away."""
         self.on_delivery: Callable[[Delivered], None] | None = None
         """Called with each group, which it measures or refuses."""
 
@@ -53,6 +55,7 @@ class EvaluationStream:
 
     def resume(self) -> None:
         """A new stream begins: what was demanded on the one before is demanded of it."""
+        self.since = asyncio.get_running_loop().time()
         if self.owed:
             self._demand(self.owed)
 

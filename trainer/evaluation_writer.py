@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Protocol, TextIO, cast
+from typing import Protocol, cast
 
 from rich.console import Console
 
@@ -29,30 +29,38 @@ class EvaluationWriter:
     def __init__(self, folder: Path, scalars: Scalars, console: Console) -> None:
         """`folder` has the run's `metrics.jsonl`, to whose end a line is added for each record."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / FILE).open("a", encoding="utf-8")
+        self._path = folder / FILE
         self._scalars = scalars
         self._console = console
 
     def write(self, record: EvaluationRecord) -> None:
         """An evaluation has ended."""
-        self._file.write(json.dumps(as_line(record)) + "\n")
-        self._file.flush()
-        for name, value in _scalars(record):
-            self._scalars.add_scalar(f"eval/{record.name}/{name}", value, record.step)
-        self._scalars.flush()
+        line = as_line(record)
+        # Opened each time: `keep_until` puts another file in its place.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        show(line, self._scalars)
         # Above the live table, where there is one.
         self._console.print(as_text(record), soft_wrap=True, highlight=False, markup=False)
 
-    def close(self) -> None:
-        """Writes nothing more."""
-        self._file.close()
+
+def show(line: Mapping[str, object], scalars: Scalars) -> None:
+    """What the line of an evaluation says, as points of its step."""
+    for name, value in _points(line):
+        scalars.add_scalar(f"eval/{line['name']}/{name}", value, cast("int", line["step"]))
+    scalars.flush()
+
+
+def lines_from(folder: Path, step: int) -> list[Mapping[str, object]]:
+    """The lines of evaluations that began at this step or later."""
+    return [line for line in _lines(folder) if cast("int", line["step"]) >= step]
 
 
 def as_line(record: EvaluationRecord) -> dict[str, object]:
     """The line of a record: its own fields, and the figures of all prompts among them."""
-    fields = cast("dict[str, object]", asdict(record))
-    figures = cast("dict[str, object]", fields.pop("figures"))
-    return {"kind": KIND, **fields, **figures}
+    own = cast("dict[str, object]", asdict(record))
+    figures = cast("dict[str, object]", own.pop("figures"))
+    return {"kind": KIND, **own, **figures}
 
 
 def as_text(record: EvaluationRecord) -> str:
@@ -79,33 +87,40 @@ def as_text(record: EvaluationRecord) -> str:
 
 def last_steps(folder: Path) -> dict[str, int]:
     """Step of the last record of each set; of a file that a killed trainer wrote, what is whole."""
-    path = folder / FILE
     found: dict[str, int] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            fields = cast("dict[str, object]", json.loads(line))
-        except ValueError:
-            break
-        if fields.get("kind") == KIND:
-            name, step = str(fields["name"]), cast("int", fields["step"])
-            found[name] = max(step, found.get(name, step))
+    for line in _lines(folder):
+        name, step = str(line["name"]), cast("int", line["step"])
+        found[name] = max(step, found.get(name, step))
     return found
 
 
-def _scalars(record: EvaluationRecord) -> Iterator[tuple[str, float]]:
-    yield from _figures(record.figures)
-    if len(record.by_source) > 1:
-        for source, figures in record.by_source.items():
+def _lines(folder: Path) -> Iterator[Mapping[str, object]]:
+    path = folder / FILE
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            line = cast("Mapping[str, object]", json.loads(text))
+        except ValueError:
+            return
+        if line.get("kind") == KIND:
+            yield line
+
+
+def _points(line: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    yield from _figures(line)
+    by_source = cast("Mapping[str, Mapping[str, object]]", line["by_source"])
+    if len(by_source) > 1:
+        for source, figures in by_source.items():
             yield from ((f"source/{source}/{name}", value) for name, value in _figures(figures))
     for name in ("mixed_share", "lag", "prompts_missing", "skipped", "seconds", "seconds_held"):
-        yield name, float(cast("float", getattr(record, name)))
+        yield name, float(cast("float", line[name]))
 
 
-def _figures(figures: Figures) -> Iterator[tuple[str, float]]:
-    for name, value in cast("dict[str, object]", asdict(figures)).items():
+def _figures(table: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    for name in (one.name for one in fields(Figures)):
+        value = table[name]
         if isinstance(value, int | float):
             yield name, float(value)
-    for k, share in figures.pass_at.items():
+    for k, share in cast("Mapping[str, float]", table["pass_at"]).items():
         yield f"pass_at/{k}", share
 
 

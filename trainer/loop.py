@@ -242,8 +242,10 @@ class TrainingLoop:
 
     async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
         """Brings a server up to date that came back with less than it had. Raises ServerLost."""
-        await self._agreement.restore(server, welcome)
+        samples_it = await self._agreement.restore(server, welcome)
         if self._evaluator is not None:
+            if not samples_it:
+                self._evaluator.version_gone()
             await self._evaluator.submit_again(server)
 
     def _measure(self, weight_version: int) -> None:
@@ -353,6 +355,10 @@ class TrainingLoop:
             log.warning("version %d changes no tensor%s", record.weight_version, why)
 
     async def _note(self, entry: StepEntry) -> None:
+        if self._evaluator is not None and self._ledger.ahead.get(entry.step, entry) != entry:
+            # Before the ledger loses what says so.
+            self._metrics.forget(entry.step)
+            self._evaluator.forget(entry.step)
         # Before the server hears of the version, so that the ledger knows of all it may sample.
         await self._compute.run(self._ledger.write, entry)
         hit("train.noted")

@@ -52,12 +52,12 @@ class MetricsWriter:
         last step, `step` the last that is done already. `trackers` are asked what they lost; points reach
         them by `scalars`."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        self._lines: list[Line] = _lines_between(path, step - step % every_steps, step)
+        self._path = folder / FILE
+        self._lines: list[Line] = _lines_between(self._path, step - step % every_steps, step)
         self._unsent = False
         self._last_step = step
         self._every = every_steps
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file: TextIO = self._path.open("a", encoding="utf-8")
         self._scalars = scalars
         self._trackers = trackers
         self._load = load
@@ -97,6 +97,13 @@ class MetricsWriter:
         self._file.write(json.dumps({"step": step, **line}) + "\n")
         self._file.flush()
         self._add(step, cast("Line", line))
+
+    def forget(self, step: int) -> None:
+        """Removes the evaluations of this step, which is not written yet, and of later ones: they are of
+        weights that the run has no more. What showed them goes on showing them."""
+        self._file.close()
+        keep_until(self._path.parent, step - 1, step - 1)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def _add(self, step: int, line: Line) -> None:
         self._lines.append(line)
@@ -197,9 +204,12 @@ class _Instruments:
             self._probe.record(record.probe_difference)
 
 
-def keep_until(folder: Path, step: int) -> int:
+def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
     """Removes from `metrics.jsonl` what a resumed run is about to do again; all of it at step
-    zero. Returns the last step that it has, zero where it has none."""
+    zero. Returns the last step that it has, zero where it has none.
+
+    Evaluations stay up to the step `measured`, where there is one: nobody makes them again of steps that
+    the ledger has, unless one comes out otherwise."""
     path = folder / FILE
     if not path.exists():
         return 0
@@ -211,9 +221,11 @@ def keep_until(folder: Path, step: int) -> int:
             of = int(line["step"])
         except ValueError:
             break  # The killed trainer wrote half a line.
-        if step and of <= step:
+        # What says of what kind it is is no step's.
+        if "kind" in line and measured is not None and of <= measured:
             kept.append(text)
-            # What says of what kind it is is no step's.
+        elif step and of <= step:
+            kept.append(text)
             last = max(last, of if "kind" not in line else 0)
     # As a whole: who is killed meanwhile keeps what there was.
     shorter = folder / f".{FILE}"

@@ -69,6 +69,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     source = open_source(config.data, run.seed)
     data = source.identity
     state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
+    measured: int | None = None
     policy = make_policy(config)
     if leader is not None:
         policy = LeadingPolicy(policy, leader)
@@ -77,10 +78,12 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         _check_same_run(checkpoint.folder, state, run.id, data)
         policy.load(checkpoint.folder)
         ledger.resume(state.step, state.ledger_bytes)
+        measured = max(ledger.ahead, default=state.step)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
     elif resume and config.checkpoint.every_steps:
         # Nothing is final before the first checkpoint: the server still has what it was trained on.
         ledger.resume(0)
+        measured = max(ledger.ahead, default=0)
         log.warning("nothing to resume from in %s; beginning at step 1", folder)
     else:
         ledger.begin()
@@ -93,7 +96,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         )
     passed_over = checkpoint.passed_over if checkpoint is not None else 0
     # Before anything reads or adds to it.
-    written_step = keep_until(run.out, state.step)
+    written_step = keep_until(run.out, state.step, measured)
     evaluations = _open_evaluations(config)
     return Start(
         policy, state, source, evaluations, ledger, share_prefixes, passed_over, written_step

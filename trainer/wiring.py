@@ -18,7 +18,7 @@ from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation import Evaluator
-from penstock.trainer.evaluation_writer import EvaluationWriter
+from penstock.trainer.evaluation_writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import settle_refused
@@ -80,7 +80,6 @@ class Parts:
     publisher: Publisher
     metrics: MetricsWriter
     loop: TrainingLoop
-    evaluations: EvaluationWriter | None = None
 
 
 def wire(
@@ -142,7 +141,7 @@ def wire(
         evaluator=_make_evaluator(start, run.id, exchanges, links, evaluations, stopping),
         data_ranks=start.policy.data_ranks,
     )
-    return Parts(exchanges, publisher, metrics, loop, evaluations)
+    return Parts(exchanges, publisher, metrics, loop)
 
 
 def _make_writers(
@@ -156,9 +155,11 @@ def _make_writers(
     run = config.run
     state = start.state
     unwritten: Mapping[str, object] = state.record if start.written_step < state.step else {}
-    # Evaluations before the first step are at zero, and belong to the start that made them.
+    # Evaluations before the first step are at zero.
     begins = state.step + 1 if state.step else 0
     tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=begins)
+    for line in lines_from(run.out, begins):
+        show(line, tensorboard)
     scalars = TrackedScalars(tensorboard, trackers)
     metrics = MetricsWriter(
         run.out,
@@ -238,16 +239,18 @@ def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders)
     return transports
 
 
-def security_of(server: ServerConfig) -> Security:
-    """How the servers are called. Raises ConfigInvalid."""
-    security = Security(
+def security_of(server: ServerConfig, given: Security | None = None) -> Security:
+    """How the servers are called; what a command line has `given` counts over the file. Raises
+    ConfigInvalid."""
+    own = Security(
         tls=server.tls,
         ca=server.ca,
         certificate=server.certificate,
         key=server.key,
         server_name=server.server_name,
         token_file=server.token_file,
-    ).with_environment()
+    )
+    security = (given.over(own) if given else own).with_environment()
     try:
         for address in server.addresses:
             security.check(address)
