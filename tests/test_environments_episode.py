@@ -23,6 +23,7 @@ from penstock.client.turns import SegmentView
 from penstock.trainer.data_config import EnvironmentConfig, LevelConfig, SamplingConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources.episodes import EpisodeSource
+from penstock.trainer.sources.problem import Finite
 from penstock.trainer.tasks import describe_problem
 from tests.harness import SubmitTasksRequest, serve
 
@@ -389,6 +390,16 @@ def test_a_source_is_known_by_all_that_decides_its_episodes():
     assert first.problem(0).data_source == "x:Y"
     small = EpisodeSource(EnvironmentConfig(name="x:Y", size=2))
     assert [small.problem(i).metadata["seed"] for i in range(4)] == [0, 1, 0, 1]
+    assert isinstance(small, Finite) and small.size == 2
+    levels = (LevelConfig(name="a"), LevelConfig(name="b"), LevelConfig(name="c"))
+    config = EnvironmentConfig(name="x:Y", size=2, levels=levels)
+    several = EpisodeSource(config)
+    assert isinstance(several, Finite) and several.size == 6
+    assert len({str(several.problem(i)) for i in range(6)}) == 6
+    assert several.problem(6) == several.problem(0)
+    # The levels that began first have gone round before the last one has.
+    joined = EpisodeSource(config.model_copy(update={"prompts_per_level": 2}))
+    assert not isinstance(joined, Finite)
     twice = (LevelConfig(name="a"), LevelConfig(name="a"))
     with pytest.raises(ConfigInvalid, match="named alike"):
         EpisodeSource(EnvironmentConfig(name="x:Y", levels=twice))

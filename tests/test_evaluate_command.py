@@ -345,6 +345,23 @@ def test_a_trainers_file_that_does_not_say_what_to_measure_is_refused(
     assert main(["--config", str(file), "--environment", "textarena", "--dry-run"]) == 0
 
 
+def test_a_worker_s_token_counts_over_that_of_a_trainers_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, token = trainer_file(tmp_path), tmp_path / "worker-token"
+    address = 'address = "127.0.0.1:1"'
+    assert address in file.read_text()
+    file.write_text(file.read_text().replace(address, f'{address}\ntoken_file = "not-mine"'))
+    reward = ("--reward", "penstock.demo.rewards:printable_share", "--only", "mixed")
+    arguments = ["--config", str(file), *reward, "--dry-run"]
+    assert main(arguments) == 2
+    assert "not-mine" in capsys.readouterr().err
+    token.write_text("abcdefgh" * 5)
+    assert main([*arguments, "--token-file", str(token)]) == 0
+    monkeypatch.setenv("PENSTOCK_TOKEN", token.read_text())
+    assert main(arguments) == 0
+
+
 def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """As verl calls it."""
     return {"rows": 1.0, "rows-alone": 1.0, "held-out": 1.0, "named": 3.0}[data_source]

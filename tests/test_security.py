@@ -8,6 +8,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,24 @@ def test_the_trainer_shows_what_its_configuration_names(monkeypatch: Any, made: 
     with pytest.raises(ConfigInvalid, match="not sent in plaintext") as caught:
         security_of(ServerConfig(address="10.0.0.1:1"))
     assert token not in str(caught.value)
+
+
+def test_what_a_command_line_gives_counts_over_a_file(monkeypatch: Any, made: Authorities):
+    own = tuple(Path(name) for name in ("own.pem", "own.key", "own.token"))
+    file = Security(
+        ca=made.ca, certificate=own[0], key=own[1], server_name="engine", token_file=own[2]
+    )
+    assert Security().over(file) == file
+    assert Security(token="t").over(file) == replace(file, token="t", token_file=None)
+    given = Security(token_file=Path("t"), certificate=Path("c"), key=Path("k"), server_name="hub")
+    assert given.over(file) == replace(given, ca=made.ca)
+    assert Security(tls=True).over(Security()).encrypted
+    # The environment is asked last, as for the file alone.
+    mine, environment = new_token(), new_token()
+    monkeypatch.setenv("PENSTOCK_TOKEN", environment)
+    server = ServerConfig(address="10.0.0.1:1", ca=made.ca)
+    assert security_of(server, Security(token=mine)).token == mine
+    assert security_of(server, Security()).token == environment
 
 
 # What a server asks for.

@@ -300,6 +300,18 @@ def test_a_saved_data_set_has_the_split_that_it_was_saved_with(
             open_huggingface(config.model_copy(update={"split": split}), seed=0)
 
 
+@pytest.mark.parametrize("split", ["train", "all"])
+def test_a_saved_slice_of_a_data_set_goes_by_any_name(tmp_path: Path, split: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    lines = tmp_path / "sums.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": f"p {n}"}) + "\n" for n in range(5)))
+    cut = datasets.load_dataset("json", data_files=str(lines), split="train[:60%]")
+    assert str(cut.split) == "train[:60%]"
+    cut.save_to_disk(tmp_path / "cut")
+    config = HuggingFaceConfig(path=str(tmp_path / "cut"), split=split, shuffle=False)
+    assert texts(open_huggingface(config, seed=0), range(3)) == ["p 0", "p 1", "p 2"]
+
+
 def test_a_library_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -151,7 +151,7 @@ def evaluate(
 
         config = load_config(config_file)
         if server is None:
-            server, security = _server_of(config)
+            server, security = _server_of(config, security)
         sets = open_sets(config, config_file, only, given, attempts)
     if server is None:
         raise click.UsageError("give --server, or --model")
@@ -192,14 +192,15 @@ def main(arguments: list[str]) -> int:
     return OK
 
 
-def _server_of(config: TrainerConfig) -> tuple[str, Security]:
-    """Where a trainer's file says that its server is, and how it is called. Raises ConfigInvalid."""
+def _server_of(config: TrainerConfig, given: Security) -> tuple[str, Security]:
+    """Where a trainer's file says that its server is, and how it is called, for all that the command line
+    has not `given`. Raises ConfigInvalid."""
     from penstock.trainer.wiring import security_of
 
     address, *others = config.server.addresses
     if others:
         raise click.UsageError("the file has several servers: say which by --server")
-    return address, security_of(config.server)
+    return address, security_of(config.server, given)
 
 
 def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:

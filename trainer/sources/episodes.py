@@ -26,6 +26,9 @@ class EpisodeSource:
         self._names = [level.name or str(n) for n, level in enumerate(self._levels)]
         if len(set(self._names)) < len(self._names):
             raise ConfigInvalid(f"{section}.levels: two are named alike: {self._names}")
+        if not config.prompts_per_level:
+            # Where they begin again, as `Finite` knows it; levels that join later have no such end.
+            self.size = config.size * len(self._levels)
         settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
         self.identity = f"environment {settings}"
 

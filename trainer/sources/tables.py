@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast, overload
@@ -15,7 +16,7 @@ from penstock.trainer.sources.rows import RowSource
 ROWS_AT_ONCE = 1024
 # `save_to_disk` writes it where there are several splits.
 SPLITS_FILE = "dataset_dict.json"
-# What a data set goes by that was saved without the name of its split.
+# What a data set goes by that was saved without the name of its split, or with that of a slice of one.
 ANY_SPLIT = ("train", "validation", "test")
 
 Row = Mapping[str, object]
@@ -144,7 +145,8 @@ def open_huggingface(
 def _of_split(datasets: Any, saved: Any, split: str) -> Any:
     """The part of a saved data set that `split` says, as `load_dataset` would. Raises ValueError."""
     if not isinstance(saved, datasets.DatasetDict):
-        names = ANY_SPLIT if saved.split is None else (str(saved.split),)
+        named = str(saved.split or "")
+        names = (named,) if re.fullmatch(r"\w+(\.\w+)*", named) else ANY_SPLIT
         saved = dict.fromkeys(names, saved)
     splits = cast("Mapping[str, Any]", saved)
     if split == "all":

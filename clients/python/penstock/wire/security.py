@@ -68,6 +68,21 @@ class Security:
             return self
         return replace(self, token=os.environ.get(TOKEN_VARIABLE, "").strip())
 
+    def over(self, other: Security) -> Security:
+        """This, and what it leaves open as another has it. A certificate comes with its key, and a token
+        alone is over the other's file."""
+        shown = self if self.certificate or self.key else other
+        known = self if self.token_file or self.token else other
+        return Security(
+            tls=self.tls or other.tls,
+            ca=self.ca or other.ca,
+            certificate=shown.certificate,
+            key=shown.key,
+            server_name=self.server_name or other.server_name,
+            token_file=known.token_file,
+            token=known.token,
+        )
+
     def check(self, address: str) -> None:
         """Raises CredentialsUnusable where a channel to `address` could not be made, or must not, and
         ValueError where it is no address."""
