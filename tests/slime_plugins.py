@@ -466,3 +466,99 @@ async def says_otherwise(args, sample, sampling_params):
 
 def seven(args, sample, **kwargs):
     return 7.0
+
+
+def decoded(args, sample: Sample, **kwargs):
+    """Whether the text is what the policy wrote, and all of it."""
+    tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return float(sample.response == GenerateState(args).tokenizer.decode(tokens) != "")
+
+
+async def limits(args, sample: Sample, sampling_params) -> Sample:
+    """What `args` say of sampling is what the parameters say."""
+    assert args.rollout_temperature == sampling_params["temperature"] == 0.5
+    assert args.rollout_max_response_len == sampling_params["max_new_tokens"]
+    assert GenerateState(args).sampling_params["temperature"] == 0.5
+    return await generate(args, sample, sampling_params)
+
+
+async def shows_temperature(args, sample: Sample, sampling_params) -> Sample:
+    sample.reward = {"score": sampling_params["temperature"]}
+    return await generate(args, sample, sampling_params)
+
+
+async def ask(args, tokens, sampling_params, **fields):
+    payload = {"input_ids": tokens, "sampling_params": sampling_params, "return_logprob": True}
+    output = await post(url_of(args), {**payload, **fields})
+    return output["text"], [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
+
+
+async def asks_again(args, sample: Sample, sampling_params) -> Sample:
+    """A second turn that is thrown away, and made once more on another observation."""
+    tokens = list(sample.prompt.encode())
+    _, first = await ask(args, tokens, sampling_params)
+    await ask(args, [*tokens, *first, SHOUT], sampling_params)
+    observation = [SHOUT, SHOUT]
+    _, second = await ask(args, [*tokens, *first, *observation], sampling_params)
+    sample.tokens = tokens
+    sample.append_response_tokens(args, tokens=first, log_probs=[0.0] * len(first))
+    sample.append_response_tokens(args, tokens=observation, trainable=False)
+    sample.append_response_tokens(args, tokens=second, log_probs=[0.0] * len(second))
+    return sample
+
+
+async def changes_form(args, sample: Sample, sampling_params) -> Sample:
+    """A turn with text, and the next one with tokens."""
+    tokens = list(sample.prompt.encode())
+    text = {"text": sample.prompt, "sampling_params": sampling_params, "return_logprob": True}
+    output = await post(url_of(args), text)
+    first = [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
+    _, second = await ask(args, [*tokens, *first, SHOUT], sampling_params)
+    sample.tokens = tokens
+    sample.append_response_tokens(args, tokens=first, log_probs=[0.0] * len(first))
+    sample.append_response_tokens(args, tokens=[SHOUT], trainable=False)
+    sample.append_response_tokens(args, tokens=second, log_probs=[0.0] * len(second))
+    return sample
+
+
+async def too_long_first(args, sample: Sample, sampling_params) -> Sample:
+    """Two requests at the same time, of which the server refuses the first."""
+    tokens = list(sample.prompt.encode())
+    long = [SHOUT] * (args.rollout_max_context_len + 1)
+    refused, (_, found) = await asyncio.gather(
+        ask(args, long, sampling_params),
+        ask(args, tokens, sampling_params),
+        return_exceptions=True,
+    )
+    assert isinstance(refused, Exception)
+    sample.tokens = tokens
+    sample.append_response_tokens(args, tokens=found, log_probs=[0.0] * len(found))
+    return sample
+
+
+async def stops(args, sample: Sample, sampling_params) -> Sample:
+    """The same answer, ended by a stop that is cut from its text or not."""
+    tokens = list(sample.prompt.encode())
+    text, found = await ask(args, tokens, sampling_params)
+    stop = text[3]
+    place = text.index(stop)
+    given = {**sampling_params, "stop": [stop], "no_stop_trim": False}
+    cut, cut_tokens = await ask(args, tokens, given)
+    whole, whole_tokens = await ask(args, tokens, {**given, "no_stop_trim": True})
+    assert cut == text[:place] and whole == text[: place + 1], (text, cut, whole)
+    assert cut_tokens == whole_tokens == found[: len(cut_tokens)]
+    sample.tokens = tokens
+    sample.append_response_tokens(args, tokens=found, log_probs=[0.0] * len(found))
+    return sample
+
+
+async def ends_otherwise(args, sample: Sample, sampling_params):
+    """Two samples that are complete, as the function has it, of which the second was cut by its budget."""
+    tokens, found = list(sample.prompt.encode()), []
+    for params in ({**sampling_params, "stop": [args.stop]}, sampling_params):
+        part = deepcopy(sample)
+        part.tokens, part.reward, part.status = [*tokens, SHOUT], 1.0, Sample.Status.COMPLETED
+        _, new = await ask(args, part.tokens, params)
+        part.append_response_tokens(args, tokens=new, log_probs=[0.0] * len(new))
+        found.append(part)
+    return found

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client import Message, SamplingParams, Task
+from penstock.client import InvalidRequest, Message, SamplingParams, Task, ToolCall
 from penstock.client.__main__ import main
 from penstock.client.plugins import group_filter, modules
 from penstock.client.plugins.arguments import ArgumentsInvalid, make_arguments, read_arguments
@@ -32,7 +33,7 @@ from penstock.client.plugins.claims import (
 )
 from penstock.client.plugins.group_filter import Delivered
 from penstock.client.plugins.rewards import RewardMissing, score_of
-from penstock.client.plugins.router import RequestUnsupported
+from penstock.client.plugins.router import AttemptRouter, RequestUnsupported
 from penstock.client.plugins.samples import Sample, flatten
 from penstock.client.plugins.sampling import (
     SamplingUnsupported,
@@ -47,6 +48,7 @@ from penstock.client.plugins.slime_functions import (
 )
 from penstock.client.plugins.told_metadata import MOST_BYTES, told_metadata
 from penstock.client.tasks import write_task
+from penstock.client.turns import FinishReason, SegmentView, Turn
 from penstock.client.values import from_struct
 from penstock.trainer.batching import read_group
 from penstock.trainer.config import TrainerConfig
@@ -55,6 +57,7 @@ from penstock.trainer.group_policies import load_filter, reason_to_drop
 from penstock.v1 import trajectory_pb2
 from penstock.wire.agent_marks import METADATA as METADATA_MARK
 from penstock.wire.agent_marks import metadata_is_whole, write_unwanted
+from tests.tiny_model import make_byte_tokenizer
 from tests.trainer_walk import Outcome, delivery
 
 
@@ -101,6 +104,26 @@ def untrained(claims: list[Claim], *trajectories: Written) -> list[list[int]]:
         ),
         # Twins: each has its own.
         ([claim(1, -2), claim(1, -2)], [written(1, -2), written(1, -2)], [[], []]),
+        # A branch has its part, and what it shares is trained where it was sampled; or another has that.
+        ([claim(1, -2, 3, -4)], [written(1, -2, 5, -6), written(1, 2, 3, -4)], [[3], []]),
+        (
+            [claim(1, 2, 3, -4), claim(1, -2, reward=0.0)],
+            [written(1, -2, 5, -6), written(1, 2, 3, -4)],
+            [[3], []],
+        ),
+        # Not only of the first trajectory; and of several.
+        (
+            [claim(1, -2, 3, -4)],
+            [written(9, -8), written(1, -2, 5, -6), written(1, 2, 3, -4)],
+            [[1], [3], []],
+        ),
+        (
+            [claim(1, -2, 3, -4, 5, -6)],
+            [written(1, -2), written(1, 2, 3, -4), written(1, 2, 3, 4, 5, -6)],
+            [[], [], []],
+        ),
+        # All of it is shared: it is the first one's, whatever branches from there.
+        ([claim(1, -2)], [written(1, -2, 5, -6), written(1, 2, 3, -4)], [[3], [3]]),
     ],
 )
 def test_each_claim_finds_its_trajectory(
@@ -118,6 +141,17 @@ def test_each_claim_finds_its_trajectory(
         ([claim(1, -2, -9)], [written(1, -2)], TokensNotSampled),
         ([claim(-1, -2)], [written(1, -2)], TokensNotSampled),
         ([claim(1, -2), claim(1, -2)], [written(1, -2)], SamplesShareTokens),
+        (
+            [claim(1, -2, 3, -4), claim(1, -2)],
+            [written(1, -2, 5, -6), written(1, 2, 3, -4)],
+            SamplesShareTokens,
+        ),
+        (
+            [claim(1, -2, 3, -4), claim(1, 2, 5, -6, reward=0.0)],
+            [written(1, -2, 5, -6), written(1, 2, 3, -4)],
+            SamplesShareTokens,
+        ),
+        ([claim(1, -2, -3, -4)], [written(1, -2, 5), written(1, 2, 3, -4)], TokensNotSampled),
         (
             [claim(1, -2, reward=0.0), claim(1, 2, 3, -4, reward=1.0)],
             [written(1, -2, 3, -4)],
@@ -248,6 +282,103 @@ def test_a_table_is_a_reward_and_metrics() -> None:
             score_of(value)
 
 
+# The router
+
+
+def router_of(turn: Callable[..., Any], tokenizer: Any = None) -> AttemptRouter:
+    """A router of a trajectory and its branches, whose turns are what `turn(trajectory, tokens)` says."""
+
+    def trajectory(name: str) -> Any:
+        own: Any = Namespace(trajectory_id=name, turns=[], on_opened=None, branch=trajectory)
+        own.turn = lambda tokens, **sampling: turn(own, tokens)
+        return own
+
+    return AttemptRouter(trajectory("a"), lambda: tokenizer)
+
+
+async def test_a_branch_waits_until_one_of_those_after_a_refused_request_is_open() -> None:
+    refuses, begun, opens = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    known: list[str] = []
+
+    async def turn(trajectory: Any, tokens: Any) -> Turn:
+        if len(tokens) > 1:
+            # The others wait by now.
+            refuses.set()
+            raise InvalidRequest("too long")
+        begun.set()
+        if trajectory.trajectory_id == "a":
+            await opens.wait()
+        elif not known:
+            raise InvalidRequest("a branch of what is not known")
+        known.append(trajectory.trajectory_id)
+        trajectory.on_opened()
+        trajectory.turns.append(Turn(0, (), FinishReason.LENGTH))
+        return trajectory.turns[-1]
+
+    router = router_of(turn, make_byte_tokenizer())
+    asked = [asyncio.create_task(router.generate({"input_ids": ids})) for ids in ([1, 2], [3], [4])]
+    await refuses.wait()
+    await asyncio.wait_for(begun.wait(), 10)
+    opens.set()
+    refused, *found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+    assert isinstance(refused, InvalidRequest)
+    assert [type(one) for one in found] == [dict, dict]
+    assert known == ["a", "a/1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "ab</code"),
+        ({"no_stop_trim": True}, "ab</code>\n<|im_end|>"),
+        ({"no_stop_trim": True, "skip_special_tokens": True}, "ab</code>\n"),
+        # The first that is there of those that are named, and not the one that comes first in the text.
+        ({"stop": ["none", "code>", "</code>"]}, "ab</"),
+        ({"stop": "</code>"}, "ab"),
+        ({"stop": "<|im_end|>"}, "ab</code>\n"),
+    ],
+)
+async def test_the_text_ends_where_sglangs_does(given: dict[str, Any], text: str) -> None:
+    tokenizer = make_byte_tokenizer()
+    special = given.get("stop") == "<|im_end|>" or given.get("no_stop_trim")
+    ids = tokenizer.encode("ab</code>" + ("\n<|im_end|>" if special else ""))
+
+    async def turn(trajectory: Any, tokens: Any) -> Turn:
+        segment = SegmentView(np.array(ids, np.int32), np.zeros(len(ids), np.float32), 0, 0, 1.0)
+        trajectory.turns.append(Turn(0, (segment,), FinishReason.STOP))
+        return trajectory.turns[-1]
+
+    params = {"skip_special_tokens": False, **given}
+    answer = await router_of(turn, tokenizer).generate(
+        {"input_ids": [1], "sampling_params": params}
+    )
+    assert answer["text"] == text
+    assert answer["output_ids"] == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "found"),
+    [
+        ("yes", None, "yes"),
+        ("yes", Message("assistant", "yes"), "yes"),
+        ("", Message("assistant", ""), ""),
+        ("", None, None),
+        ("yes", Message("assistant", "yes", reasoning="why"), None),
+        ("yes", Message("assistant", "yes", (ToolCall("1", "f", "{}"),)), None),
+    ],
+)
+async def test_without_a_tokenizer_a_turns_text_is_the_servers_where_that_is_all_of_it(
+    text: str, message: Message | None, found: str | None
+) -> None:
+    router = router_of(lambda *_: None)
+    turn = Turn(0, (), FinishReason.STOP, text, message)
+    if found is not None:
+        assert router.text_of(turn, False) == found
+        return
+    with pytest.raises(RequestUnsupported, match="transformers is not installed"):
+        router.text_of(turn, False)
+
+
 # Requests that are not the policy's
 
 
@@ -274,6 +405,39 @@ async def test_a_request_elsewhere_is_an_ordinary_one() -> None:
         await post(f"{router}/v1/chat/completions", {})
     with pytest.raises(OutsideAttempt):
         await post(f"{router}/generate", {"text": "a"})
+
+
+def test_a_judge_that_does_not_answer_keeps_nobody_from_another() -> None:
+    done = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await done.wait()
+        writer.close()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n7")
+        await writer.drain()
+        writer.close()
+
+    async def ask_both() -> Any:
+        async with (
+            await asyncio.start_server(silent, "127.0.0.1", 0) as first,
+            await asyncio.start_server(answer, "127.0.0.1", 0) as second,
+        ):
+            hung, well = (
+                f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in (first, second)
+            )
+            # As many as a pool of threads could have.
+            asked = [asyncio.create_task(post(hung, {})) for _ in range(40)]
+            found = await asyncio.wait_for(post(well, {}), 20)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            done.set()
+            return found
+
+    assert asyncio.run(asyncio.wait_for(ask_both(), 30)) == 7
 
 
 # Modules
@@ -394,7 +558,9 @@ def reason_of(sent: Any, task: Any = None, **groups: Any) -> str | None:
         }
     )
     read = read_group(sent, trainer_version=0, max_lag=0)
-    return reason_to_drop(read, Delivered(sent, lambda: task), config.groups, load_filter(config))
+    own = load_filter(config)
+    reason = reason_to_drop(read, config.groups)
+    return own(read, Delivered(sent, task)) if reason is None and own is not None else reason
 
 
 def filtered(sent: Any, function: str, task: Any = None, **options: Any) -> str | None:
@@ -568,7 +734,7 @@ def test_a_samples_response_is_what_the_policy_wrote_however_old_it_is() -> None
     )
     own = load_filter(named)
     assert own is not None
-    assert own(read, Delivered(sent, lambda: None)) == "FILTER:[1, 1] [[1], [1]]"
+    assert own(read, Delivered(sent, None)) == "FILTER:[1, 1] [[1], [1]]"
 
 
 @pytest.mark.parametrize(
@@ -625,6 +791,9 @@ def test_what_agents_call_unwanted_is_dropped_with_their_reason() -> None:
 # The command line
 
 
+WHOLE = "--style", "slime", "--rollout-function", "tests.slime_rollouts:none"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -636,6 +805,8 @@ def test_what_agents_call_unwanted_is_dropped_with_their_reason() -> None:
         (("--style", "trl", "--reward", "a:b", "--rollout-function", "a:b"), "--style slime"),
         (("--style", "slime", "--rollout-function", "json:loads"), "called with (args"),
         (("--rollout-function", "json:loads"), "go with a --style"),
+        ((*WHOLE, "--purpose", "eval"), "takes no --purpose eval"),
+        ((*WHOLE, "--attempt-timeout", "5"), "--attempt-timeout bounds none"),
     ],
 )
 def test_a_style_that_does_not_fit_ends_the_worker_with_2(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import gc
 import random
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
@@ -17,9 +18,11 @@ from penstock.client import Message, Purpose, SamplingParams, Task, Worker, Work
 from penstock.client.calls import Calls, Patience
 from penstock.client.plugins import modules
 from penstock.client.plugins.data_source import RolloutMisused
+from penstock.client.plugins.episode import Episode
 from penstock.client.plugins.samples import Sample
 from penstock.client.plugins.slime import SlimeAgent
 from penstock.client.plugins.slime_functions import SingletonMeta, post
+from penstock.client.plugins.styles import Style, load_functions
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
 from penstock.client.values import from_struct
@@ -295,6 +298,101 @@ async def test_without_generate_it_is_one_turn_of_the_servers(rig: Rig) -> None:
     assert trajectory.outcome.reward == 8.0
 
 
+@pytest.mark.parametrize("prompt", [None, np.array(list(b"sum 0"), np.int32)])
+async def test_the_text_is_all_that_the_policy_wrote(rig: Rig, prompt: Any) -> None:
+    work = tasks() if prompt is None else tasks(prompt=prompt)
+    statistics = await rig.run(None, "decoded", work=work)
+    assert statistics.failures == {}
+    (trajectory,) = (await rig.group()).trajectories
+    assert trajectory.outcome.reward == 1.0
+
+
+async def test_arguments_say_how_the_tasks_sample(rig: Rig) -> None:
+    sampling = SamplingParams(max_tokens=5, temperature=0.5, ignore_eos=True)
+    statistics = await rig.run("limits", "length_reward", work=tasks(2, sampling=sampling))
+    assert statistics.failures == {}
+
+
+async def test_what_a_task_leaves_open_is_as_the_arguments_had_it(rig: Rig) -> None:
+    """And not as the first task says, whichever that is."""
+    (first,), (second,) = tasks(sampling=SamplingParams(max_tokens=8, temperature=0.5)), tasks()
+    work = [first, dataclasses.replace(second, task_id="t1", index=1)]
+    statistics = await rig.run("shows_temperature", work=work, concurrency=1)
+    assert statistics.failures == {}
+    rewards = [(await rig.group()).trajectories[0].outcome.reward for _ in work]
+    assert rewards == [0.5, 1.0]
+
+
+async def test_each_sample_ends_as_the_function_says(rig: Rig) -> None:
+    (*_, third), _ = expected_tokens(list(b"sum 0!"), [0] * 3)
+    statistics = await rig.run("ends_otherwise", stop=f"'{chr(third)}'")
+    assert statistics.failures == {}
+    trajectories = (group := await rig.group()).trajectories
+    ends = [t.finish_reason for t in trajectories]
+    assert ends == [trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH]
+    pairs = zip(trajectories, trained(group), strict=True)
+    told = [read_status(t.outcome.metadata) for t, tokens in pairs if tokens]
+    assert told == ["completed", "completed"]
+
+
+async def test_a_turn_that_is_made_once_more_trains_with_what_led_to_it(rig: Rig) -> None:
+    statistics = await rig.run("asks_again", "length_reward")
+    assert statistics.failures == {}
+    root, branch = (group := await rig.group()).trajectories
+    assert branch.parent_trajectory_id == root.trajectory_id
+    for trajectory in (root, branch):
+        check_sampled(trajectory, group)
+        assert trajectory.outcome.reward == root.outcome.reward
+    # The first turn where it was sampled, of the second one the answer that counts.
+    first, thrown_away = (list(codec.token_ids(s)) for s in policy(root))
+    (second,) = (list(codec.token_ids(s)) for s in policy(branch))
+    assert thrown_away != second
+    assert trained(group) == [first, second]
+
+
+@pytest.mark.parametrize("function", ["changes_form", "too_long_first"])
+async def test_requests_that_differ_are_turns_all_the_same(rig: Rig, function: str) -> None:
+    # A character of two tokens.
+    work = tasks(prompt=(Message("user", "süm 0"),))
+    statistics = await rig.run(function, "length_reward", work=work)
+    assert statistics.failures == {}
+    (trajectory,) = (group := await rig.group()).trajectories
+    check_sampled(trajectory)
+    written = [int(t) for s in policy(trajectory) for t in codec.token_ids(s)]
+    assert trained(group) == [written]
+    assert trajectory.turn_count == (2 if function == "changes_form" else 1)
+
+
+async def test_a_stop_is_cut_from_the_text_where_sglang_cuts_it(rig: Rig) -> None:
+    statistics = await rig.run("stops", "length_reward")
+    assert statistics.failures == {}
+
+
+async def test_an_attempt_that_was_scored_with_its_siblings_is_forgotten(
+    rig: Rig, tmp_path: Path, tokenizer: Path
+) -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(isinstance(kept, Episode) for kept in gc.get_objects())
+
+    others = held()
+    args = {"hf_checkpoint": str(tokenizer), "max_turns": 2, "reward_key": "score"}
+    names = f"{PLUGINS}:tools", f"{PLUGINS}:batched_reward"
+    functions = load_functions(Style.SLIME, *names, args, whole_group=True)
+    calls = Calls(rig.server.address, Patience())
+    functions.connect(calls)
+    settings = WorkerSettings(8, attempts=6, group_reward=True)
+    async with connect(rig.server.address) as client:
+        await client.submit_tasks(tasks(2, 3))
+    worker = Worker(calls, functions.generate, functions.reward, settings)
+    assert (await asyncio.wait_for(worker.run(), 60)).failures == {}
+    del worker
+    await calls.close()
+    assert held() <= others
+    # They are those who knew the attempts for as long as the worker works.
+    assert functions.reward is not None
+
+
 async def test_a_group_reward_scores_siblings_at_once(rig: Rig) -> None:
     await rig.run("tools", "batched_reward", work=tasks(2, 3), groups=True, max_turns=2)
     for _ in range(2):
@@ -385,7 +483,7 @@ async def test_agents_that_do_as_they_please_train_every_token_once(rig: Rig) ->
         rng.shuffle(found)
         return found
 
-    agent = SlimeAgent(generate, None, {}, group_reward=False, needs_tokenizer=False)
+    agent = SlimeAgent(generate, None, {}, group_reward=False)
     calls = Calls(rig.server.address, Patience())
     agent.connect(calls)
     settings = WorkerSettings(8, attempts=16)

@@ -67,6 +67,8 @@ class Trajectory:
         """Set when its close was confirmed."""
         self.on_opened: Callable[[], None] | None = None
         """Called when the server is known to have opened it; before that it refuses branches."""
+        self.attached: object = None
+        """What whoever drives it keeps with it."""
         self.driven_elsewhere = False
         """Whether its turns are taken by another process, as an external one: then `turns` is what `load`
         read, and a close ends whatever turn of it is in flight."""

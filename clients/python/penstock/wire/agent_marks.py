@@ -4,7 +4,7 @@
 |---|---|---|
 | `penstock.untrained` | `[[begin, end], ...]` | these tokens, by position, carry no gradient |
 | `penstock.unwanted` | a text | the trajectory's group is of no use, for this reason |
-| `penstock.status` | a text | why the answer ended, where its function says other than its last turn |
+| `penstock.status` | a text | why the answer ended, where its function says so |
 | `penstock.metadata` | `"whole"` | what else is there is all that its function wrote; nothing is missing |
 
 Everything else in the metadata is for people and for rewards. Of a trajectory with a mark that cannot be
@@ -85,7 +85,7 @@ def write_status(status: str) -> Mapping[str, str]:
 
 
 def read_status(metadata: struct_pb2.Struct) -> str:
-    """Why its function says that the answer ended; empty where it says as its last turn."""
+    """Why its function says that the answer ended; empty where it says nothing."""
     return metadata.fields[STATUS].string_value if STATUS in metadata.fields else ""
 
 

@@ -9,14 +9,16 @@ version. Training takes the server's word, so each sample has to be found in it:
 
 What follows the last trained token has no influence on it and no gradient, so the sample may end before the
 trajectory does, or after it. Several samples may be of one trajectory, as where each turn is returned as a
-sample of its own with the turns before it as its prompt: their trained tokens are put together. What no
-sample claims of what the policy wrote carries no gradient.
+sample of its own with the turns before it as its prompt: their trained tokens are put together. What is
+context in a trajectory, as what a branch shares, may be the policy's in another that begins with the same
+tokens: there it was sampled, and there it is trained, so a sample may have a part in each. What no sample
+claims of what the policy wrote carries no gradient.
 
     | what does not fit | |
     |---|---|
     | the mask is not as long as the response, or is neither 0 nor 1 | LossMaskInvalid |
     | no trajectory has these tokens | TokensDiffer |
-    | one has, and the policy did not write what is to be trained | TokensNotSampled |
+    | one has, and the policy wrote what is to be trained in none | TokensNotSampled |
     | two train the same token, or parts of one trajectory for different rewards | SamplesShareTokens |
 
 Each raises, which fails the attempt: what it trained would not be what the policy did.
@@ -74,7 +76,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """A trajectory: its tokens, shape [n], and which of them the policy wrote."""
+    """A trajectory: its tokens, shape [n], and which of them the policy wrote in it."""
 
     token_ids: NDArray[np.int32]
     from_policy: NDArray[np.bool_]
@@ -122,73 +124,82 @@ def settle(claims: Sequence[Claim], written: Sequence[Written]) -> list[Trained]
     Raises TokensDiffer, TokensNotSampled, SamplesShareTokens.
     """
     places = [_Place(w, np.zeros(len(w.token_ids), np.bool_), []) for w in written]
-    options = {
-        index: [places[found] for found in _find(claim, written)]
-        for index, claim in enumerate(claims)
-        if claim.end
-    }
+    options = {i: _find(claim, written) for i, claim in enumerate(claims) if claim.end}
     # Those with the least choice first.
-    order = sorted(options, key=lambda index: (len(options[index]), -claims[index].end))
-    if not _put(order, claims, options, [_MOST_TRIES]):
+    order = sorted(options, key=lambda i: (len(_of_last(options[i], claims[i])), -claims[i].end))
+    wanted = [(index, claims[index].trained[: claims[index].end]) for index in order]
+    if not _put(wanted, claims, options, places, [_MOST_TRIES]):
         raise SamplesShareTokens(
             f"{len(order)} samples want tokens of {len(written)} trajectories: some the same ones, which "
-            f"the policy wrote once, or parts of one trajectory for different rewards"
+            f"the policy wrote once (loss_mask must be 0 there in all samples but one), or parts of one "
+            f"trajectory for different rewards"
         )
     return [Trained(p.written.from_policy & ~p.trained, tuple(sorted(p.owners))) for p in places]
 
 
 def _put(
-    order: Sequence[int],
+    order: Sequence[tuple[int, NDArray[np.bool_]]],
     claims: Sequence[Claim],
-    options: Mapping[int, Sequence[_Place]],
+    options: Mapping[int, Sequence[NDArray[np.bool_]]],
+    places: Sequence[_Place],
     tries: list[int],
 ) -> bool:
-    """Puts claims in their places, one after another; whether all found one. `tries` bounds the search."""
+    """Puts claims, and what of each is wanted still, in their places, from the last token of each on;
+    whether all found theirs. `tries` bounds the search."""
     if not order:
         return True
-    index, rest = order[0], order[1:]
-    claim = claims[index]
-    wanted = claim.trained[: claim.end]
-    for place in sorted(options[index], key=lambda p: (_strangeness(claim, p), len(p.owners))):
-        free = not (place.trained[: claim.end] & wanted).any()
-        if not free or any(claims[other].reward != claim.reward for other in place.owners):
-            continue
+    (index, wanted), rest = order[0], order[1:]
+    claim, last = claims[index], np.flatnonzero(wanted)[-1]
+    found: list[tuple[tuple[int, int, int], _Place, NDArray[np.bool_]]] = []
+    for place, sampled in zip(places, options[index], strict=True):
+        part = wanted & sampled
+        length = min(len(part), len(place.trained))
+        part[:length] &= ~place.trained[:length]
+        if part[last] and all(claims[other].reward == claim.reward for other in place.owners):
+            left = int(np.count_nonzero(wanted & ~part))
+            found.append(((left, _strangeness(wanted, place), len(place.owners)), place, part))
+    for (left, *_), place, part in sorted(found, key=lambda one: one[0]):
         tries[0] -= 1
-        place.trained[: claim.end] |= wanted
+        length = min(len(part), len(place.trained))
+        place.trained[:length] |= part[:length]
         place.owners.append(index)
-        if _put(rest, claims, options, tries):
+        if _put([(index, wanted & ~part), *rest] if left else rest, claims, options, places, tries):
             return True
-        place.trained[: claim.end] &= ~wanted
+        place.trained[:length] &= ~part[:length]
         place.owners.pop()
         if tries[0] <= 0:
             return False
     return False
 
 
-def _strangeness(claim: Claim, place: _Place) -> int:
-    """How often a claim begins or ends within what the policy wrote in one go."""
-    wanted = claim.trained[: claim.end].astype(np.int8)
-    policy = place.written.from_policy[: claim.end].astype(np.int8)
-    return int(np.count_nonzero(np.diff(wanted, prepend=0) != np.diff(policy, prepend=0)))
+def _strangeness(wanted: NDArray[np.bool_], place: _Place) -> int:
+    """How often what is wanted begins or ends within what the policy wrote in one go."""
+    policy = _padded(place.written.from_policy, len(wanted)).astype(np.int8)
+    edges = np.diff(wanted.astype(np.int8), prepend=0)
+    return int(np.count_nonzero(edges != np.diff(policy, prepend=0)))
 
 
-def _find(claim: Claim, written: Sequence[Written]) -> list[int]:
-    """The trajectories that have what is claimed."""
+def _find(claim: Claim, written: Sequence[Written]) -> list[NDArray[np.bool_]]:
+    """Which of a claim's tokens, up to its end, the policy wrote in each trajectory after the same ones."""
     end, wanted = claim.end, claim.trained[: claim.end]
     common = [_common(claim.token_ids[:end], w.token_ids) for w in written]
     # One that ends earlier may be what was meant, with tokens after it that nobody sampled.
-    meant = [i for i, w in enumerate(written) if common[i] == min(end, len(w.token_ids))]
-    if not meant:
+    if not any(c == min(end, len(w.token_ids)) for c, w in zip(common, written, strict=True)):
         raise TokensDiffer(_difference(end, max(common, default=0)))
-    unsampled = {i: wanted & ~_padded(written[i].from_policy, end) for i in meant}
-    found = [i for i in meant if not unsampled[i].any()]
-    if not found:
-        other = min(unsampled.values(), key=np.count_nonzero)
+    pairs = zip(common, written, strict=True)
+    sampled = [_padded(w.from_policy[:count], end) for count, w in pairs]
+    unsampled = wanted & ~np.logical_or.reduce(sampled)
+    if unsampled.any():
         raise TokensNotSampled(
-            f"{int(other.sum())} of the {int(wanted.sum())} tokens to be trained are not the policy's, "
-            f"the first at position {int(other.argmax())}: loss_mask must be 0 there"
+            f"{int(unsampled.sum())} of the {int(wanted.sum())} tokens to be trained are not the policy's, "
+            f"the first at position {int(unsampled.argmax())}: loss_mask must be 0 there"
         )
-    return found
+    return sampled
+
+
+def _of_last(sampled: Sequence[NDArray[np.bool_]], claim: Claim) -> list[int]:
+    """The trajectories, by their index, in which the policy wrote a claim's last token."""
+    return [index for index, own in enumerate(sampled) if own[claim.end - 1]]
 
 
 def _padded(from_policy: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:

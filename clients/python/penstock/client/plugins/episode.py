@@ -15,7 +15,6 @@ from penstock.client.plugins.rewards import score_of
 from penstock.client.plugins.router import meta_info_of
 from penstock.client.plugins.samples import Sample
 from penstock.client.plugins.told_metadata import told_metadata
-from penstock.client.turns import FinishReason
 from penstock.wire.agent_marks import write_status, write_untrained, write_unwanted
 
 if TYPE_CHECKING:
@@ -103,15 +102,13 @@ class Episode:
     def _outcome_of(self, sample: Sample) -> Outcome:
         scored = score_of(sample.reward, self.reward_key)
         metadata = told_metadata(self._given, sample.metadata)
-        turns = self.trajectory.turns
-        cut = bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
-        usual = Sample.Status.TRUNCATED if cut else Sample.Status.COMPLETED
-        if sample.status in _ENDED and sample.status is not usual:
+        if sample.status in _ENDED:
             metadata = {**metadata, **write_status(sample.status.value)}
         return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:
-        """Makes the sample of the trajectory's only turn."""
+        """Makes the sample of the trajectory's only turn. Raises RequestUnsupported where nobody has its
+        text."""
         sample, turn = self.sample, self.trajectory.last_turn
         ((_, written),) = await self.router.written()
         tokens: list[int] = written.token_ids.tolist()
@@ -120,7 +117,7 @@ class Episode:
         sample.append_response_tokens(
             tokens=tokens[prompt_length:],
             log_probs=turn.logprobs.tolist(),
-            text=turn.text,
+            text=self.router.text_of(turn, bool(self.sampling.get("skip_special_tokens"))),
             meta_info=meta_info_of(turn),
         )
 

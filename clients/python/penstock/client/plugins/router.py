@@ -107,6 +107,19 @@ class AttemptRouter:
         turn = asyncio.run_coroutine_threadsafe(self._generate(payload), self._loop)
         return await asyncio.wrap_future(turn)
 
+    def text_of(self, turn: Turn, skip_special_tokens: bool) -> str:
+        """What the policy wrote in a turn: its tokens as text, where there is a tokenizer, else what the
+        server said of it, without special tokens. Raises RequestUnsupported where it said nothing, or not
+        all."""
+        message = turn.message
+        is_all = (
+            bool(turn.text) if message is None else not (message.reasoning or message.tool_calls)
+        )
+        if is_all and self._find() is None:
+            return turn.text
+        ids: list[int] = turn.token_ids.tolist()
+        return self._tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
+
     async def written(self) -> list[tuple[Trajectory, Written]]:
         """Every trajectory that has a turn, the attempt's own first, as the server holds it."""
         found: list[tuple[Trajectory, Written]] = []
@@ -156,35 +169,47 @@ class AttemptRouter:
         finally:
             line.turn, line.taken = None, False
         line.broken = turn.aborted
-        text = self._tokenizer().decode(turn.token_ids.tolist(), skip_special_tokens=skip_special)
+        tokenizer, ids = self._tokenizer(), cast("list[int]", turn.token_ids.tolist())
+        text = shown = tokenizer.decode(ids, skip_special_tokens=skip_special)
+        if turn.finish_reason is FinishReason.STOP and not given.get("no_stop_trim"):
+            # A stop may be a special token.
+            whole = tokenizer.decode(ids, skip_special_tokens=False)
+            stop = next((one for one in options.get("stop", ()) if one in whole), None)
+            if stop is None:
+                shown = tokenizer.decode(ids[:-1], skip_special_tokens=skip_special)
+            else:
+                shown = text.partition(stop)[0]
         # Where the context is full nothing is appended, and nothing sampled.
         if turn.context_token_count > len(line.tokens) or not new:
-            line.tokens = [*line.tokens, *new, *turn.token_ids.tolist()]
+            line.tokens = [*line.tokens, *new, *ids]
             line.text = wanted + text if isinstance(wanted, str) else None
-        return self._answer(payload, turn, text)
+        return self._answer(payload, turn, shown)
 
     async def _place(self, wanted: Prompt) -> tuple[_Line, list[int]]:
         """The trajectory that a request is the next turn of, taken, and the tokens that are new in it."""
         root = self._root
         while True:
             if (line := self._extended_by(wanted)) is not None:
+                known = line.text if isinstance(wanted, str) and line.text else line.tokens
+                new = self._encode(wanted[len(known) :])
                 line.taken = True
-                known = line.tokens if line.text is None else line.text
-                return line, self._encode(wanted[len(known) :])
+                return line, new
             if not (root.begun or root.taken or root.broken):
                 new = self._encode(wanted)
                 root.taken = True
                 return root, new
-            if not root.begun:
+            if not root.opened.is_set():
+                # Once it was refused another request may have it, not open either.
                 await root.opened.wait()
-            if root.begun or root.taken:
-                self._branch_count += 1
-                name = f"{root.trajectory.trajectory_id}/{self._branch_count}"
-                line = _Line(root.trajectory.branch(name), taken=True)
-                self._lines.append(line)
-                return line, self._encode(wanted)
-            if root.broken:
+                continue
+            if root.broken and not root.begun:
                 raise RequestUnsupported("the attempt's first turn failed; it cannot begin again")
+            new = self._encode(wanted)
+            self._branch_count += 1
+            name = f"{root.trajectory.trajectory_id}/{self._branch_count}"
+            line = _Line(root.trajectory.branch(name), taken=True)
+            self._lines.append(line)
+            return line, new
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """With what its function encodes it, or it would not recognise its own tokens."""
@@ -211,12 +236,14 @@ class AttemptRouter:
             return await line.trajectory.turn(shown, **options)
         except InvalidRequest:
             # Refused as a whole: what there was of it is as it was.
+            line.taken = False
             if not line.begun:
                 line.opened, refused = asyncio.Event(), line.opened
                 refused.set()
             raise
         except BaseException:
-            line.broken = True
+            # Before those who wait for it are woken: they look at both.
+            line.broken, line.taken = True, False
             raise
         finally:
             if line.begun or line.broken:
@@ -237,7 +264,7 @@ class AttemptRouter:
         tokenizer = self._find()
         if tokenizer is None:
             raise RequestUnsupported(
-                "/generate needs the model's tokenizer, for the text of its answers: transformers is "
+                "the text of an answer needs the model's tokenizer: transformers is "
                 "not installed, or args.hf_checkpoint is not the model's folder or name"
             )
         return tokenizer

@@ -19,7 +19,7 @@ _NEUTRAL: Mapping[str, object] = {
     "min_new_tokens": 0,
     "n": 1,
 }
-# What is about the text of the answer, or what the server does anyway: `no_stop_trim` keeps the stop.
+# What is about the text of the answer: `no_stop_trim` keeps the stop in it.
 _HARMLESS = {
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids"),

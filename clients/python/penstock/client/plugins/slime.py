@@ -28,7 +28,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -64,17 +63,16 @@ class SlimeAgent:
         given: Mapping[str, Any],
         *,
         group_reward: bool,
-        needs_tokenizer: bool,
     ) -> None:
         """`given` is the file of `--args`. Without `generate` it is one turn on the task's prompt."""
         self._generate, self._reward = generate, reward
         self._given = {**given, "group_rm": group_reward}
         self._group_reward = group_reward
-        self._needs_tokenizer = needs_tokenizer
         self._calls: Calls | None = None
         self._args: Namespace | None = None
         self._asking = asyncio.Lock()
-        self._ended: WeakKeyDictionary[Trajectory, Episode] = WeakKeyDictionary()
+        self._before: dict[str, Any] | None = None
+        """Of what a task said of sampling, as `args` had it; None before that."""
 
     def connect(self, calls: Calls) -> None:
         """Says which server's functions they are."""
@@ -89,29 +87,35 @@ class SlimeAgent:
                 args = make_arguments(
                     self._given, model=info.model, max_context_length=info.max_context_length
                 )
-                if self._needs_tokenizer:
-                    # It takes seconds, which leases would miss on the loop.
-                    await asyncio.to_thread(find_tokenizer, args.hf_checkpoint)
+                # It takes seconds, which leases would miss on the loop.
+                await asyncio.to_thread(find_tokenizer, args.hf_checkpoint)
                 self._args = args
             return self._args
 
     async def use_sampling(self, task: Task) -> None:
-        """Has `args` say what this task does of sampling, where the file of `--args` does not: a function
-        of whole rollouts reads it before it has seen a task."""
+        """Has `args` say what this task does of sampling, where the file of `--args` does not, once: the
+        tasks of a run sample alike, and what a function sets on `args` stays."""
         args = await self.args()
-        for name, value in sampling_arguments(task.sampling).items():
-            if name not in self._given:
-                setattr(args, name, value)
+        if self._before is not None:
+            return
+        said = sampling_arguments(task.sampling)
+        told = {name: value for name, value in said.items() if name not in self._given}
+        self._before = {name: getattr(args, name) for name in told}
+        vars(args).update(told)
 
     async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
         """An attempt that its function has not seen yet."""
+        if task.purpose is not Purpose.EVAL:
+            await self.use_sampling(task)
         args = await self.args()
         sample = make_sample(task, trajectory, args)
         router = AttemptRouter(trajectory, partial(find_tokenizer, args.hf_checkpoint))
         key = args.reward_key
         if task.purpose is Purpose.EVAL:
             key = args.eval_reward_key or key
-        params = write_sampling_params(task.sampling, args)
+        # What this task leaves open is not for another one to say.
+        usual = Namespace(**{**vars(args), **(self._before or {})})
+        params = write_sampling_params(task.sampling, usual)
         return Episode(trajectory, sample, router, key, params)
 
     async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
@@ -129,7 +133,8 @@ class SlimeAgent:
         finally:
             current_episode.reset(mark)
         if outcome is None:
-            self._ended[trajectory] = episode
+            # Of a table its entries would never go: an episode has its trajectory.
+            trajectory.attached = episode
         return outcome
 
     async def _complete(self, task: Task, episode: Episode) -> Outcome | Failed | None:
@@ -154,7 +159,7 @@ class SlimeAgent:
         self, task: Task, trajectories: Sequence[Trajectory]
     ) -> list[Outcome | Failed]:
         """Scores siblings: `reward(args, samples)` returns a list."""
-        episodes = [self._ended[trajectory] for trajectory in trajectories]
+        episodes = [cast("Episode", trajectory.attached) for trajectory in trajectories]
         await self._score([episode.returned[0] for episode in episodes], whole=True)
         return [await episode.settle() for episode in episodes]
 

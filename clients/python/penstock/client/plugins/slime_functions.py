@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+from penstock.client.blocking import run_in_thread
 from penstock.client.plugins import samples as types
 from penstock.client.plugins.arguments import ROUTER_HOST
 from penstock.client.plugins.episode import current_episode, find_episode
@@ -50,7 +51,8 @@ async def post(
     parts = urlsplit(url)
     if parts.hostname != ROUTER_HOST:
         data = json.dumps(payload or {}).encode()
-        return await asyncio.to_thread(_fetch, url, action.upper(), data, dict(headers or {}))
+        # Not one of a few threads: a service that does not answer must not keep others from being asked.
+        return await run_in_thread(_fetch, url, action.upper(), data, dict(headers or {}))
     if parts.path not in ("/generate", "/inference/v1/generate"):
         raise RequestUnsupported(f"{parts.path}: of the router's endpoints there is /generate")
     episode = current_episode.get()
@@ -65,7 +67,7 @@ async def get(url: str) -> Any:
     """A request that is not the router's."""
     if urlsplit(url).hostname == ROUTER_HOST:
         raise RequestUnsupported(f"GET {urlsplit(url).path}: the router has no workers to speak of")
-    return await asyncio.to_thread(_fetch, url, "GET", None, {})
+    return await run_in_thread(_fetch, url, "GET", None, {})
 
 
 def get_rollout_num_engines(args: Namespace) -> int:

@@ -51,10 +51,7 @@ def load_functions(
 ) -> Functions:
     """The functions of another system by their names, `pkg.module:function`. Raises BadFunction."""
     if style is Style.SLIME:
-        needs_tokenizer = generate is not None
-        agent = load_slime(
-            generate, reward, args, whole_group=whole_group, needs_tokenizer=needs_tokenizer
-        )
+        agent = load_slime(generate, reward, args, whole_group=whole_group)
         if whole_group and reward is None:
             raise BadFunction("--group-reward says how --reward is called: give it too")
         scores = group_reward(_bound(agent)) if whole_group else None
@@ -82,7 +79,6 @@ def load_slime(
     args: Mapping[str, Any],
     *,
     whole_group: bool,
-    needs_tokenizer: bool,
 ) -> SlimeAgent:
     """Functions of slime's. Raises BadFunction."""
     modules.install()
@@ -93,9 +89,7 @@ def load_slime(
     # By these functions of ours, such as `generate_and_rm`, find them.
     paths = {"custom_generate_function_path": generate, "custom_rm_path": reward}
     given = {**{name: path for name, path in paths.items() if path}, **args}
-    return SlimeAgent(
-        found[0], found[1], given, group_reward=whole_group, needs_tokenizer=needs_tokenizer
-    )
+    return SlimeAgent(found[0], found[1], given, group_reward=whole_group)
 
 
 def _find_generate(name: str) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from penstock.client.functions import BadFunction
 from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
 from penstock.client.plugins.styles import Style, find, load_functions, load_slime
 from penstock.client.plugins.whole_rollout import WholeRollout
+from penstock.client.tasks import Purpose
 from penstock.client.worker import Worker, WorkerSettings
 
 if TYPE_CHECKING:
@@ -51,8 +52,14 @@ def _whole(
 ) -> Callable[[Calls], WholeRollout]:
     if style is not Style.SLIME:
         raise BadFunction("--rollout-function goes with --style slime")
+    if settings.purpose is Purpose.EVAL:
+        raise BadFunction("--rollout-function makes training batches: it takes no --purpose eval")
+    if settings.attempt_seconds is not None:
+        raise BadFunction(
+            "--rollout-function is called for many attempts at once: --attempt-timeout bounds none of them"
+        )
     whole_group = settings.group_reward
-    agent = load_slime(generate, reward, args, whole_group=whole_group, needs_tokenizer=True)
+    agent = load_slime(generate, reward, args, whole_group=whole_group)
     positional = ("args", "rollout_id", "data_source")
     function = find(name, "--rollout-function", positional, {"evaluation": False})
 
