@@ -424,6 +424,7 @@ def test_what_a_branch_shares_with_its_parent_is_context_there():
 def test_marks_of_a_branch_count_its_parents_tokens():
     root = trajectory([context([1, 2]), written([3])], 0.0, "root")
     child = branch([written([4, 5])], "root", 3, "child")
-    child.outcome.metadata.update({"penstock.untrained": [[3, 4]]})
-    sample = read(group(root, child)).samples[1]
-    assert np.flatnonzero(sample.trained).tolist() == [4]
+    for mark, trained in (([[3, 4]], [4]), ([[4]], [3]), ([[0]], []), ([[9]], [3, 4])):
+        child.outcome.metadata.update({"penstock.untrained": mark})
+        sample = read(group(root, child)).samples[1]
+        assert np.flatnonzero(sample.trained).tolist() == trained

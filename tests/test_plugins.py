@@ -126,6 +126,25 @@ class Rig:
         finally:
             await calls.close()
 
+    async def call(self, generate: Any, work: list[Task]) -> Any:
+        """Works on tasks with a function that is at hand; returns the statistics."""
+        agent = SlimeAgent(generate, None, {}, group_reward=False)
+        calls = Calls(self.server.address, Patience())
+        agent.connect(calls)
+        settings = WorkerSettings(8, attempts=len(work))
+        tokenizer = make_byte_tokenizer()
+        try:
+            async with connect(self.server.address) as client:
+                await client.submit_tasks(work)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(
+                    "penstock.client.plugins.slime.find_tokenizer", lambda name: tokenizer
+                )
+                worker = Worker(calls, agent.generate, None, settings)
+                return await asyncio.wait_for(worker.run(), 60)
+        finally:
+            await calls.close()
+
     async def group(self, purpose: Any = trajectory_pb2.PURPOSE_TRAIN) -> Any:
         """The next finished group."""
         self.exchange.send(demand={"group_count": 1, "purpose": purpose})
@@ -483,20 +502,10 @@ async def test_agents_that_do_as_they_please_train_every_token_once(rig: Rig) ->
         rng.shuffle(found)
         return found
 
-    agent = SlimeAgent(generate, None, {}, group_reward=False)
-    calls = Calls(rig.server.address, Patience())
-    agent.connect(calls)
-    settings = WorkerSettings(8, attempts=16)
-    tokenizer = make_byte_tokenizer()
-    async with connect(rig.server.address) as client:
-        await client.submit_tasks(tasks(16))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("penstock.client.plugins.slime.find_tokenizer", lambda name: tokenizer)
-        working = asyncio.ensure_future(Worker(calls, agent.generate, None, settings).run())
-        await begun.wait()
-        await rig.server.upload(1)
-        assert (await asyncio.wait_for(working, 60)).failures == {}
-    await calls.close()
+    working = asyncio.ensure_future(rig.call(generate, tasks(16)))
+    await begun.wait()
+    await rig.server.upload(1)
+    assert (await working).failures == {}
     versions: set[int] = set()
     for _ in range(16):
         group = await rig.group()
@@ -507,6 +516,55 @@ async def test_agents_that_do_as_they_please_train_every_token_once(rig: Rig) ->
         read = read_group(group, trainer_version=1, max_lag=1)
         assert sum(int(s.trained.sum()) for s in read.samples) == sampled[root]
     assert 1 in versions
+
+
+@pytest.mark.parametrize("request_of", ["the attempt", "a branch", "a later turn"])
+async def test_of_a_request_that_its_function_cancels_nothing_is_trained(
+    rig: Rig, request_of: str
+) -> None:
+    kept: list[int] = []
+    rig.server.engine.freeze_at = 20
+
+    async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        root, prompt = str(sample.session_id), list(sample.prompt.encode())
+
+        async def ask(tokens: list[int], most: int = 8) -> list[int]:
+            params = {**sampling_params, "max_new_tokens": most}
+            payload = {"input_ids": tokens, "sampling_params": params}
+            return (await post(f"http://{args.sglang_router_ip}/generate", payload))["output_ids"]
+
+        async def give_up(name: str, tokens: list[int]) -> None:
+            asked = asyncio.ensure_future(ask(tokens, 400))
+            # It stands still at 20: it does not end by itself.
+            turns = rig.server.serving.turns
+            while name not in [turn.record.trajectory_id for turn in turns.in_flight]:
+                await asyncio.sleep(0.005)
+            await rig.server.sampled(name)
+            if request_of == "the attempt":
+                kept.extend(await ask(prompt))
+            asked.cancel()
+
+        if request_of == "the attempt":
+            await give_up(root, [*prompt, 33])
+        else:
+            kept.extend(await ask(prompt))
+            if request_of == "a branch":
+                await give_up(f"{root}/1", [33, *prompt])
+            else:
+                await give_up(root, [*prompt, *kept, 33])
+        sample.tokens, sample.reward = prompt, 0.5
+        sample.append_response_tokens(args, tokens=kept, log_probs=[0.0] * len(kept))
+        return sample
+
+    assert (await rig.call(generate, tasks())).failures == {}
+    group = await rig.group()
+    for trajectory in group.trajectories:
+        check_sampled(trajectory, group)
+    assert sum(len(codec.token_ids(s)) for t in group.trajectories for s in policy(t)) > 8
+    assert [ids for ids in trained(group) if ids] == [kept]
+    root = next(t for t in group.trajectories if not t.parent_trajectory_id)
+    assert root.outcome.reward == 0.5
+    assert rig.server.serving.store.open_count == 0
 
 
 # What is refused
@@ -726,8 +784,27 @@ def test_marks_come_back_as_they_were_written() -> None:
         assert (np.zeros(6, np.bool_) if found is None else found).tolist() == untrained.tolist()
 
 
+def test_a_mark_of_what_may_still_grow_covers_what_came_later_and_nothing_else() -> None:
+    for bits in range(1 << 6):
+        untrained = np.array([bits >> i & 1 for i in range(6)], np.bool_)
+        for count in range(9):
+            outcome = Outcome(reward=1.0)
+            mark = write_untrained(untrained, grows=True)
+            outcome.metadata.update(mark)
+            if any(end > count for span in mark[UNTRAINED] for end in span[1:]):
+                continue
+            found = read_untrained(outcome.metadata, count)
+            assert found is not None
+            assert found.tolist() == np.r_[untrained, np.ones(3, np.bool_)][:count].tolist()
+
+
 @pytest.mark.parametrize(
-    "spans", ["all", [[0]], [[2, 1]], [[0, 9]], [[-1, 2]], [[3, 4], [1, 2]], [[0.5, 2]], [1, 2]]
+    "spans",
+    [
+        "all",
+        *([[2, 1]], [[0, 9]], [[-1, 2]], [[3, 4], [1, 2]], [[0.5, 2]], [1, 2], [[]], [[0, 1, 2]]),
+        *([[0], [3, 4]], [[-1]], [[0.5]], [[1, 3], [2]]),
+    ],
 )
 def test_of_a_trajectory_with_an_unreadable_mark_nothing_is_trained(spans: Any) -> None:
     outcome = Outcome(reward=1.0)

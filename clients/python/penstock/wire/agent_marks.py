@@ -7,6 +7,9 @@
 | `penstock.status` | a text | why the answer ended, where its function says so |
 | `penstock.metadata` | `"whole"` | what else is there is all that its function wrote; nothing is missing |
 
+The last span may be of one number, `[begin]`: it goes as far as the trajectory does. That is for a turn
+that its agent gave up, of which the server may have, or get, more than the agent knows.
+
 Everything else in the metadata is for people and for rewards. Of a trajectory with a mark that cannot be
 read a trainer trains nothing: it might be what it was told not to.
 """
@@ -36,10 +39,13 @@ class MarkInvalid(ValueError):
     """A mark that cannot be read, or that speaks of tokens that are not there."""
 
 
-def write_untrained(untrained: NDArray[np.bool_]) -> dict[str, list[list[int]]]:
-    """Metadata for tokens that carry no gradient, shape [n]; empty where there are none."""
-    edges = np.flatnonzero(np.diff(untrained, prepend=False, append=False)).tolist()
-    spans = [list(span) for span in zip(edges[::2], edges[1::2], strict=True)]
+def write_untrained(
+    untrained: NDArray[np.bool_], *, grows: bool = False
+) -> dict[str, list[list[int]]]:
+    """Metadata for tokens that carry no gradient, shape [n]; empty where there are none. With `grows` those
+    that may still follow carry none either."""
+    edges = np.flatnonzero(np.diff(untrained, prepend=False, append=grows)).tolist()
+    spans = [edges[i : i + 2] for i in range(0, len(edges), 2)]
     return {UNTRAINED: spans} if spans else {}
 
 
@@ -54,9 +60,14 @@ def read_untrained(metadata: struct_pb2.Struct, count: int) -> NDArray[np.bool_]
     if value.WhichOneof("kind") != "list_value":
         raise MarkInvalid(f"{UNTRAINED} is a list of [begin, end]")
     bounds: list[int] = []
-    for span in value.list_value.values:
+    last = len(value.list_value.values) - 1
+    for index, span in enumerate(value.list_value.values):
         ends = [end.number_value for end in span.list_value.values]
-        if len(ends) != 2 or not all(end.is_integer() for end in ends) or ends[0] >= ends[1]:
+        whole = all(end.is_integer() for end in ends)
+        if whole and len(ends) == 1 and index == last and ends[0] >= 0:
+            # It may begin where nothing came.
+            ends = [min(ends[0], count), count]
+        elif not whole or len(ends) != 2 or ends[0] >= ends[1]:
             raise MarkInvalid(f"{UNTRAINED} holds {ends}, which is no [begin, end]")
         bounds += [int(end) for end in ends]
     if bounds and (min(bounds) < 0 or max(bounds) > count):

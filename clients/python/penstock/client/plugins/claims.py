@@ -80,6 +80,9 @@ class Written:
 
     token_ids: NDArray[np.int32]
     from_policy: NDArray[np.bool_]
+    broke_off: bool = False
+    """Whether a turn of it did: tokens of that may be there, and more may come, which its function never
+    saw."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +91,8 @@ class Trained:
 
     untrained: NDArray[np.bool_]
     """What the policy wrote and no sample claims, shape [n]."""
+    broke_off: bool
+    """Whether what may still come of it is not trained either."""
     claims: tuple[int, ...]
     """Samples that claim something of it, by their index."""
 
@@ -134,7 +139,10 @@ def settle(claims: Sequence[Claim], written: Sequence[Written]) -> list[Trained]
             f"the policy wrote once (loss_mask must be 0 there in all samples but one), or parts of one "
             f"trajectory for different rewards"
         )
-    return [Trained(p.written.from_policy & ~p.trained, tuple(sorted(p.owners))) for p in places]
+    return [
+        Trained(w.from_policy & ~p.trained, w.broke_off, tuple(sorted(p.owners)))
+        for w, p in zip(written, places, strict=True)
+    ]
 
 
 def _put(

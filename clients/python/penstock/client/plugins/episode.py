@@ -142,4 +142,5 @@ def find_episode(sample: Sample) -> Episode | None:
 def _marked(outcomes: Sequence[Outcome], part: Trained, otherwise: Outcome) -> Outcome:
     """The outcome of a trajectory's sample, with what of it is not trained."""
     own = outcomes[part.claims[0]] if part.claims else otherwise
-    return Outcome(own.reward, own.metrics, {**own.metadata, **write_untrained(part.untrained)})
+    untrained = write_untrained(part.untrained, grows=part.broke_off)
+    return Outcome(own.reward, own.metrics, {**own.metadata, **untrained})

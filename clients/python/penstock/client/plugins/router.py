@@ -11,8 +11,9 @@ Such a function sends everything so far with each request. What of it is new dec
 
 So the policy's tokens are never encoded again, and what a function edits between two requests becomes a
 trajectory of its own, in which the earlier turns are context. A trajectory in which a turn is in flight, or
-broke off, is not extended. Branches wait until the attempt's own trajectory is known to the server, which
-refuses a branch of what it does not know.
+broke off, is not extended. Of a turn that broke off, as of a request that its function cancelled, nothing
+is trained, however far it comes before the attempt is closed. Branches wait until the attempt's own
+trajectory is known to the server, which refuses a branch of what it does not know.
 
 Requests may come from other event loops and threads: the turns run on the loop the router was made on.
 """
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from penstock.client.errors import InvalidRequest
+from penstock.client.errors import InvalidRequest, NotFound
 from penstock.client.plugins.claims import Written
 from penstock.client.plugins.sampling import read_sampling_params
 from penstock.client.turns import FinishReason
@@ -121,21 +122,28 @@ class AttemptRouter:
         return self._tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
 
     async def written(self) -> list[tuple[Trajectory, Written]]:
-        """Every trajectory that has a turn, the attempt's own first, as the server holds it."""
+        """Every trajectory that the server knows, the attempt's own first, as it holds it."""
         found: list[tuple[Trajectory, Written]] = []
         for line in self._lines:
-            if line.begun:
+            if not (line.begun or line.broken):
+                continue
+            try:
                 record = await line.trajectory.get()
-                segments = record.segments
-                policy = [np.full(len(s.token_ids), s.from_policy, np.bool_) for s in segments]
-                tokens = [segment.token_ids for segment in segments]
-                if record.parent_token_count:
-                    # All branch from the attempt's own, with which these are trained.
-                    shared = found[0][1].token_ids[: record.parent_token_count]
-                    tokens.insert(0, shared)
-                    policy.insert(0, np.zeros(len(shared), np.bool_))
-                written = Written(np.concatenate(tokens), np.concatenate(policy))
-                found.append((line.trajectory, written))
+            except NotFound:
+                if line.begun:
+                    raise
+                # Cancelled before it arrived, or refused. Without the attempt's own there is no branch.
+                continue
+            segments = record.segments
+            policy = [np.full(len(s.token_ids), s.from_policy, np.bool_) for s in segments]
+            tokens = [segment.token_ids for segment in segments]
+            if record.parent_token_count:
+                # All branch from the attempt's own, with which these are trained.
+                shared = found[0][1].token_ids[: record.parent_token_count]
+                tokens.insert(0, shared)
+                policy.insert(0, np.zeros(len(shared), np.bool_))
+            written = Written(np.concatenate(tokens), np.concatenate(policy), line.broken)
+            found.append((line.trajectory, written))
         return found
 
     def cancel(self) -> None:
