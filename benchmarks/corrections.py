@@ -93,9 +93,14 @@ def train(folder: Path, arm: Arm, model: Model, steps: int, seed: int) -> list[d
     return read_lines(folder / "metrics.jsonl")
 
 
+def values_of(runs: list[list[dict[str, Any]]], name: str) -> list[float]:
+    """That of every step of every run that has the figure."""
+    return [step[name] for steps in runs for step in steps if step[name] is not None]
+
+
 def mean_of(runs: list[list[dict[str, Any]]], name: str) -> float | None:
-    """Over every step of every run that has the figure."""
-    values = [step[name] for steps in runs for step in steps if step[name] is not None]
+    """Over the same."""
+    values = values_of(runs, name)
     return fmean(values) if values else None
 
 
@@ -139,7 +144,7 @@ def main() -> None:
             "  ".join(f"{value:.3f}" for value in rewards[name]),
             shown(mean_of(found, "lag_mean"), ".2f"),
             shown(mean_of(found, "correction_weight_mean"), ".3f"),
-            shown(mean_of(found, "correction_weight_max"), ".2f"),
+            shown(max(values_of(found, "correction_weight_max"), default=None), ".2f"),
             shown(mean_of(found, "correction_masked"), ".1%"),
             shown(mean_of(found, "correction_clipped"), ".1%"),
             shown(mean_of(found, "clip_fraction"), ".1%"),

@@ -193,7 +193,8 @@ def count_violations(folder: Path, max_lag: int, steps: list[dict[str, Any]]) ->
             count
             for group in entry.groups
             for trajectory_id in group.trajectory_ids
-            for version, count in seen[trajectory_id].items()
+            # Of one whose attempt failed no reward was asked, and nothing is trained.
+            for version, count in seen.get(trajectory_id, {}).items()
             if held_version - version > max_lag
         )
         violations += masked[entry.step] != too_old

@@ -25,6 +25,7 @@ from penstock.trainer.gathering import TASK_SETTLED, Gatherer, settle_refused
 from penstock.trainer.group_config import GroupsConfig, OverlongConfig
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
+    FAILED_ASKED_AGAIN,
     MEAN_TOO_HIGH,
     MEAN_TOO_LOW,
     NO_SPREAD,
@@ -422,8 +423,8 @@ async def test_a_prompt_of_which_everything_failed_is_asked_again_where_the_fail
     replacing = {"failed_siblings": "replace", "max_replacements": 1}
     async with server, running(tmp_path, server.address, steps=1, groups=replacing) as run:
         await run.ends()
-        assert server.receipts == [(0, ASKED_AGAIN), (0, ALL_FAILED), (1, "")]
-        assert refusals(tmp_path) == [("r/0", ASKED_AGAIN), ("r/0~+1", ALL_FAILED)]
+        assert server.receipts == [(0, FAILED_ASKED_AGAIN), (0, ALL_FAILED), (1, "")]
+        assert refusals(tmp_path) == [("r/0", FAILED_ASKED_AGAIN), ("r/0~+1", ALL_FAILED)]
         asked = [task for task in server.tasks if "~" in task.task_id]
         assert [(task.task_id, task.index) for task in asked] == [("r/0~+1", 0)]
         assert (run.records[0]["groups_failed"], run.records[0]["failures"]) == (2, 4)
@@ -503,6 +504,9 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         ledger.write(StepEntry(1, 1, "w", (TrainedGroup("g2", "r/2", ("2-0", "2-1")),)))
         ledger.refuse(RefusedEntry("g3", "r/3", NO_SPREAD))
         ledger.refuse(RefusedEntry("g9", "r/9", TASK_SETTLED))
+        # Neither counts against what may be dropped.
+        ledger.refuse(RefusedEntry("g10", "r/10", ALL_FAILED))
+        ledger.refuse(RefusedEntry("g11", "r/11", FAILED_ASKED_AGAIN))
         # Two that the server dropped, which leave it as many to drop itself.
         ledger.refuse(RefusedEntry("g7", "r/7", "GROUP_DROPPED"))
         ledger.refuse(RefusedEntry("g8", "r/8", "GROUP_DROPPED"))
@@ -529,7 +533,7 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         # One more may be dropped for it, no two.
         assert batch is not None and [d.group_id for d in batch.deliveries] == ["g5"]
         assert second.groups_dropped == {NO_SPREAD: 2, "GROUP_DROPPED": 2}
-        assert second.groups_kept_in_need == 1
+        assert (second.groups_kept_in_need, second.groups_failed) == (1, 2)
         assert (exchange.refused, tasks.given_up) == ([NO_SPREAD], ["r/4"])
 
 
@@ -558,7 +562,7 @@ async def test_a_trainer_that_resumes_knows_what_refusals_meant(tmp_path: Path) 
         # Trained in the meantime, as the checkpoint says.
         RefusedEntry("h", "r/1", ASKED_AGAIN),
         # Submitted after the checkpoint.
-        RefusedEntry("i", "r/9", ASKED_AGAIN),
+        RefusedEntry("i", "r/9", FAILED_ASKED_AGAIN),
     ]
     with contextlib.closing(Ledger(tmp_path)) as ledger:
         ledger.begin()

@@ -335,3 +335,13 @@ def test_figures_add_up() -> None:
     assert (both.tokens, both.loss, both.difference_max, both.kl) == (5, 3.0, 0.5, None)
     assert (both.weight, both.weight_max, both.masked, both.clipped) == (4.0, 1.5, 1, 2)
     assert Figures() + Figures(1) == Figures(1)
+    assert (both.below, both.above) == (None, None)
+    bounded = Figures(1, below=1, above=0) + Figures(2, below=2, above=1)
+    assert (bounded.below, bounded.above) == (3, 1)
+
+
+def test_a_largest_that_is_no_number_stays_none() -> None:
+    broken, sound = (Figures(1, difference_max=v, weight_max=v) for v in (math.nan, 0.5))
+    for both in (Figures() + broken + sound, Figures() + sound + broken):
+        assert math.isnan(both.difference_max)
+        assert both.weight_max is not None and math.isnan(both.weight_max)

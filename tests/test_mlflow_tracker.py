@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,32 @@ def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
     for name in ("a_c", "_", "a", "a_b", "s:__y_.."):
         history = client.get_metric_history(run.info.run_id, f"train/reward_by_source/{name}")
         assert len(history) == 5, name
+
+
+def test_a_configuration_that_could_not_be_noted_is_noted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "store").as_uri()
+    noted, log_batch = 0, mlflow.MlflowClient.log_batch
+
+    def log(self: Any, run_id: str, *rest: Any, params: Any = (), **others: Any) -> Any:
+        nonlocal noted
+        noted += bool(params)
+        # The second hundred, once.
+        if params and noted == 2:
+            raise OSError("it is being restarted")
+        return log_batch(self, run_id, *rest, params=params, **others)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log)
+    trackers = begin(monkeypatch, tmp_path, uri)
+    for step in (1, 2):
+        trackers.send(step, {"train/loss": 1.0})
+    trackers.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert len(run.data.params) == 151 and noted == 3
 
 
 def test_points_that_no_server_takes_are_counted(

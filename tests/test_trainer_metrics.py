@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from contextlib import closing
@@ -17,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rich.console import Console
 
 from penstock.trainer.batch_figures import BatchFigures
+from penstock.trainer.errors import StorageFailed
 from penstock.trainer.evaluation_record import make_record
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.figures import as_json
@@ -163,6 +165,42 @@ def test_a_trajectorys_trace_reaches_the_step_that_trained_it(
     assert step.attributes is not None and step.attributes["penstock.weight_version"] == 6
 
 
+class FullDisk(Scalars):
+    """TensorBoard's writer, whose thread has met a full disk: everything says so from then on."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    close = flush
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence_and_gives_the_terminal_back(
+    tmp_path: Path,
+) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200)
+    writer = MetricsWriter(tmp_path, FullDisk(), console, steps=9)
+    (record,) = steps(1)
+    with pytest.raises(StorageFailed, match="No space left on device"):
+        writer.write(record, writer.begin_step(1))
+    with pytest.raises(StorageFailed, match="No space left on device"):
+        writer.close()
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert hidden in out.getvalue() and out.getvalue().rindex(shown) > out.getvalue().rindex(hidden)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_line_that_the_disk_does_not_take_ends_the_run(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, Scalars(), Console(file=io.StringIO()), steps=9)
+    writer._file.close()
+    writer._file = Path("/dev/full").open("w")  # noqa: SIM115 - it is the writer's to close.
+    (record,) = steps(1)
+    with pytest.raises(StorageFailed, match=r"metrics\.jsonl: No space left"):
+        writer.write(record, writer.begin_step(1))
+    with pytest.raises(StorageFailed, match="No space left"):
+        writer.close()
+
+
 @pytest.mark.parametrize("every_steps", [1, 3])
 def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_steps: int) -> None:
     console = Console(file=io.StringIO())
@@ -173,7 +211,11 @@ def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_st
     first._file.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "kind": "evaluation"}\n{"step"')
-    left = as_json(steps(3)[0].line())
+    (record,) = steps(3)
+    ahead = {"time": None, "time_switch_end": None}
+    for name in [name for name in record.line() if name.startswith("time") and name not in ahead]:
+        setattr(record, name, 100.0)
+    left = as_json(record.line())
     scalars = Scalars()
     for again in range(2):
         written = keep_until(tmp_path, 3)
@@ -187,7 +229,9 @@ def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_st
         writer.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
-    assert rows[3] == {"step": 3, **left}
+    # Of what the trainer before did not come to nobody knows when it was.
+    assert rows[3].pop("time") > 1e9
+    assert {"time": None, **rows[3]} == {"step": 3, **left, **ahead}
     # The point at its step is of as many steps as any other.
     assert scalars.written["train/tokens", 3] == (6.0 if every_steps == 3 else 3.0)
 

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -200,8 +201,11 @@ async def _run_locked(
     stopping: asyncio.Event,
 ) -> None:
     """No other trainer writes to the run's folder meanwhile."""
+    from penstock.trainer.group_policies import load_filter
     from penstock.trainer.trackers import make_trackers
 
+    # What can be wrong with it is said before the model is loaded.
+    load_filter(config)
     trackers = make_trackers(config.metrics.trackers, config.run.steps)
     try:
         start = await compute.run(_load, config, resume, leader, ledger)
@@ -230,8 +234,8 @@ async def _run_loaded(
             async with parts.metrics.measuring():
                 await _walk(parts, stopping)
         finally:
-            parts.metrics.close()
-            parts.publisher.close()
+            with closing(parts.publisher):
+                parts.metrics.close()
     if parts.exchanges.left.is_set():
         # After the live display, which would draw over it.
         step = parts.loop.step

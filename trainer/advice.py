@@ -27,6 +27,7 @@ def advise(config: TrainerConfig) -> list[str]:
         )
     if (
         config.train.updates_per_step == 1
+        and not (config.model.lora and config.model.lora.dropout)
         and _bounds_another_ratio(algorithm.loss)
         and ratio_is_to_proximal(algorithm.correction)
     ):

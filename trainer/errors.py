@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class TrainerError(Exception):
     """Root of the trainer's own errors; the message is for the person who started the run."""
@@ -21,6 +25,15 @@ class CheckpointUnusable(TrainerError):
 
 class StorageFailed(TrainerError):
     """What the run has to remember cannot be written; what was written before is whole."""
+
+
+@contextmanager
+def storing(path: Path) -> Generator[None]:
+    """While something is written there: what the system says of it is raised as StorageFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"{path}: {error.strerror or error}") from error
 
 
 class RunFolderInUse(TrainerError):

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from rich.console import Console
 
+from penstock.trainer.errors import storing
 from penstock.trainer.evaluation_record import EvaluationRecord, Figures
 
 FILE = "metrics.jsonl"
@@ -34,12 +35,13 @@ class EvaluationWriter:
         self._console = console
 
     def write(self, record: EvaluationRecord) -> None:
-        """An evaluation has ended."""
+        """An evaluation has ended. Raises StorageFailed."""
         line = as_line(record)
-        # Opened each time: `keep_until` puts another file in its place.
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        show(line, self._scalars)
+        with storing(self._path.parent):
+            # Opened each time: `keep_until` puts another file in its place.
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            show(line, self._scalars)
         # Above the live table, where there is one.
         self._console.print(as_text(record), soft_wrap=True, highlight=False, markup=False)
 

@@ -43,6 +43,7 @@ from penstock.trainer.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
+    FAILED_ASKED_AGAIN,
     SIBLING_FAILED,
     load_filter,
     mask_truncated,
@@ -156,7 +157,9 @@ class Gatherer:
         missing = list(self._parts)
         if record.step not in self._ledger.ahead:
             for entry in self._ledger.take_unfinished():
-                if entry.reason not in (ALL_FAILED, TASK_SETTLED):
+                if entry.reason in (ALL_FAILED, FAILED_ASKED_AGAIN):
+                    record.groups_failed += 1
+                elif entry.reason != TASK_SETTLED:
                     _count_dropped(record, entry.reason)
         self._count_given_up(record)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
@@ -319,7 +322,7 @@ class Gatherer:
         reason = ALL_FAILED
         if self._may_ask_again(delivery):
             self._tasks.ask_again(delivery.task_id)
-            reason = ASKED_AGAIN
+            reason = FAILED_ASKED_AGAIN
         else:
             self._tasks.settled(delivery.task_id)
         too_many = self._failed_in_a_row >= self._config.failure.max_failed_groups
@@ -358,7 +361,7 @@ def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:
 def settle_refused(tasks: TaskFeeder, refused: Iterable[RefusedEntry]) -> None:
     """What groups that were refused before this process began mean for their prompts."""
     for entry in refused:
-        if entry.reason == ASKED_AGAIN:
+        if entry.reason in (ASKED_AGAIN, FAILED_ASKED_AGAIN):
             tasks.ask_again(entry.task_id)
         elif entry.reason != TASK_SETTLED:
             tasks.settled(entry.task_id)

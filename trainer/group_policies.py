@@ -37,6 +37,8 @@ OWN = "FILTER:"
 AGENT = "AGENT:"
 # The prompt of a refused group is asked again, under another task id.
 ASKED_AGAIN = "ASKED_AGAIN"
+# The same, of a group in which everything had failed.
+FAILED_ASKED_AGAIN = "FAILED_ASKED_AGAIN"
 
 Filter = Callable[[TrainingGroup, Delivered], str | None]
 

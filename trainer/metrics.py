@@ -4,8 +4,9 @@ traced."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -14,7 +15,8 @@ from opentelemetry.trace import Link, Span
 from rich.console import Console
 
 from penstock.trainer.display import Display
-from penstock.trainer.figures import Line, aggregate, as_json, scalars
+from penstock.trainer.errors import storing
+from penstock.trainer.figures import MOMENT, Line, aggregate, as_json, scalars
 from penstock.trainer.pace import Pace
 from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.step_record import FIGURES, StepRecord
@@ -34,6 +36,9 @@ class MetricsWriter:
     steps that came since. A run that resumes between two takes the steps since the last one from
     `metrics.jsonl`, so that its next point is of as many steps as any other, those of a point at the
     end of the run before included.
+
+    Whatever writes raises StorageFailed where the disk does not take it, for `metrics.jsonl` and for
+    TensorBoard, which writes in a thread of its own and says so at the next point.
     """
 
     def __init__(
@@ -85,18 +90,25 @@ class MetricsWriter:
         if self._trackers is not None:
             record.tracker_points_lost = self._trackers.take_lost()
         line = record.line()
-        self._file.write(json.dumps({"step": record.step, **as_json(line)}) + "\n")
-        self._file.flush()
+        self._append(record.step, as_json(line))
         self._trace(record, span, record.traceparents)
         self._instruments.record(record)
         self._add(record.step, line)
 
     def restore(self, step: int, line: Mapping[str, object]) -> None:
         """Writes the figures of the last step that is done, which the trainer that did it left in its
-        checkpoint and did not live to write. Its traces are lost."""
-        self._file.write(json.dumps({"step": step, **line}) + "\n")
-        self._file.flush()
+        checkpoint and did not live to write. Its traces are lost, and when that happened which was still to
+        come then."""
+        moments = [each.name for each in FIGURES if each.unit == MOMENT]
+        ahead = {name: None for name in moments if not line.get(name)}
+        line = {**line, **ahead, "time": time.time()}
+        self._append(step, line)
         self._add(step, cast("Line", line))
+
+    def _append(self, step: int, line: Mapping[str, object]) -> None:
+        with storing(self._path):
+            self._file.write(json.dumps({"step": step, **line}) + "\n")
+            self._file.flush()
 
     def forget(self, step: int) -> None:
         """Removes the evaluations of this step, which is not written yet, and of later ones: they are of
@@ -117,20 +129,21 @@ class MetricsWriter:
         self._display.doing(what)
 
     def close(self) -> None:
-        """Sends what is left, flushes, and ends the display."""
-        if self._unsent:
-            self._send()
-        self._file.close()
-        self._scalars.close()
-        self._display.close()
+        """Sends what is left, flushes, and ends the display, which it does whatever else fails."""
+        with closing(self._display), storing(self._path.parent), ExitStack() as stack:
+            stack.callback(self._scalars.close)
+            stack.callback(self._file.close)
+            if self._unsent:
+                self._send()
 
     def _send(self) -> None:
         """The point of the lines that came since the last one."""
         point = aggregate(FIGURES, self._lines)
         self._lines, self._unsent = [], False
-        for name, value in scalars(FIGURES, point).items():
-            self._scalars.add_scalar(f"{PREFIX}{name}", value, self._last_step)
-        self._scalars.flush()
+        with storing(self._path.parent):
+            for name, value in scalars(FIGURES, point).items():
+                self._scalars.add_scalar(f"{PREFIX}{name}", value, self._last_step)
+            self._scalars.flush()
         self._display.show(self._last_step, point)
 
     def _trace(self, record: StepRecord, span: Span, traceparents: Sequence[str]) -> None:

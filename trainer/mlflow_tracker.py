@@ -1,7 +1,7 @@
 """MLflow.
 
 A point at a step that has one is kept beside it: after a resume the steps that were done again have
-two, of which the later is the one with the greater timestamp. A configuration is noted once, at the
+two, of which the later is the one with the greater timestamp. Each setting is noted once, as it was at the
 run's beginning, for MLflow lets no parameter change.
 """
 
@@ -52,10 +52,13 @@ class MlflowTracker:
             run = client.create_run(experiment, run_name=self._config.name or start.run_id)
             self._run_id = run.info.run_id
             start.keep(self._run_id)
-            parameters = [Param(name, value) for name, value in _flat(start.config)]
-            for begin in range(0, len(parameters), PARAMETERS_PER_CALL):
-                some = parameters[begin : begin + PARAMETERS_PER_CALL]
-                client.log_batch(self._run_id, params=some)
+        # Whoever began the run may not have come to all of it.
+        noted = client.get_run(self._run_id).data.params
+        settings = [(name, value) for name, value in _flat(start.config) if name not in noted]
+        parameters = [Param(name, value) for name, value in settings]
+        for begin in range(0, len(parameters), PARAMETERS_PER_CALL):
+            some = parameters[begin : begin + PARAMETERS_PER_CALL]
+            client.log_batch(self._run_id, params=some)
         self._client = client
 
     def log(self, step: int, point: Mapping[str, float]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from penstock.trainer.algorithms.batches import RewardBatch
-from penstock.trainer.algorithms.objective import Figures
+from penstock.trainer.algorithms.objective import Figures, add_known
 from penstock.trainer.figures import LAST, MAX, MEAN, SUM, figure, weighted
 from penstock.trainer.planning import StepPlan
 from penstock.v1 import weights_pb2
@@ -78,12 +78,17 @@ class StepResult:
     learning_rate: float | None = figure(
         None, LAST, "", "Of the last update; null where there was none."
     )
-    clip_fraction: float = figure(
-        0.0, PER_TOKEN, "share", "Tokens whose ratio was out of its bounds."
+    clip_fraction: float | None = figure(
+        None,
+        PER_TOKEN,
+        "share",
+        "Tokens whose ratio was out of its bounds; null where the loss has none.",
     )
-    clip_fraction_low: float = figure(0.0, PER_TOKEN, "share", "Those below the lower bound.")
-    clip_fraction_high: float = figure(
-        0.0, PER_TOKEN, "share", "Those above the upper bound, that of `dual_clip` included."
+    clip_fraction_low: float | None = figure(
+        None, PER_TOKEN, "share", "Those below the lower bound."
+    )
+    clip_fraction_high: float | None = figure(
+        None, PER_TOKEN, "share", "Those above the upper bound, that of `dual_clip` included."
     )
     logprob_diff_mean: float = figure(
         0.0,
@@ -154,9 +159,9 @@ def describe_step(
         loss=figures.loss / len(norms),
         grad_norm=sum(norms) / len(norms),
         learning_rate=learning_rate,
-        clip_fraction=share(figures.below + figures.above),
-        clip_fraction_low=share(figures.below),
-        clip_fraction_high=share(figures.above),
+        clip_fraction=share_if_any(add_known(figures.below, figures.above)),
+        clip_fraction_low=share_if_any(figures.below),
+        clip_fraction_high=share_if_any(figures.above),
         logprob_diff_mean=share(figures.difference),
         logprob_diff_max=figures.difference_max,
         entropy=share(figures.entropy),

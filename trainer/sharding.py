@@ -118,7 +118,9 @@ class Sharding:
         )
         found: dict[str, float | None] = {}
         for index, name in enumerate(names):
-            total = maxima[index] if name.endswith("_max") else sums[index]
+            # Which of two is the larger is not defined of what is no number, which a sum keeps.
+            is_max = name.endswith("_max") and not np.isnan(sums[index])
+            total = maxima[index] if is_max else sums[index]
             value = int(total) if name in WHOLE_NUMBERS else float(total)
             found[name] = value if known[index] else None
         return Figures(**cast("dict[str, int]", found))

@@ -126,7 +126,9 @@ class StepRecord:
         "bytes",
         "Bytes of weights that were sent; through the stream those of attempts that failed too.",
     )
-    upload_dense_bytes: int = figure(0, SUM, "bytes", "Size of the whole version.")
+    upload_dense_bytes: int = figure(
+        0, SUM, "bytes", "Size of the whole version, for every server that it went to."
+    )
     delta: bool = figure(False, MEAN, "share", "Whether the version went as a difference.")
     changed_tensors: int | None = figure(
         None,

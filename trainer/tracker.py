@@ -38,7 +38,8 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, point: Mapping[str, float]) -> None:
-        """The figures of the steps up to this one, by name. After a resume, steps come again."""
+        """The figures of the steps up to this one, by name, or those of an evaluation of it, which all
+        begin with `eval/`. After a resume, steps come again."""
         ...
 
     def close(self, complete: bool) -> None:

@@ -8,6 +8,7 @@ Every backend calls `evaluate`, whatever computed the log-probabilities. Suffixe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,9 +62,9 @@ class Figures:
 
     tokens: int = 0
     loss: float = 0.0
-    below: int = 0
-    """Tokens whose ratio was below its bound."""
-    above: int = 0
+    below: int | None = None
+    """Tokens whose ratio was below its bound; None where there is none, as the next."""
+    above: int | None = None
     entropy: float = 0.0
     difference: float = 0.0
     """|computed - sampled log-probability|."""
@@ -80,18 +81,18 @@ class Figures:
         return Figures(
             self.tokens + other.tokens,
             self.loss + other.loss,
-            self.below + other.below,
-            self.above + other.above,
+            add_known(self.below, other.below),
+            add_known(self.above, other.above),
             self.entropy + other.entropy,
             self.difference + other.difference,
-            max(self.difference_max, other.difference_max),
-            _sum(self.kl, other.kl),
-            _sum(self.weight, other.weight),
-            max(self.weight_max or 0.0, other.weight_max)
-            if other.weight_max is not None
-            else self.weight_max,
-            _sum(self.masked, other.masked),
-            _sum(self.clipped, other.clipped),
+            _largest(self.difference_max, other.difference_max),
+            add_known(self.kl, other.kl),
+            add_known(self.weight, other.weight),
+            other.weight_max
+            if self.weight_max is None
+            else _largest(self.weight_max, other.weight_max),
+            add_known(self.masked, other.masked),
+            add_known(self.clipped, other.clipped),
         )
 
 
@@ -199,8 +200,8 @@ def _figures(
     return Figures(
         tokens=len(difference_N),
         loss=float(loss.detach()),
-        below=0 if result.below_N is None else int(result.below_N.sum()),
-        above=0 if result.above_N is None else int(result.above_N.sum()),
+        below=None if result.below_N is None else int(result.below_N.sum()),
+        above=None if result.above_N is None else int(result.above_N.sum()),
         entropy=float(output.entropies_N.detach().sum()),
         difference=float(difference_N.sum()),
         difference_max=float(difference_N.max()),
@@ -212,5 +213,13 @@ def _figures(
     )
 
 
-def _sum(one: N | None, other: N | None) -> N | None:
+def _largest(one: float, other: float | None) -> float:
+    """Of two, the second of which may be unknown; no number where one of them is none."""
+    if other is None or math.isnan(one):
+        return one
+    return other if math.isnan(other) else max(one, other)
+
+
+def add_known(one: N | None, other: N | None) -> N | None:
+    """The sum of two, of which either may be unknown; None where both are."""
     return other if one is None else one if other is None else one + other
