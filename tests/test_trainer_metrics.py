@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,7 +298,8 @@ def test_where_there_is_no_terminal_there_are_lines_alone(tmp_path: Path) -> Non
 
 def test_a_terminal_gets_a_bar_and_the_time_left(tmp_path: Path) -> None:
     text, _ = write(tmp_path, *steps(1, 2, 3), terminal=True)
-    assert "step 3 of 9" in text and "roughly 0 s left" in text
+    # Its clock is the machine's, which may have much to do.
+    assert "step 3 of 9" in text and re.search(r"roughly \d+ s left", text)
     text, _ = write(tmp_path / "done", *steps(9), terminal=True)
     assert "step 9 of 9" in text and "done, in " in text
 
