@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.masking_utils import find_packed_sequence_indices
 
 from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
@@ -54,6 +55,8 @@ def test_what_is_left_is_computed_as_before(policy: FsdpPolicy, share_prefixes: 
     for _ in range(6):
         groups = [read(random_group(rng)) for _ in range(2)]
         for batch in cut(groups, 70, share_prefixes):
+            if batch.parents_BT is None:
+                check_plain(batch)
             kept_S = torch.from_numpy(rng.random(batch.sequences.count) < 0.5)  # noqa: N806
             left = keep_sequences(batch, kept_S)
             kept_N = kept_S[batch.sequences.index_N]  # noqa: N806
@@ -69,6 +72,11 @@ def test_what_is_left_is_computed_as_before(policy: FsdpPolicy, share_prefixes: 
             check_least(left)
 
 
+def check_plain(batch: MicroBatch) -> None:
+    """transformers takes every row for one sequence, padding and all: causal attention needs no mask."""
+    assert find_packed_sequence_indices(batch.positions_BT) is None
+
+
 def check_least(batch: MicroBatch) -> None:
     """Every row, column and prediction is there for something."""
     width = batch.token_ids_BT.shape[1]
@@ -78,6 +86,7 @@ def check_least(batch: MicroBatch) -> None:
     mask = batch.attention_mask()
     if mask is None:
         assert int(columns.max()) == width - 1
+        check_plain(batch)
         return
     seen = torch.zeros(batch.token_ids_BT.shape, dtype=torch.bool)
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):

@@ -141,6 +141,21 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert [path.name for path in final.iterdir()] == ["new"]
 
 
+def test_a_way_to_sample_that_transformers_reads_and_does_not_write_goes_on_as_it_was(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
+    path = folder / "generation_config.json"
+    own = {"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 3}
+    path.write_text(json.dumps(own))
+    policy = policy_of(folder)
+    for _ in range(2):
+        policy.save(tmp_path / "saved")
+        written = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+        assert own.items() <= written.items()
+    policy_of(tmp_path / "saved")
+
+
 def test_what_is_no_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnusable, match=r"state\.json"):
         read_state(tmp_path)

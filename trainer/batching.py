@@ -361,7 +361,12 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         return EMPTY
     width = max(len(row.tokens) for row in rows)
     token_ids_BT = np.zeros((len(rows), width), np.int64)
+    is_tree = not all(row.chain for row in rows)
     positions_BT = np.zeros((len(rows), width), np.int64)
+    if not is_tree:
+        # Padding goes on counting: where positions begin again, transformers takes what follows for another
+        # sequence in the same row, and makes a mask of T x T.
+        positions_BT[:] = np.arange(width)
     sources: list[int] = []
     targets: list[int] = []
     temperatures: list[float] = []
@@ -382,7 +387,7 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         sequences += [sequence_count + t.sequence for t in row.trained]
         sequence_count += row.sequences
     parents = None
-    if not all(row.chain for row in rows):
+    if is_tree:
         parents = torch.full((len(rows), width), -1, dtype=torch.int64)
         for b, row in enumerate(rows):
             parents[b, : len(row.parents)] = torch.tensor(row.parents)

@@ -35,6 +35,8 @@ from safetensors.torch import (
     save_file,  # pyright: ignore[reportUnknownVariableType]
 )
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from penstock.trainer.adapter import CONFIG_FILE, Adapter
 from penstock.trainer.algorithm_config import AlgorithmConfig
@@ -103,7 +105,11 @@ class FsdpPolicy:
         loaded, self._tokenizer = load_model(model.path)
         autocast = compute_dtype(model, sharding.device) is torch.bfloat16
         blocks = block_names(loaded)
-        self._outline = None if sharding.is_whole else outline(model.path, sharding.device)
+        self._outline: TokenModel | None = None
+        if not sharding.is_whole:
+            self._outline = outline(
+                model.path, sharding.device, dict(cast("nn.Module", loaded).named_buffers())
+            )
         self._reference: TokenModel | None = None
         if self._objective.needs_reference and model.lora is None:
             self._reference = frozen(
@@ -277,9 +283,24 @@ class FsdpPolicy:
         state = None if self._sharding.is_whole else self._gather_state()
         if self._sharding.rank == 0:
             with _as_os_error():
-                self._tokens.model.save_pretrained(folder, state_dict=state)
+                self._write_model(folder, state)
                 self._tokenizer.save_pretrained(folder)
         self._sharding.wait()
+
+    def _write_model(self, folder: Path, state: dict[str, Tensor] | None) -> None:
+        model = self._tokens.model
+        if self._adapter is not None:
+            model.save_pretrained(folder, state_dict=state)
+            return
+        # How to sample by default is not the trainer's, and goes on as it was: transformers reads more than
+        # it writes, such as a temperature beside do_sample = false.
+        own = model.generation_config
+        model.generation_config = GenerationConfig()
+        try:
+            model.save_pretrained(folder, state_dict=state)
+        finally:
+            model.generation_config = own
+        own.to_json_file(folder / GENERATION_CONFIG_NAME)
 
     def _gather_state(self) -> dict[str, Tensor]:
         """What a model folder has of this module, whole and in the host's memory; empty but on rank 0."""

@@ -33,6 +33,9 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
     shape = len(rows), max(map(len, own))
     token_ids_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     parents_BT = None if batch.parents_BT is None else torch.full(shape, -1)
+    if parents_BT is None:
+        # As in `batching`.
+        positions_BT += torch.arange(shape[1])
     # Where each position that is kept comes to lie.
     places_BT = torch.zeros_like(batch.token_ids_BT)
     for new, (row, columns) in enumerate(zip(rows, own, strict=True)):

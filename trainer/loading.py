@@ -5,6 +5,7 @@ The one module of the trainer that imports transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -87,16 +88,21 @@ def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return cast("_Saving", core_model_loading).revert_weight_conversion(model, tensors)
 
 
-def outline(path: str, device: torch.device) -> TokenModel:
-    """The model without its weights, for `TokenModel.score`."""
+def outline(
+    path: str, device: torch.device, buffers: Mapping[str, Tensor] | None = None
+) -> TokenModel:
+    """The model without its weights, for `TokenModel.score`. `buffers` are those of the loaded model, by
+    name: most are computed, and some come with its weights, as the biases of experts do."""
     from accelerate import init_empty_weights
 
     config = cast("_Loader", AutoConfig).from_pretrained(path)
-    # Buffers are computed, and in no file of weights.
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = cast("_Maker", AutoModelForCausalLM).from_config(config, dtype=torch.float32)
     # Each name has been given a parameter of its own.
     cast("_Tied", model).tie_weights()
+    for name, buffer in cast("nn.Module", model).named_buffers():
+        if buffers is not None and name in buffers:
+            buffer.copy_(buffers[name])
     return frozen(cast("CausalModel", model), autocast=False, device=device)
 
 

@@ -338,6 +338,8 @@ class MegatronPolicy:
             group["lr"] = rate
             # megatron-core leaves the multiplication to its own scheduler.
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
+            # A checkpoint has those that it was written with.
+            group["betas"], group["eps"] = self._train.betas, self._train.epsilon
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of an upload on rank 0, none elsewhere; see `policy.Policy`."""

@@ -47,7 +47,8 @@ class Sharding:
     def __init__(self, *, cpu_offload: bool = False, reduce_each_micro_batch: bool = False) -> None:
         """With `cpu_offload` shares lie in the host's memory between the passes of their block."""
         self._cpu_offload = cpu_offload
-        self._reduce_each_micro_batch = reduce_each_micro_batch
+        # What is not reduced stays on the device, whole.
+        self._reduces_each = reduce_each_micro_batch or cpu_offload
         joined = distributed.is_initialized()
         self.size = distributed.get_world_size() if joined else 1
         """Ranks."""
@@ -93,7 +94,7 @@ class Sharding:
     def accumulate(self, module: nn.Module, *, last: bool) -> None:
         """Says before a backward pass whether it is the update's last."""
         if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last or self._reduce_each_micro_batch)
+            module.set_requires_gradient_sync(last or self._reduces_each)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor of which each rank has a share; another as it is."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from penstock.trainer.batching import MAX_TREE_TOKENS, MicroBatch
 from penstock.trainer.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 # Between positions of one tree and the same sequences one by one; rounding alone stays far below.
 TREE_TOLERANCE = 1e-3
@@ -47,6 +50,8 @@ class SavedConfig(Protocol):
 
 class CausalModel(Protocol):
     """The part of transformers' PreTrainedModel that is used here."""
+
+    generation_config: GenerationConfig
 
     @property
     def config(self) -> SavedConfig: ...
