@@ -327,8 +327,16 @@ def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
     stayed = not refused.applied and bitwise(copied(second), same)
     second.load(empty)
     begun = second.step(plans[0]).learning_rate
+    stayed = stayed and second.step(plans[1]).applied
+    # A configuration counts over what a checkpoint was written with.
+    model, train = arguments
+    changed = train.model_copy(update={"betas": (0.5, 0.75), "epsilon": 1e-6})
+    third = MegatronPolicy(model, changed, **options)
+    third.load(checkpoint)
+    third.step(plans[0])
     return {
-        "stayed": stayed and second.step(plans[1]).applied,
+        "settings": [(*group["betas"], group["eps"]) for group in third._optimizer.param_groups],
+        "stayed": stayed,
         "rest": rest,
         "exact": again == rest and bitwise(same, trained),
         "begun anew": begun,

@@ -126,6 +126,7 @@ def test_a_resumed_run_goes_on_exactly(found: dict[str, Any], name: str) -> None
     assert found[name]["exact"]
     # A checkpoint of before the first step goes on with the first.
     assert found[name]["begun anew"] == pytest.approx(2e-5 / 2)
+    assert {tuple(settings) for settings in found[name]["settings"]} == {(0.5, 0.75, 1e-6)}
 
 
 @pytest.mark.parametrize("name", [f"alone {name}" for name in RESUMED])

@@ -300,7 +300,9 @@ class FsdpPolicy:
             model.save_pretrained(folder, state_dict=state)
         finally:
             model.generation_config = own
-        own.to_json_file(folder / GENERATION_CONFIG_NAME)
+        own.to_json_file(  # pyright: ignore[reportUnknownMemberType]
+            folder / GENERATION_CONFIG_NAME
+        )
 
     def _gather_state(self) -> dict[str, Tensor]:
         """What a model folder has of this module, whole and in the host's memory; empty but on rank 0."""

@@ -26,7 +26,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ GENERATION_FILE = "generation_config.json"
 class _Optimizer(ShardedOptimizer, Protocol):
     """The part of megatron-core's optimizers that is used here."""
 
-    param_groups: list[dict[str, float]]
+    param_groups: list[dict[str, Any]]
 
     def zero_grad(self) -> None: ...
     def prepare_grads(self) -> bool: ...
