@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ from google.protobuf import json_format
 from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, SamplingConfig
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
-from penstock.trainer.errors import ConfigInvalid, ServerLost, SessionRefused
+from penstock.trainer.errors import ServerLost, SessionRefused
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.problem import Problem, Source
+from penstock.trainer.sources.problem import Problem
 from penstock.trainer.sources.procedural import ReasoningGymSource
-from penstock.trainer.sources.reader import Reader
 from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_tasks
 from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
@@ -56,15 +53,11 @@ class Numbers:
 
 
 def feeder(
-    channel: grpc.aio.Channel,
-    target: int,
-    next_index: int = 0,
-    outstanding: tuple[int, ...] = (),
-    source: Source | None = None,
+    channel: grpc.aio.Channel, target: int, next_index: int = 0, outstanding: tuple[int, ...] = ()
 ) -> TaskFeeder:
     return TaskFeeder(
         [ServerTasks(channel, target)],
-        source or Numbers(),
+        Numbers(),
         DATA,
         DataIndices(Division(1), next_index, outstanding),
         run_id="r",
@@ -142,49 +135,6 @@ async def test_tasks_are_topped_up_as_groups_arrive() -> None:
             tasks.arrived(0)
         await tasks.fill(0)
         assert len(server.tasks) == 8
-
-
-async def test_a_source_that_takes_its_time_holds_up_nothing_else() -> None:
-    read = threading.Event()
-
-    class Slow(Numbers):
-        def problem(self, index: int) -> Problem:
-            assert read.wait(20), "the loop stands still"
-            return super().problem(index)
-
-    async with ScriptedServer() as server, connected(server) as channel:
-        filling = asyncio.ensure_future(feeder(channel, 3, source=Slow()).fill(0))
-        await asyncio.sleep(0.05)
-        assert not filling.done()
-        read.set()
-        await filling
-        assert [task.task_id for task in server.tasks] == ["r/0", "r/1", "r/2"]
-
-
-async def test_a_source_is_read_by_one_at_a_time_and_says_what_is_wrong_with_it() -> None:
-    inside = most = 0
-
-    class Single(Numbers):
-        def problem(self, index: int) -> Problem:
-            nonlocal inside, most
-            inside += 1
-            most = max(most, inside)
-            time.sleep(0.002)
-            inside -= 1
-            if index == 99:
-                raise ConfigInvalid("entry 100: it is no row")
-            return super().problem(index)
-
-    reader = Reader(Single())
-    found = await asyncio.gather(*(reader.problems(range(n, n + 5)) for n in range(6)))
-    assert [[p.metadata["answer"] for p in own] for own in found] == [
-        list(range(n, n + 5)) for n in range(6)
-    ]
-    assert most == 1
-    with pytest.raises(ConfigInvalid, match="entry 100"):
-        await reader.problems([3, 99])
-    # Nobody is kept out after that.
-    assert reader.problem(4).metadata == {"answer": 4}
 
 
 async def test_known_tasks_are_passed_over_until_enough_wait() -> None:

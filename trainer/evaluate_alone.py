@@ -40,7 +40,6 @@ from penstock.client.turns import FinishReason
 from penstock.client.values import Json, from_struct, to_struct
 from penstock.trainer.evaluation_record import EvaluationRecord, MeasuredPrompt, make_record
 from penstock.trainer.sources.problem import Problem, Source
-from penstock.trainer.sources.reader import Reader
 
 log = logging.getLogger("penstock.eval")
 
@@ -93,7 +92,7 @@ class Measuring:
     ) -> None:
         """`on_prompt` is called as each prompt is measured."""
         self._calls = calls
-        self._reader = Reader(source)
+        self._source = source
         self._functions = functions
         self._extent = extent
         self._on_prompt = on_prompt
@@ -134,7 +133,7 @@ class Measuring:
     async def _work(self, indices: Iterator[int]) -> None:
         """Consumes places in the data, which others consume too; produces measured prompts."""
         for index in indices:
-            (problem,) = await self._reader.problems([index])
+            problem = self._source.problem(index)
             task = make_task(problem, f"{self._id}-{index}", index, self._extent)
             samples = range(self._extent.samples_per_prompt)
             if self._functions.per_group:

@@ -64,7 +64,6 @@ from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.handover import keep_trying
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Finite, Problem, Source
-from penstock.trainer.sources.reader import Reader
 from penstock.trainer.stopping import unless
 from penstock.trainer.stored_groups import Delivered
 from penstock.trainer.tasks import describe_problem
@@ -120,7 +119,6 @@ class EvaluationSet:
         ConfigInvalid where its data cannot be read."""
         self.config = config
         self.source: Source = open_source(config, SEED, f"evaluation.{config.name}")
-        self.reader = Reader(self.source)
         size = self.source.size if isinstance(self.source, Finite) else config.prompts
         self.prompt_count = min(config.prompts, size)
         self.sampling = config.sampling_over(data)
@@ -363,15 +361,14 @@ class Evaluator:
         self, one: EvaluationSet, current: _Measurement, server: int, asked: Iterable[Asked]
     ) -> None:
         """Submits those of some prompts that are this server's."""
-        own = [prompt for prompt in asked if self._server_of(prompt) == server]
-        if not own:
-            return
-        problems = await one.reader.problems([prompt.index for prompt in own])
         tasks: list[task_service_pb2.Task] = []
-        for prompt, problem in zip(own, problems, strict=True):
-            current.data_sources[prompt.task_id] = problem.counted_under
-            tasks.append(one.build_task(prompt, problem))
-        await self._submit_tasks(server, tasks)
+        for prompt in asked:
+            if self._server_of(prompt) == server:
+                problem = one.source.problem(prompt.index)
+                current.data_sources[prompt.task_id] = problem.counted_under
+                tasks.append(one.build_task(prompt, problem))
+        if tasks:
+            await self._submit_tasks(server, tasks)
 
     def _server_of(self, prompt: Asked) -> int:
         return prompt.index % len(self._streams)

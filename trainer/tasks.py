@@ -30,7 +30,6 @@ from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.errors import ServerFull, ServerLost, SessionRefused
 from penstock.trainer.sources.problem import Problem, Source
-from penstock.trainer.sources.reader import Reader
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
@@ -145,7 +144,7 @@ class TaskFeeder:
     ) -> None:
         """`attempts` are begun for each group (`groups.attempts`)."""
         self._servers = servers
-        self._reader = Reader(source)
+        self._source = source
         self._config = config
         self._indices = indices
         self._division = division
@@ -222,7 +221,7 @@ class TaskFeeder:
         if index is None:
             return UNKNOWN_SOURCE
         found = self._data_sources.get(index)
-        return self._reader.problem(index).counted_under if found is None else found
+        return self._source.problem(index).counted_under if found is None else found
 
     def task(self, task_id: str) -> task_service_pb2.Task | None:
         """What is asked by a task, as agents are told it; None where it is not of this run. Raises
@@ -231,7 +230,7 @@ class TaskFeeder:
         if index is None:
             return None
         task = build_task(
-            self._reader.problem(index),
+            self._source.problem(index),
             run_id=self._run_id,
             index=index,
             config=self._config,
@@ -337,8 +336,8 @@ class TaskFeeder:
     async def _submit(self, server: int, indices: Sequence[int], again: str = "") -> None:
         """Raises ServerFull, ServerLost and SessionRefused."""
         tasks: list[task_service_pb2.Task] = []
-        problems = await self._reader.problems(indices)
-        for index, problem in zip(indices, problems, strict=True):
+        for index in indices:
+            problem = self._source.problem(index)
             self._data_sources[index] = problem.counted_under
             tasks.append(
                 build_task(
