@@ -429,11 +429,12 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
     try:
         config = ServeConfig.model_validate(table)
     except ValidationError as error:
-        found = [
-            f"{'.'.join(str(part) for part in item['loc'])}: "
-            f"{item['msg'].removeprefix('Value error, ')}, got {item['input']!r}"
-            for item in error.errors()
-        ]
+        found: list[str] = []
+        for item in error.errors():
+            place, got = ".".join(map(str, item["loc"])), f", got {item['input']!r}"
+            # Some say it themselves.
+            said = item["msg"].removeprefix("Value error, ").removesuffix(got)
+            found.append(f"{place}: {said}{got}")
         # What is refused may be an address with a password in it.
         raise ConfigError(re.sub(r"//[^/@\s]+@", "//***@", redact("; ".join(found)))) from None
     for name, address in config.addresses.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -123,28 +123,24 @@ def wire(
         folder, keep = run.out / "checkpoints", config.checkpoint.keep
         return lambda: save_checkpoint(folder, reached, start.policy.save, keep=keep)
 
-    with ExitStack() as undone:
-        # A live display holds the terminal.
-        undone.callback(metrics.close)
-        loop = TrainingLoop(
-            config,
-            policy=start.policy,
-            compute=compute,
-            exchanges=exchanges,
-            publisher=publisher,
-            tasks=tasks,
-            metrics=metrics,
-            probe=probe,
-            ledger=start.ledger,
-            checkpoint=checkpoint,
-            stopping=stopping,
-            step=state.step,
-            share_prefixes=start.share_prefixes,
-            forgotten_step=start.passed_over,
-            evaluator=_make_evaluator(start, run.id, exchanges, links, evaluations, stopping),
-            data_ranks=start.policy.data_ranks,
-        )
-        undone.pop_all()
+    loop = TrainingLoop(
+        config,
+        policy=start.policy,
+        compute=compute,
+        exchanges=exchanges,
+        publisher=publisher,
+        tasks=tasks,
+        metrics=metrics,
+        probe=probe,
+        ledger=start.ledger,
+        checkpoint=checkpoint,
+        stopping=stopping,
+        step=state.step,
+        share_prefixes=start.share_prefixes,
+        forgotten_step=start.passed_over,
+        evaluator=_make_evaluator(start, run.id, exchanges, links, evaluations, stopping),
+        data_ranks=start.policy.data_ranks,
+    )
     return Parts(exchanges, publisher, metrics, loop)
 
 
