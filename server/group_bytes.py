@@ -157,7 +157,7 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
         finish_reason=(
             trajectory_pb2.FINISH_REASON_UNSPECIFIED
             if record.turn is None
-            else record.turn.finish_reason
+            else record.turn.last_finish_reason
         ),
         turn_count=record.turn_count,
         parent_trajectory_id=record.parent_trajectory_id,

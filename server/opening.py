@@ -330,6 +330,8 @@ class Opening:
     def _full_turn(
         self, record: TrajectoryRecord, index: int, sampling: TurnSampling, context: Context
     ) -> Turn:
+        last = record.turn
+        assert last is not None  # The first turn is refused where it has no room.
         span, headers = _start_span(record, index, context)
         turn = Turn(
             record=record,
@@ -340,6 +342,7 @@ class Opening:
             span=span,
             trace_headers=headers,
             stream_interval=1,
+            finish_reason_before=last.last_finish_reason,
         )
         record.turn = turn
         self._turns.start(turn)

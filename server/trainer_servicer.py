@@ -233,8 +233,8 @@ class TrainerServicer:
         self, session: Session, hello: trainer_service_pb2.Hello, contract: StalenessContract
     ) -> None:
         replaced, self._run_id = self._run_id, hello.run_id
-        if replaced and replaced != hello.run_id:
-            await self._drop_run(replaced)
+        if replaced and (hello.begins_anew or replaced != hello.run_id):
+            await self._drop_run(replaced, hello.run_id)
         self._admission.agree(contract, hello.weight_version)
         again = self._buffer.resume(hello.resume_step)
         self._admission.restore(
@@ -267,8 +267,9 @@ class TrainerServicer:
             await self.on_session()
         await session.send(ExchangeResponse(welcome=welcome))
 
-    async def _drop_run(self, run_id: str) -> None:
-        """Another run begins: what the one before left is of no use to it, and is counted."""
+    async def _drop_run(self, run_id: str, next_run_id: str) -> None:
+        """Another run begins, or the same one anew: what the one before left is of no use to it, and is
+        counted."""
         reason = "RUN_REPLACED"
         buffered = self._buffer.drop_all()
         # Last: it forgets the ids of all tasks, those of the groups in the buffer among them.
@@ -286,7 +287,8 @@ class TrainerServicer:
                 if record.turn is not None and record.turn.in_flight:
                     self._turns.abort_soon(record.turn)
                 self._store.forget(record.trajectory_id)
-        message = f"run {run_id} was replaced: {tasks} tasks, {len(dropped)} groups dropped"
+        what = "begins anew" if run_id == next_run_id else "was replaced"
+        message = f"run {run_id} {what}: {tasks} tasks, {len(dropped)} groups dropped"
         # Those of before are of what is gone.
         self._notices.clear()
         self._notices.append(Notice(reason=reason, message=message))
@@ -539,6 +541,10 @@ def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
         raise FieldInvalid("hello.weight_version", "must not be negative", hello.weight_version)
     if hello.resume_step < 0:
         raise FieldInvalid("hello.resume_step", "must not be negative", hello.resume_step)
+    if hello.begins_anew and hello.resume_step:
+        raise FieldInvalid(
+            "hello.resume_step", "must be zero where the run begins anew", hello.resume_step
+        )
     staleness = hello.staleness
     if not 0 <= staleness.max_lag <= 1_000_000:
         raise FieldInvalid("hello.staleness.max_lag", "must be from 0 on", staleness.max_lag)

@@ -139,6 +139,7 @@ def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
         request_count=turn.attempts,
         finish_reason=turn.attempt.finish_reason,
         turn_count=record.turn_count,
+        finish_reason_before=turn.finish_reason_before,
     )
 
 
@@ -206,6 +207,7 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, store
         trace_headers={},
         stream_interval=1,
         policy_token_count=changed.policy_token_count,
+        finish_reason_before=changed.finish_reason_before,
         attempts=changed.request_count,
         attempt=attempt,
     )

@@ -319,7 +319,7 @@ class TrajectoryRecord:
             finish_reason=(
                 trajectory_pb2.FINISH_REASON_UNSPECIFIED
                 if self.turn is None
-                else self.turn.finish_reason
+                else self.turn.last_finish_reason
             ),
             turn_count=self.turn_count,
             parent_trajectory_id=self.parent_trajectory_id,

@@ -141,6 +141,10 @@ class Turn:
     trace_headers: dict[str, str]
     stream_interval: int
     policy_token_count: int = 0
+    finish_reason_before: trajectory_pb2.FinishReason.ValueType = (
+        trajectory_pb2.FINISH_REASON_UNSPECIFIED
+    )
+    """Of one that found the context full: why the last one before it stopped that had room."""
     attempts: int = 0
     """The engine's requests so far."""
     attempt: TurnAttempt = field(default_factory=TurnAttempt)
@@ -169,6 +173,11 @@ class Turn:
         if self.in_flight:
             return trajectory_pb2.FINISH_REASON_UNSPECIFIED
         return self.attempt.finish_reason
+
+    @property
+    def last_finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
+        """Why the last turn stopped that had room: this one, or the one before it."""
+        return self.finish_reason if self.budget else self.finish_reason_before
 
     @property
     def resumable(self) -> bool:

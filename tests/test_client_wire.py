@@ -91,6 +91,25 @@ async def test_text_messages_and_tokens_each_open_a_trajectory(penstock: Client)
             assert turn.text == ByteRenderer().decode(turn.token_ids)
 
 
+async def test_turns_that_another_process_took_are_read_with_why_the_last_one_ended(
+    penstock: Client,
+):
+    first = penstock.trajectory()
+    prompt = [1, 2, 3]
+    await first.turn(prompt, max_tokens=6, ignore_eos=True)
+    context = [*prompt, *first.last_turn.token_ids, 4]
+    (token,), _ = expected_tokens(context, [0])
+    await first.turn([4], max_tokens=6, ignore_eos=True, stop_token_ids=[token])
+    for full in (False, True):
+        if full:
+            turn = await first.turn([5] * 600, max_tokens=6)
+            assert not len(turn.token_ids) and turn.finish_reason is FinishReason.LENGTH
+        second = penstock.trajectory(trajectory_id=first.trajectory_id)
+        await second.load()
+        assert [len(turn.token_ids) for turn in second.turns] == [6, 1]
+        assert second.last_turn.finish_reason is FinishReason.STOP
+
+
 def sampling_at(harness: Harness) -> int:
     """Which token of its request the engine is at; zero where it has none."""
     return max((running.count for running in harness.engine._running.values()), default=0)

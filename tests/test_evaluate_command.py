@@ -6,11 +6,11 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from penstock.client import Patience, Task, Trajectory, group_reward
+from penstock.client import FinishReason, Patience, Task, Trajectory, group_reward
 from penstock.client.calls import Calls
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import single_turn
@@ -212,6 +212,31 @@ async def test_an_agent_of_several_turns_is_measured_over_all_of_them(
 
     record = await measure(harness, tmp_path, None, generate=twice)
     assert record.figures.tokens_mean == 6.0 and record.figures.truncated_share == 1.0
+
+
+async def test_an_answer_is_not_cut_off_because_nothing_more_has_room(
+    tmp_path: Path, harness: Harness
+) -> None:
+    ends: dict[int, int] = {}
+
+    async def full(task: Task, trajectory: Trajectory) -> float:
+        n = cast("int", task.metadata["n"])
+        options: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+        if n in ends:
+            options["stop_token_ids"] = [ends[n]]
+        written = await trajectory.turn(**options)
+        if n % 2:
+            # The next time it ends at its first token; the others are cut off then, too.
+            ends[n] = int(written.token_ids[0])
+        turn = await trajectory.turn("x" * 2_000, max_tokens=2)
+        assert not len(turn.token_ids) and turn.finish_reason is FinishReason.LENGTH
+        return 1.0
+
+    fields = {"generate": full, "samples_per_prompt": 1}
+    record = await measure(harness, tmp_path, None, **fields)
+    assert record.figures.truncated_share == 1.0
+    record = await measure(harness, tmp_path, None, **fields)
+    assert record.figures.truncated_share == pytest.approx(1 - len(ends) / PROMPTS)
 
 
 async def run(*arguments: str) -> tuple[int, str, str]:

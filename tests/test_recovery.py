@@ -59,6 +59,7 @@ from tests.harness import (
 SEEDS = int(os.environ.get("PENSTOCK_TEST_SEEDS", "10"))
 ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
 LENGTH = trajectory_pb2.FINISH_REASON_LENGTH
+STOP = trajectory_pb2.FINISH_REASON_STOP
 
 
 @contextlib.asynccontextmanager
@@ -267,6 +268,51 @@ async def test_an_aborted_turn_goes_on_at_the_exact_token_with_what_is_left_of_i
         rest = await second.resume("t")
         assert begun.tokens + rest.tokens == expected_tokens([1, 2, 3], [0] * 200)[0]
         assert rest.finished.policy_token_count == 200
+
+
+async def test_why_the_last_turn_ended_is_not_that_the_next_one_had_no_room(tmp_path: Path) -> None:
+    """Ended by a stop token at the end of the context, cut off there, and aborted; delivered by a server
+    that was killed once and once more, after a snapshot."""
+    async with on_disk(tmp_path / "a", step_seconds=0.002) as first:
+        room = first.engine.description.max_context_length
+        prompt = [1] * (room - 60)
+        written = expected_tokens(prompt, [0] * 60)[0]
+        place = next(i for i in range(20, 60) if written[i] not in written[:i])
+        await submit(first, "x", group_size=3)
+        _, leases = await lease(first, 3)
+        names = [given.trajectory_id for given in leases]
+        ends = sampling(60, stop_token_ids=[written[place]])
+        await first.generate(names[0], prompt, sampling_params=ends)
+        await first.generate(names[1], prompt, sampling_params=sampling(place))
+        call = asyncio.ensure_future(first.generate(names[2], prompt, sampling_params=sampling(60)))
+        await first.sampled(names[2], 12)
+        request = AbortRequest()
+        request.all.SetInParent()
+        await first.wire.Abort(request)
+        cut = len((await call).tokens)
+        assert 12 <= cut < 60
+        for name in names:
+            for _ in range(2):
+                full = await first.resume(name, tokens=sequence([2] * 60))
+                assert (full.tokens, full.finished.finish_reason) == ([], LENGTH)
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        before = await state(second)
+        journal = second.serving._journal
+        assert isinstance(journal, LogJournal)
+        await journal._begin_compaction()
+        assert journal._compacting is not None
+        await journal._compacting
+        after_that = killed(after, "again")
+    async with on_disk(after_that) as third:
+        assert await state(third) == before
+        for name in names:
+            await third.complete(name)
+        exchange = await hello(third.wire)
+        exchange.send(demand={"group_count": 1})
+        group = (await exchange.receive("delivery")).group
+    assert [t.finish_reason for t in group.trajectories] == [STOP, LENGTH, ABORTED]
+    assert [t.turn_count for t in group.trajectories] == [1, 1, 1]
 
 
 async def test_a_branch_is_closed_with_its_parent(tmp_path: Path) -> None:

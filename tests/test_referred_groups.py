@@ -344,7 +344,8 @@ def sampled(name: str = "x", tokens: int = 4) -> TrajectoryRecord:
         attempts=1,
         attempt=TurnAttempt(finish=None),
         in_flight=False,
-        finish_reason=trajectory_pb2.FINISH_REASON_LENGTH,
+        finish_reason_before=trajectory_pb2.FINISH_REASON_UNSPECIFIED,
+        last_finish_reason=trajectory_pb2.FINISH_REASON_LENGTH,
     )
     record.turn_count = 1
     return record

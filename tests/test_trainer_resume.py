@@ -188,6 +188,36 @@ async def test_a_run_with_nothing_saved_yet_begins_again_with_the_same_groups(
         assert stand.server.engine.versions == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("left", ["no_checkpoints", "no_checkpoints_to_resume", "no_folder"])
+@one_loop
+async def test_a_second_start_has_nothing_of_the_first(
+    model: Path, nursery: Nursery, tmp_path: Path, left: str
+) -> None:
+    """On a server that lives, which has tasks, groups and weights of the first one."""
+    every_steps = 2 if left == "no_folder" else 0
+    async with synchronous(tmp_path, model, every_steps=every_steps) as stand:
+        code = await go(nursery, stand, resume=False, failpoints="train.published=kill@4")
+        assert code == KILLED
+        if left == "no_folder":
+            shutil.rmtree(stand.folder / "out")
+        first = set(stand.accepted.tasks)
+        assert first
+        assert await go(nursery, stand, resume=left != "no_checkpoints") == 0, stand.said
+        assert "RUN_REPLACED: run run begins anew" in stand.said
+        # None was passed over, though the server had each of them before.
+        check_once(stand)
+        entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
+        steps = [entry for entry in entries if isinstance(entry, StepEntry)]
+        trained = {group.group_id for entry in steps for group in entry.groups}
+        assert trained <= set(stand.accepted.tasks) and not trained & first
+        indices = [int(g.task_id.rpartition("/")[2]) for entry in steps for g in entry.groups]
+        assert min(indices) == 0 and len(indices) == STEPS * GROUPS_PER_STEP
+        # What the trained weights of the first had sampled is of none of the versions of the second.
+        first_version = min(entry.weight_version for entry in steps)
+        assert first_version > 4
+        check_weights(stand)
+
+
 @one_loop
 async def test_a_server_that_has_lost_everything_is_asked_for_what_is_outstanding(
     model: Path, nursery: Nursery, undisturbed: tuple[Any, Any, Any], tmp_path: Path
@@ -455,11 +485,9 @@ async def test_a_broken_checkpoint_is_passed_over_loudly_and_no_prompt_with_it(
         # The server had let go of the groups that only the broken one contained. Their tasks are
         # sampled again, after those that wait already.
         check_once(stand, under_way={4, 5, 6, 7})
-        waiting = {
-            task.task_id for tasks in stand.server.serving.queue._pending.values() for task in tasks
-        }
-        accepted = set(stand.accepted.tasks.values())
-        assert {f"run/{index}~4" for index in (4, 5, 6, 7)} <= waiting | accepted
+        # Whether they wait, are under way or done.
+        known = set(stand.server.serving.queue.known_tasks)
+        assert {f"run/{index}~4" for index in (4, 5, 6, 7)} <= known
         check_weights(stand)
     folders = sorted(path.name for path in checkpoint_of(stand, 4).parent.iterdir())
     assert folders == ["broken-step-00000004", "step-00000004", "step-00000006"]

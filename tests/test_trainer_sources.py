@@ -494,6 +494,16 @@ def test_problems_of_a_library_that_draws_by_itself_are_the_same_again() -> None
     assert texts(source, range(30)) == first
 
 
+def test_a_library_that_seeds_numpys_generator_leaves_it_as_it_was() -> None:
+    source = ReasoningGymSource(ReasoningGymConfig(name="pool_matrix", size=3))
+    np.random.seed(5)
+    first = texts(source, range(3))
+    drawn = np.random.random()
+    np.random.seed(5)
+    assert drawn == np.random.random()
+    assert texts(source, range(3)) == first
+
+
 HASHED = """
 from penstock.trainer.data_config import ReasoningGymConfig
 from penstock.trainer.sources.procedural import ReasoningGymSource

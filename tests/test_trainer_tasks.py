@@ -21,7 +21,7 @@ from penstock.trainer.errors import ServerLost, SessionRefused
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.problem import Problem
+from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.procedural import ReasoningGymSource
 from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_tasks
 from penstock.v1 import task_service_pb2, trainer_service_pb2
@@ -53,11 +53,15 @@ class Numbers:
 
 
 def feeder(
-    channel: grpc.aio.Channel, target: int, next_index: int = 0, outstanding: tuple[int, ...] = ()
+    channel: grpc.aio.Channel,
+    target: int,
+    next_index: int = 0,
+    outstanding: tuple[int, ...] = (),
+    source: Source | None = None,
 ) -> TaskFeeder:
     return TaskFeeder(
         [ServerTasks(channel, target)],
-        Numbers(),
+        source or Numbers(),
         DATA,
         DataIndices(Division(1), next_index, outstanding),
         run_id="r",
@@ -137,6 +141,30 @@ async def test_tasks_are_topped_up_as_groups_arrive() -> None:
         assert len(server.tasks) == 8
 
 
+async def test_problems_that_take_their_time_let_others_in() -> None:
+    ticks, seen = 0, list[int]()
+
+    class Slow(Numbers):
+        def problem(self, index: int) -> Problem:
+            seen.append(ticks)
+            return super().problem(index)
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async with ScriptedServer() as server, connected(server) as channel:
+        server.pending = lambda submitted: submitted
+        tasks = feeder(channel, 20, source=Slow())
+        ticking = asyncio.create_task(tick())
+        await tasks.fill(0)
+        ticking.cancel()
+        await asyncio.wait([ticking])
+    assert len(seen) == len(set(seen)) == 20
+
+
 async def test_known_tasks_are_passed_over_until_enough_wait() -> None:
     # A trainer that begins again on a server that has seen this run: the first ten are duplicates.
     async with ScriptedServer() as server, connected(server) as channel:
@@ -177,15 +205,16 @@ async def test_a_task_is_taken_once() -> None:
 
 async def test_a_trainer_that_went_back_learns_what_was_submitted_after_its_checkpoint() -> None:
     async with ScriptedServer() as server, connected(server) as channel:
-        server.pending = lambda _: 3
+        server.pending = lambda submitted: max(0, submitted - 2)
         tasks = feeder(channel, 3, next_index=5)
         assert tasks.take("r/7")
         assert (tasks.next_index, tasks.outstanding) == (8, (5, 6, 7))
         tasks.settled("r/7")
         await tasks.fill(0)
-        assert [task.index for task in server.tasks] == [8, 9, 10]
+        # To a server that was given them by the trainer before they are no news.
+        assert [task.index for task in server.tasks] == [5, 6, 8, 9, 10]
         await tasks.submit_again(0)
-        assert [task.index for task in server.tasks][3:] == [5, 6, 8, 9, 10]
+        assert [task.index for task in server.tasks][5:] == [5, 6, 8, 9, 10]
 
 
 async def test_a_task_whose_groups_are_forgotten_gets_an_id_that_the_server_does_not_know() -> None:
@@ -388,6 +417,39 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
         tasks.ask_again("r/4~12+1")
         await tasks.fill(1)
         assert servers[1].tasks[-1].task_id == "r/4~12+2"
+
+
+async def test_what_a_server_took_along_that_is_gone_for_good_is_asked_of_the_others() -> None:
+    """Of two, the second had the odd indices; no checkpoint says how far either had come."""
+    async with ScriptedServer() as server, connected(server) as channel:
+        had = {index for index in range(8) if index % 2 == 0}
+
+        def pending(_: int) -> int:
+            return len({task.index for task in server.tasks} | had) - len(settled)
+
+        server.pending, settled = pending, list[str]()
+        division = Division(2, 1)
+        tasks = TaskFeeder(
+            [ServerTasks(channel, 4)],
+            Numbers(),
+            DATA,
+            DataIndices(division, 2, (0,)),
+            run_id="r",
+            division=division,
+        )
+        await tasks.submit_again(0)
+        # What the first one had made comes, in its order, and then what was asked since.
+        while len(settled) < 12:
+            waiting = sorted(had | {task.index for task in server.tasks})
+            task_id = next(f"r/{i}" for i in waiting if f"r/{i}" not in settled)
+            assert tasks.take(task_id)
+            tasks.settled(task_id)
+            settled.append(task_id)
+            tasks.arrived(0)
+            await tasks.fill(0)
+        # 1 the checkpoint contains.
+        found = sorted(int(task_id.removeprefix("r/")) for task_id in settled)
+        assert found == [0, *range(2, 13)]
 
 
 async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:

@@ -252,6 +252,52 @@ async def test_another_run_takes_nothing_over_and_what_is_dropped_is_counted(
     assert (await other.receive("delivery")).group.task_id == "a"
 
 
+async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
+    harness: Harness,
+) -> None:
+    exchange = await hello(harness.wire, 1, begins_anew=True)
+    await finish_groups(harness, "a", "b")
+    waiting = [Task(task_id="c", group_size=1, tokens=sequence([1]))]
+    await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
+    exchange.send(demand={"group_count": 1})
+    used = await exchange.receive("delivery")
+    exchange.send(receipt={"delivery_ids": [used.delivery_id], "step": 1})
+    # With the same state as before it is the same start.
+    exchange = await hello(harness.wire, 2)
+    answer = await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
+    assert (answer.accepted_count, answer.duplicate_count) == (0, 1)
+    assert harness.serving.trainer.drops == {}
+    exchange = await hello(harness.wire, 3, begins_anew=True)
+    notice = await exchange.receive("notice")
+    assert notice.reason == "RUN_REPLACED"
+    assert notice.message == "run run begins anew: 1 tasks, 2 groups dropped"
+    assert harness.serving.trainer.drops == {"RUN_REPLACED": 2}
+    exchange.send(demand={"group_count": 3})
+    await finish_groups(harness, "a", "c")
+    again = [(await exchange.receive("delivery")).group for _ in range(2)]
+    assert [group.task_id for group in again] == ["a", "c"]
+    assert used.group.group_id not in [group.group_id for group in again]
+
+
+async def test_a_run_does_not_begin_anew_in_its_middle(harness: Harness) -> None:
+    exchange = await hello(harness.wire)
+    await finish_groups(harness, "a")
+    anew = Hello(
+        run_id="run",
+        trainer_epoch=2,
+        staleness={"groups_per_step": 1},
+        resume_step=1,
+        begins_anew=True,
+    )
+    assert await refused(harness, ExchangeRequest(hello=anew)) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "FIELD_INVALID",
+    )
+    # It changed nothing: the session before goes on.
+    exchange.send(demand={"group_count": 1})
+    assert (await exchange.receive("delivery")).group.task_id == "a"
+
+
 async def test_a_changed_contract_keeps_what_is_under_way(harness: Harness) -> None:
     exchange = await hello(harness.wire, 1, max_lag=4, groups_per_step=2)
     await finish_groups(harness, "a", "b", "c")

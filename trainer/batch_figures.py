@@ -100,7 +100,7 @@ class BatchFigures:
         0.0,
         PER_TRAJECTORY,
         "share",
-        "Trajectories whose last turn the token budget or the context's length ended.",
+        "Trajectories whose last turn the token budget or the context's length cut off.",
     )
 
 

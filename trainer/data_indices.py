@@ -69,17 +69,23 @@ class DataIndices:
         for index in indices:
             self.known(index)
 
-    def known(self, index: int) -> None:
-        """A server knows this index, and so every one before it that is its own."""
+    def known(self, index: int) -> list[int]:
+        """A server knows this index, and so every one before it that is its own; returns those of which
+        nothing was known. They were submitted to it where the indices were divided then as they are now."""
         server = self._division.server_of(index)
         self._unasked |= dict.fromkeys(range(self.next_index, index + 1))
         self.next_index = max(self.next_index, index + 1)
         if index not in self._unasked:
-            return
-        for i in list(takewhile(lambda i: i <= index, self._unasked)):
-            if i == index or self._division.server_of(i) == server:
-                del self._unasked[i]
-                self._outstanding[i] = None
+            return []
+        found = [
+            i
+            for i in takewhile(lambda i: i <= index, self._unasked)
+            if i == index or self._division.server_of(i) == server
+        ]
+        for i in found:
+            del self._unasked[i]
+            self._outstanding[i] = None
+        return found[:-1]
 
     def take(self, index: int) -> bool:
         """A group of it is in hand; False where another one is, or it is settled."""

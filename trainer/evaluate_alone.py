@@ -262,17 +262,23 @@ def _measure(
 ) -> MeasuredPrompt:
     scored = [(one, end) for one, end in ended if isinstance(end, Outcome)]
     lengths = [sum(len(turn.token_ids) for turn in one.turns) for one, _ in scored]
-    cut = [one for one, _ in scored if one.turns]
+    answered = [one for one, _ in scored if one.turns]
     failed = [one for one, end in ended if isinstance(end, Failed)]
     return MeasuredPrompt(
         data_source,
         rewards=tuple(end.reward for _, end in scored),
         tokens=tuple(lengths),
-        truncated=sum(one.last_turn.finish_reason is FinishReason.LENGTH for one in cut),
+        truncated=sum(map(_is_cut, answered)),
         failure_reasons=tuple(end.reason for _, end in ended if isinstance(end, Failed)),
         versions=_versions(one for one, _ in scored),
         failed_versions=_versions(failed),
     )
+
+
+def _is_cut(trajectory: AskedTrajectory) -> bool:
+    """Whether its last turn was, but for those that found the context full."""
+    written = (turn for turn in reversed(trajectory.turns) if len(turn.token_ids))
+    return next(written, trajectory.last_turn).finish_reason is FinishReason.LENGTH
 
 
 def _versions(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:

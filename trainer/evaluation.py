@@ -362,11 +362,14 @@ class Evaluator:
     ) -> None:
         """Submits those of some prompts that are this server's."""
         tasks: list[task_service_pb2.Task] = []
-        for prompt in asked:
+        # A copy: groups may come meanwhile.
+        for prompt in list(asked):
             if self._server_of(prompt) == server:
                 problem = one.source.problem(prompt.index)
                 current.data_sources[prompt.task_id] = problem.counted_under
                 tasks.append(one.build_task(prompt, problem))
+                # It may take its time to be computed, and streams and uploads go on.
+                await asyncio.sleep(0)
         if tasks:
             await self._submit_tasks(server, tasks)
 

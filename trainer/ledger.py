@@ -100,6 +100,8 @@ class Ledger:
         self.path = folder / FILE
         with _storage(self.path):
             make_folder(folder)
+            self.is_new = not self.path.exists()
+            """Whether there was none: no trainer began in this folder, or it was removed since."""
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if not _lock(self._descriptor, self.path):
                 os.close(self._descriptor)

@@ -31,6 +31,8 @@ class Start:
     source: Source
     evaluations: tuple[EvaluationSet, ...]
     ledger: Ledger
+    begins_anew: bool
+    """Nothing is left of an earlier start of this run, if there was one."""
     share_prefixes: bool
     passed_over: int
     """Step of a newer checkpoint that is broken; zero where none is."""
@@ -70,6 +72,9 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     data = source.identity
     state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
     measured: int | None = None
+    # A trainer that died before its first checkpoint is resumed by the ledger that it left.
+    resumable = resume and config.checkpoint.every_steps > 0 and not ledger.is_new
+    begins_anew = checkpoint is None and not resumable
     policy = make_policy(config)
     if leader is not None:
         policy = LeadingPolicy(policy, leader)
@@ -80,7 +85,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         ledger.resume(state.step, state.ledger_bytes)
         measured = max(ledger.ahead, default=state.step)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
-    elif resume and config.checkpoint.every_steps:
+    elif not begins_anew:
         # Nothing is final before the first checkpoint: the server still has what it was trained on.
         ledger.resume(0)
         measured = max(ledger.ahead, default=0)
@@ -99,7 +104,15 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     written_step = keep_until(run.out, state.step, measured)
     evaluations = _open_evaluations(config)
     return Start(
-        policy, state, source, evaluations, ledger, share_prefixes, passed_over, written_step
+        policy,
+        state,
+        source,
+        evaluations,
+        ledger,
+        begins_anew,
+        share_prefixes,
+        passed_over,
+        written_step,
     )
 
 

@@ -246,7 +246,12 @@ class TaskFeeder:
         if run_id != self._run_id or not number.isdecimal():
             return None
         index = int(number)
-        self._indices.known(index)
+        before = self._indices.known(index)
+        if before:
+            # Of a trainer that was killed. Other servers than now may have been given them, of which one is
+            # gone for good: to who has them already they are no news.
+            server = self._division.server_of(index)
+            self._servers[server].lacking.extend(_calls(before))
         return index
 
     async def submit_again(self, server: int) -> None:
@@ -349,6 +354,8 @@ class TaskFeeder:
                     again=_renamed(self._again.get(index, ""), again),
                 )
             )
+            # A problem may take its time to be computed, and streams and uploads go on.
+            await asyncio.sleep(0)
         at = self._servers[server]
         at.pending = await submit_tasks(at.channel, tasks, self._run_id, at.trainer_epoch)
 

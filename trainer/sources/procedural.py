@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Final, Protocol, cast
 
+import numpy as np
 import xxhash
 
 from penstock.trainer.data_config import ReasoningGymConfig
@@ -31,9 +32,10 @@ class ReasoningGymSource:
     """A procedural data set. Metadata: `dataset`, `question`, `answer`, `metadata`, and `entry_json`,
     the whole entry as text, because numbers of a protobuf Struct lose their being integers.
 
-    Some data sets draw from Python's own generator: it is seeded for each problem, and put back. Some
-    depend on PYTHONHASHSEED, which no process can set for itself: without it they are refused. Another
-    version of the library may compute other problems, and is another source.
+    Some data sets draw from Python's own generator: it is seeded for each problem, and put back, and so is
+    numpy's, which those that draw from it seed themselves. Some depend on PYTHONHASHSEED, which no process
+    can set for itself: without it they are refused. Another version of the library may compute other
+    problems, and is another source.
     """
 
     def __init__(self, config: ReasoningGymConfig, section: str = "data.reasoning_gym") -> None:
@@ -79,12 +81,13 @@ class ReasoningGymSource:
 
 @contextmanager
 def _drawing_from(seed: str) -> Generator[None]:
-    before = random.getstate()
+    before, numpys = random.getstate(), np.random.get_state()
     random.seed(seed)
     try:
         yield
     finally:
         random.setstate(before)
+        np.random.set_state(numpys)
 
 
 def spread_seed(seed: int) -> int:

@@ -329,7 +329,8 @@ async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
         message = read_message(last.message) if last.HasField("message") else None
         turns[-1] = replace(
             turns[-1],
-            finish_reason=read_finish_reason(last.finish_reason) or FinishReason.STOP,
+            # Not that of `last_turn`, which may be one after it that found the context full.
+            finish_reason=record.finish_reason or FinishReason.STOP,
             text=message.content if message else last.text,
             message=message,
         )

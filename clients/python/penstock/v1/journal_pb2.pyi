@@ -521,6 +521,7 @@ class TurnChanged(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     MESSAGE_COUNT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_BEFORE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     turn_index: _builtins.int
@@ -541,6 +542,8 @@ class TurnChanged(_message.Message):
     """Tokens of the trajectory before `segments`."""
     message_count: _builtins.int
     """Messages of the conversation before `messages`; those after them are replaced."""
+    finish_reason_before: _trajectory_pb2.FinishReason.ValueType
+    """Of a turn that found the context full: why the last one before it stopped that had room."""
     @_builtins.property
     def sampling_params(self) -> _rollout_service_pb2.SamplingParams:
         """How it samples; for the turns after it, too, unless they say otherwise."""
@@ -569,10 +572,11 @@ class TurnChanged(_message.Message):
         segments: _abc.Iterable[_trajectory_pb2.Segment] | None = ...,
         message_count: _builtins.int = ...,
         messages: _abc.Iterable[Global___HeldMessage] | None = ...,
+        finish_reason_before: _trajectory_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context_token_count", b"context_token_count", "finish_reason", b"finish_reason", "message_count", b"message_count", "messages", b"messages", "policy_token_count", b"policy_token_count", "request_count", b"request_count", "sampling_params", b"sampling_params", "segments", b"segments", "token_count", b"token_count", "trajectory_id", b"trajectory_id", "turn_count", b"turn_count", "turn_index", b"turn_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context_token_count", b"context_token_count", "finish_reason", b"finish_reason", "finish_reason_before", b"finish_reason_before", "message_count", b"message_count", "messages", b"messages", "policy_token_count", b"policy_token_count", "request_count", b"request_count", "sampling_params", b"sampling_params", "segments", b"segments", "token_count", b"token_count", "trajectory_id", b"trajectory_id", "turn_count", b"turn_count", "turn_index", b"turn_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

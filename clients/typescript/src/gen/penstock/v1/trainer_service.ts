@@ -88,7 +88,14 @@ export interface Hello {
   /** Optimizer step the trainer resumes after; groups trained in later steps are delivered again. */
   resumeStep: bigint;
   /** Bound on staleness. */
-  staleness: StalenessContract | undefined;
+  staleness:
+    | StalenessContract
+    | undefined;
+  /**
+   * The trainer has no state of any earlier start of this run, and begins it anew: what the server has of it
+   * is dropped, as that of another run would be. Only until its first Welcome, and with resume_step 0.
+   */
+  beginsAnew: boolean;
 }
 
 /** Bounds how far behind the trainer a trained token may be. */
@@ -479,7 +486,7 @@ export const ExchangeResponse: MessageFns<ExchangeResponse> = {
 };
 
 function createBaseHello(): Hello {
-  return { runId: "", trainerEpoch: 0n, weightVersion: 0n, resumeStep: 0n, staleness: undefined };
+  return { runId: "", trainerEpoch: 0n, weightVersion: 0n, resumeStep: 0n, staleness: undefined, beginsAnew: false };
 }
 
 export const Hello: MessageFns<Hello> = {
@@ -507,6 +514,9 @@ export const Hello: MessageFns<Hello> = {
     }
     if (message.staleness !== undefined) {
       StalenessContract.encode(message.staleness, writer.uint32(42).fork()).join();
+    }
+    if (message.beginsAnew !== false) {
+      writer.uint32(48).bool(message.beginsAnew);
     }
     return writer;
   },
@@ -564,6 +574,14 @@ export const Hello: MessageFns<Hello> = {
             message.staleness = StalenessContract.decode(reader, reader.uint32());
             continue;
           }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.beginsAnew = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -594,6 +612,7 @@ export const Hello: MessageFns<Hello> = {
     message.staleness = (object.staleness !== undefined && object.staleness !== null)
       ? StalenessContract.fromPartial(object.staleness)
       : undefined;
+    message.beginsAnew = object.beginsAnew ?? false;
     return message;
   },
 };
