@@ -348,4 +348,6 @@ class GroupBuffer:
         self._evaluations.clear()
         self._delivered.clear()
         self._used.clear()
+        # Told to whoever comes now, they would be taken for drops of its own tasks.
+        self._dropped.clear()
         return lost

@@ -286,11 +286,14 @@ def server_started(start: int) -> Record:
     return JournalRecord(server_started=_ServerStarted(start=start))
 
 
-def session_began(run_id: str, trainer_epoch: int, resume_step: int) -> Record:
+def session_began(run_id: str, trainer_epoch: int, start_id: str, resume_step: int) -> Record:
     """A trainer began a session; groups that were used after `resume_step` wait again."""
     return JournalRecord(
         session_began=_SessionBegan(
-            run_id=run_id, trainer_epoch=trainer_epoch, resume_step=resume_step
+            run_id=run_id,
+            trainer_epoch=trainer_epoch,
+            resume_step=resume_step,
+            start_id=start_id,
         )
     )
 

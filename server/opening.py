@@ -288,7 +288,8 @@ class Opening:
                 {"trajectory_id": record.trajectory_id},
             )
         budget = turn.budget
-        if request.HasField("sampling_params"):
+        # One that found the context full has none: what was to be said before it is not there.
+        if turn.budget and request.HasField("sampling_params"):
             budget = self._budget(turn.context_token_count, sampling)
         # What it may still write was given up when it was aborted.
         self._check_room(max(0, budget - turn.policy_token_count))
@@ -331,7 +332,6 @@ class Opening:
         self, record: TrajectoryRecord, index: int, sampling: TurnSampling, context: Context
     ) -> Turn:
         last = record.turn
-        assert last is not None  # The first turn is refused where it has no room.
         span, headers = _start_span(record, index, context)
         turn = Turn(
             record=record,
@@ -342,8 +342,9 @@ class Opening:
             span=span,
             trace_headers=headers,
             stream_interval=1,
-            finish_reason_before=last.last_finish_reason,
         )
+        if last is not None:
+            turn.finish_reason_before = last.last_finish_reason
         record.turn = turn
         self._turns.start(turn)
         return turn

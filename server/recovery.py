@@ -63,6 +63,7 @@ class Recovered:
     """Servers that wrote to it."""
     run_id: str = ""
     trainer_epoch: int = 0
+    start_id: str = ""
     weight_version: int = 0
     """The last that was active, also where only what came of it was recorded in time."""
     tasks: dict[str, task_service_pb2.Task] = field(
@@ -144,7 +145,7 @@ class Recovered:
 
     def _session(self, began: journal_pb2.SessionBegan) -> None:
         self.run_id = began.run_id
-        self.trainer_epoch = began.trainer_epoch
+        self.trainer_epoch, self.start_id = began.trainer_epoch, began.start_id
         for group in self.finished.values():
             if group.step > began.resume_step:
                 group.step = 0
@@ -353,6 +354,7 @@ class ServerState:
     starts: int
     run_id: str
     trainer_epoch: int
+    start_id: str
     weight_version: int
     known_tasks: Iterable[str]
     ended_groups: Iterable[str]
@@ -371,7 +373,7 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
     yield records.server_started(state.starts)
     if state.run_id:
         # Before any group: which of them wait is said by their own records.
-        yield records.session_began(state.run_id, state.trainer_epoch, 0)
+        yield records.session_began(state.run_id, state.trainer_epoch, state.start_id, 0)
     if state.weight_version:
         yield records.weights_activated(state.weight_version)
     known, ended = list(state.known_tasks), list(state.ended_groups)

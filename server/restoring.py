@@ -60,16 +60,17 @@ class Parts:
             for group in groups
             if group.training and not group.step
         )
-        self.trainer.restore(found.run_id, found.trainer_epoch)
+        self.trainer.restore(found.run_id, found.trainer_epoch, found.start_id)
 
     def snapshot(self, starts: int, weight_version: int) -> Iterator[SnapshotItem]:
         """All of it, as records."""
-        run_id, trainer_epoch = self.trainer.run
+        run_id, trainer_epoch, start_id = self.trainer.run
         return snapshot(
             ServerState(
                 starts,
                 run_id,
                 trainer_epoch,
+                start_id,
                 weight_version,
                 self.queue.known_tasks,
                 self.queue.ended_groups,

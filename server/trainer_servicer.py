@@ -67,6 +67,7 @@ LATE_POLICIES = {
 MAX_CREDIT = 1 << 20
 MAX_NOTICES = 1_000
 MAX_WAITING_SWITCHES = 4
+MAX_ID_LENGTH = 256
 
 Write = Callable[[trainer_service_pb2.ExchangeResponse | Delivery], Awaitable[None]]
 
@@ -143,6 +144,8 @@ class TrainerServicer:
         """Those that no stream has taken yet: one that is lost with them leaves them to the next."""
         self._session: Session | None = None
         self._run_id = ""
+        self._start_id = ""
+        """Which start of that run; empty where no trainer has said so."""
         self._epoch = 0
         self.drops = buffer.drops
         """Groups that left without being trained, by reason."""
@@ -233,8 +236,13 @@ class TrainerServicer:
         self, session: Session, hello: trainer_service_pb2.Hello, contract: StalenessContract
     ) -> None:
         replaced, self._run_id = self._run_id, hello.run_id
-        if replaced and (hello.begins_anew or replaced != hello.run_id):
-            await self._drop_run(replaced, hello.run_id)
+        known, self._start_id = self._start_id, hello.start_id
+        if replaced and replaced != hello.run_id:
+            await self._drop_run(replaced, "was replaced")
+        elif known and hello.start_id and known != hello.start_id:
+            await self._drop_run(replaced, "begins anew")
+        else:
+            self._start_id = hello.start_id or known
         self._admission.agree(contract, hello.weight_version)
         again = self._buffer.resume(hello.resume_step)
         self._admission.restore(
@@ -242,7 +250,9 @@ class TrainerServicer:
         )
         # Durable before it is told: no older trainer gets in after a restart either. In the journal's order
         # at the moment at which the groups wait again, so that no snapshot falls in between.
-        await self._journal.append([session_began(self._run_id, self._epoch, hello.resume_step)])
+        await self._journal.append(
+            [session_began(self._run_id, self._epoch, self._start_id, hello.resume_step)]
+        )
         await self._weights.settled()
         welcome = Welcome(
             active_weight_version=self._weights.active_version,
@@ -267,7 +277,7 @@ class TrainerServicer:
             await self.on_session()
         await session.send(ExchangeResponse(welcome=welcome))
 
-    async def _drop_run(self, run_id: str, next_run_id: str) -> None:
+    async def _drop_run(self, run_id: str, what: str) -> None:
         """Another run begins, or the same one anew: what the one before left is of no use to it, and is
         counted."""
         reason = "RUN_REPLACED"
@@ -287,7 +297,6 @@ class TrainerServicer:
                 if record.turn is not None and record.turn.in_flight:
                     self._turns.abort_soon(record.turn)
                 self._store.forget(record.trajectory_id)
-        what = "begins anew" if run_id == next_run_id else "was replaced"
         message = f"run {run_id} {what}: {tasks} tasks, {len(dropped)} groups dropped"
         # Those of before are of what is gone.
         self._notices.clear()
@@ -482,13 +491,13 @@ class TrainerServicer:
         return self._session is not None
 
     @property
-    def run(self) -> tuple[str, int]:
-        """The run of the last session, and its epoch."""
-        return self._run_id, self._epoch
+    def run(self) -> tuple[str, int, str]:
+        """The run of the last session, its epoch, and which start of the run it is of."""
+        return self._run_id, self._epoch, self._start_id
 
-    def restore(self, run_id: str, trainer_epoch: int) -> None:
+    def restore(self, run_id: str, trainer_epoch: int, start_id: str) -> None:
         """The run that another server served last."""
-        self._run_id, self._epoch = run_id, trainer_epoch
+        self._run_id, self._epoch, self._start_id = run_id, trainer_epoch, start_id
         self._fence_uploads(trainer_epoch)
 
     def _discard_late(self, group_id: str) -> list[Record]:
@@ -533,17 +542,19 @@ class TrainerServicer:
 
 def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
     """The contract of a Hello. Raises FIELD_INVALID for anything missing or out of range."""
-    if not hello.run_id or len(hello.run_id) > 256:
-        raise FieldInvalid("hello.run_id", "must have 1 to 256 characters", hello.run_id)
+    if not 0 < len(hello.run_id) <= MAX_ID_LENGTH:
+        raise FieldInvalid(
+            "hello.run_id", f"must have 1 to {MAX_ID_LENGTH} characters", hello.run_id
+        )
     if hello.trainer_epoch < 1:
         raise FieldInvalid("hello.trainer_epoch", "must be positive", hello.trainer_epoch)
     if hello.weight_version < 0:
         raise FieldInvalid("hello.weight_version", "must not be negative", hello.weight_version)
     if hello.resume_step < 0:
         raise FieldInvalid("hello.resume_step", "must not be negative", hello.resume_step)
-    if hello.begins_anew and hello.resume_step:
+    if len(hello.start_id) > MAX_ID_LENGTH:
         raise FieldInvalid(
-            "hello.resume_step", "must be zero where the run begins anew", hello.resume_step
+            "hello.start_id", f"must have at most {MAX_ID_LENGTH} characters", hello.start_id
         )
     staleness = hello.staleness
     if not 0 <= staleness.max_lag <= 1_000_000:

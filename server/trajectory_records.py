@@ -167,7 +167,11 @@ def open_record(
 
 
 def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, stored: Stored) -> None:
-    """Appends what is new of it, and makes its turn the last one; one that was cut off is ABORTED."""
+    """Appends what is new of it, and makes its turn the last one; one that was cut off is ABORTED.
+
+    A record that was queued as the journal was compacted comes after the snapshot, and may say less: that
+    has what was sampled meanwhile. Then the snapshot's counts stand, which are those of its tokens.
+    """
     position = changed.token_count
     if position > record.token_count:
         raise ValueError(
@@ -186,6 +190,8 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, store
             logprobs = codec.logprobs(segment)
             delta = Delta(tokens[known:], logprobs[known:], segment.weight_version, None, 0)
             record.append_policy(delta, segment.turn_index, segment.temperature)
+    if position < record.token_count:
+        return
     if record.history is not None:
         _apply_messages(record, record.history, changed)
     sampling = _sampling(changed.sampling_params)

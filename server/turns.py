@@ -177,7 +177,8 @@ class Turn:
     @property
     def last_finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
         """Why the last turn stopped that had room: this one, or the one before it."""
-        return self.finish_reason if self.budget else self.finish_reason_before
+        # Older servers did not write down the one before.
+        return (not self.budget and self.finish_reason_before) or self.finish_reason
 
     @property
     def resumable(self) -> bool:

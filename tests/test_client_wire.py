@@ -109,6 +109,12 @@ async def test_turns_that_another_process_took_are_read_with_why_the_last_one_en
         assert [len(turn.token_ids) for turn in second.turns] == [6, 1]
         assert second.last_turn.finish_reason is FinishReason.STOP
 
+    words = penstock.trajectory()
+    await words.turn("go", max_tokens=6, ignore_eos=True)
+    again = penstock.trajectory(trajectory_id=words.trajectory_id)
+    await again.load()
+    assert again.text == words.text
+
 
 def sampling_at(harness: Harness) -> int:
     """Which token of its request the engine is at; zero where it has none."""

@@ -290,7 +290,8 @@ class Run:
     records: list[EvaluationRecord]
 
     async def settle(self) -> None:
-        for _ in range(10):
+        # More than there are prompts asked at a time: what is asked is with the server then.
+        for _ in range(40):
             await asyncio.sleep(0)
 
     async def serve(self, count: int = 1_000_000) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from penstock.server.attempts import Attempt, Group
@@ -29,7 +30,7 @@ from penstock.server.journal import (
 )
 from penstock.server.log_journal import LogJournal
 from penstock.server.recovery import Recovered
-from penstock.v1 import trajectory_pb2
+from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
@@ -55,6 +56,10 @@ from tests.harness import (
     sequence,
     serve,
 )
+
+Segment = codec.twin(trajectory_pb2.Segment)
+TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
+TurnChanged = codec.twin(journal_pb2.TurnChanged)
 
 SEEDS = int(os.environ.get("PENSTOCK_TEST_SEEDS", "10"))
 ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
@@ -268,6 +273,31 @@ async def test_an_aborted_turn_goes_on_at_the_exact_token_with_what_is_left_of_i
         rest = await second.resume("t")
         assert begun.tokens + rest.tokens == expected_tokens([1, 2, 3], [0] * 200)[0]
         assert rest.finished.policy_token_count == 200
+
+
+async def test_the_start_of_a_run_is_known_to_the_next_server(tmp_path: Path) -> None:
+    async with on_disk(tmp_path / "a") as first:
+        await hello(first.wire, 1, start_id="one")
+        await finish_groups(first, "a")
+        after = killed(tmp_path / "a")
+    async with on_disk(after) as second:
+        journal = second.serving._journal
+        assert isinstance(journal, LogJournal)
+        await journal._begin_compaction()
+        assert journal._compacting is not None
+        await journal._compacting
+        after_that = killed(after, "again")
+    async with on_disk(after_that) as third:
+        exchange = await hello(third.wire, 2, start_id="one")
+        exchange.send(demand={"group_count": 1})
+        assert (await exchange.receive("delivery")).group.task_id == "a"
+        exchange = await hello(third.wire, 3, start_id="another")
+        assert (await exchange.receive("notice")).reason == "RUN_REPLACED"
+        last = killed(after_that, "last")
+    async with on_disk(last) as fourth:
+        exchange = await hello(fourth.wire, 4, start_id="another")
+        assert fourth.serving.trainer.drops == {}
+        assert (await submit(fourth, "a", group_size=1)).accepted_count == 1
 
 
 async def test_why_the_last_turn_ended_is_not_that_the_next_one_had_no_room(tmp_path: Path) -> None:
@@ -750,6 +780,54 @@ async def test_after_any_order_of_events_another_server_holds_the_same(
     async with on_disk(after) as second:
         # What was delivered waits again, which is the same to a journal.
         assert await state(second) == before
+
+
+def test_a_turn_that_compaction_overtook_has_as_many_tokens_as_are_counted() -> None:
+    """Its beginning was queued as the snapshot was made, in which it has sampled two tokens already."""
+
+    def turn(policy: int, *segments: Any, token_count: int = 0, **fields: Any) -> JournalRecord:
+        changed = TurnChanged(
+            trajectory_id="x",
+            budget=8,
+            context_token_count=3,
+            policy_token_count=policy,
+            request_count=1,
+            turn_count=1,
+            token_count=token_count,
+            segments=segments,
+            **fields,
+        )
+        return JournalRecord(turn_changed=changed)
+
+    def segment(author: trajectory_pb2.Author.ValueType, count: int) -> Any:
+        logprobs = [0.0] * count if author == trajectory_pb2.AUTHOR_POLICY else []
+        return Segment(
+            author=author,
+            token_ids=codec.array_bytes(np.arange(count, dtype=np.int32)),
+            logprobs=codec.array_bytes(np.array(logprobs, np.float32), codec.LOGPROB),
+        )
+
+    prompt = segment(trajectory_pb2.AUTHOR_CONTEXT, 3)
+    opened = JournalRecord(
+        trajectory_opened=TrajectoryOpened(
+            trajectory_id="x", form=journal_pb2.PROMPT_FORM_TOKENS, group_id="g"
+        )
+    )
+    two, all_of_it = (segment(trajectory_pb2.AUTHOR_POLICY, count) for count in (2, 8))
+    found, where = Recovered(), Stored(1, 16, 64)
+    for record in (opened, turn(2, prompt, two), opened, turn(0, prompt)):
+        found.apply(record, where)
+        record = found.trajectories["x"]
+        if record.turn is not None:
+            assert (record.token_count, record.turn.policy_token_count) == (5, 2)
+            assert record.turn.resumable
+    ended = turn(8, all_of_it, token_count=3, finish_reason=LENGTH)
+    for _ in range(2):
+        found.apply(ended, where)
+        record = found.trajectories["x"]
+        assert record.turn is not None and record.turn.finish_reason == LENGTH
+        assert (record.token_count, record.turn.policy_token_count) == (11, 8)
+    assert [s.token_count for s in record.segments] == [3, 8]
 
 
 async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) -> None:

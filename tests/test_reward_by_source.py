@@ -14,7 +14,7 @@ from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.sources.problem import Problem
-from penstock.trainer.tasks import UNKNOWN_SOURCE, TaskFeeder
+from penstock.trainer.tasks import UNKNOWN_SOURCE, ServerTasks, TaskFeeder
 from tests.test_trainer_end_to_end import configure, records, serving, start_trainer, working
 from tests.test_trainer_end_to_end import tiny as tiny  # The fixture.
 
@@ -132,7 +132,7 @@ class Rows:
 def test_of_another_runs_task_nothing_is_known_and_of_its_own_everything() -> None:
     source = Rows()
     feeder = TaskFeeder(
-        [],
+        [ServerTasks(None, 0)],  # type: ignore[arg-type]
         source,
         None,  # type: ignore[arg-type]
         DataIndices(Division(1), 3, (1, 2)),

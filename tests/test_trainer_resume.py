@@ -188,33 +188,58 @@ async def test_a_run_with_nothing_saved_yet_begins_again_with_the_same_groups(
         assert stand.server.engine.versions == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("left", ["no_checkpoints", "no_checkpoints_to_resume", "no_folder"])
+@pytest.mark.parametrize(
+    ("left", "every_steps", "resume"),
+    [
+        ("no_checkpoints", 0, False),
+        ("no_checkpoints", 0, True),
+        # Its receipts were final without one.
+        ("no_checkpoints", 2, True),
+        ("no_folder", 2, False),
+        ("no_folder", 2, True),
+    ],
+)
 @one_loop
 async def test_a_second_start_has_nothing_of_the_first(
-    model: Path, nursery: Nursery, tmp_path: Path, left: str
+    model: Path, nursery: Nursery, tmp_path: Path, left: str, every_steps: int, resume: bool
 ) -> None:
     """On a server that lives, which has tasks, groups and weights of the first one."""
-    every_steps = 2 if left == "no_folder" else 0
-    async with synchronous(tmp_path, model, every_steps=every_steps) as stand:
+    every = 2 if left == "no_folder" else 0
+    async with synchronous(tmp_path, model, every_steps=every) as stand:
         code = await go(nursery, stand, resume=False, failpoints="train.published=kill@4")
         assert code == KILLED
         if left == "no_folder":
             shutil.rmtree(stand.folder / "out")
+        if every_steps != every:
+            text = stand.config.read_text()
+            assert "every_steps = 0" in text
+            stand.config.write_text(text.replace("every_steps = 0", f"every_steps = {every_steps}"))
         first = set(stand.accepted.tasks)
         assert first
-        assert await go(nursery, stand, resume=left != "no_checkpoints") == 0, stand.said
-        assert "RUN_REPLACED: run run begins anew" in stand.said
+        # One that comes no further than this, and one that is killed before it has computed a step.
+        point = "exchange.before_hello=kill@1"
+        assert await go(nursery, stand, resume=resume, failpoints=point) == KILLED
+        assert "begins anew" not in stand.said
+        point = "ledger.before_append=kill@1"
+        assert await go(nursery, stand, resume=resume, failpoints=point) == KILLED
+        assert stand.said.count("RUN_REPLACED: run run begins anew") == 1
+        middle = set(stand.accepted.tasks) - first
+        assert middle
+        assert await go(nursery, stand, resume=resume) == 0, stand.said
+        # Where it can be resumed, the last one went on with what that had asked.
+        resumed = resume and every_steps > 0
+        assert stand.said.count("RUN_REPLACED: run run begins anew") == 1 + (not resumed)
         # None was passed over, though the server had each of them before.
         check_once(stand)
         entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
         steps = [entry for entry in entries if isinstance(entry, StepEntry)]
         trained = {group.group_id for entry in steps for group in entry.groups}
         assert trained <= set(stand.accepted.tasks) and not trained & first
+        assert bool(trained & middle) == resumed
         indices = [int(g.task_id.rpartition("/")[2]) for entry in steps for g in entry.groups]
         assert min(indices) == 0 and len(indices) == STEPS * GROUPS_PER_STEP
-        # What the trained weights of the first had sampled is of none of the versions of the second.
-        first_version = min(entry.weight_version for entry in steps)
-        assert first_version > 4
+        # What the weights of the first had sampled is of none of its versions.
+        assert min(entry.weight_version for entry in steps) > 4
         check_weights(stand)
 
 

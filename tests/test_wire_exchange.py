@@ -148,6 +148,7 @@ async def test_what_is_wrong_with_a_message_is_said(harness: Harness) -> None:
     )
     for change in (
         {"run_id": ""},
+        {"start_id": "x" * 257},
         {"trainer_epoch": 0},
         {"weight_version": -1},
         {"resume_step": -1},
@@ -253,49 +254,38 @@ async def test_another_run_takes_nothing_over_and_what_is_dropped_is_counted(
 
 
 async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
-    harness: Harness,
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exchange = await hello(harness.wire, 1, begins_anew=True)
+    exchange = await hello(harness.wire, 1, start_id="first")
     await finish_groups(harness, "a", "b")
     waiting = [Task(task_id="c", group_size=1, tokens=sequence([1]))]
     await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
     exchange.send(demand={"group_count": 1})
     used = await exchange.receive("delivery")
     exchange.send(receipt={"delivery_ids": [used.delivery_id], "step": 1})
-    # With the same state as before it is the same start.
-    exchange = await hello(harness.wire, 2)
-    answer = await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
-    assert (answer.accepted_count, answer.duplicate_count) == (0, 1)
-    assert harness.serving.trainer.drops == {}
-    exchange = await hello(harness.wire, 3, begins_anew=True)
+    # One that resumes, and one that does not know, are the same start.
+    for epoch, start_id in ((2, "first"), (3, ""), (4, "first")):
+        exchange = await hello(harness.wire, epoch, start_id=start_id, resume_step=1)
+        answer = await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
+        assert (answer.accepted_count, answer.duplicate_count) == (0, 1)
+        assert harness.serving.trainer.drops == {}
+    # Nobody is there to be told of what is dropped meanwhile.
+    exchange.half_close()
+    assert await exchange.call.read() is grpc.aio.EOF
+    with monkeypatch.context() as patched:
+        patched.setattr(closing, "MAX_GROUP_BYTES", 10)
+        await finish_groups(harness, "d")
+    exchange = await hello(harness.wire, 5, start_id="second")
     notice = await exchange.receive("notice")
     assert notice.reason == "RUN_REPLACED"
-    assert notice.message == "run run begins anew: 1 tasks, 2 groups dropped"
-    assert harness.serving.trainer.drops == {"RUN_REPLACED": 2}
+    assert notice.message == "run run begins anew: 0 tasks, 2 groups dropped"
+    assert harness.serving.trainer.drops["RUN_REPLACED"] == 2
     exchange.send(demand={"group_count": 3})
-    await finish_groups(harness, "a", "c")
-    again = [(await exchange.receive("delivery")).group for _ in range(2)]
-    assert [group.task_id for group in again] == ["a", "c"]
+    await finish_groups(harness, "a", "c", "d")
+    # Nothing is said of what was too large before.
+    again = [(await exchange.receive("delivery")).group for _ in range(3)]
+    assert [group.task_id for group in again] == ["a", "c", "d"]
     assert used.group.group_id not in [group.group_id for group in again]
-
-
-async def test_a_run_does_not_begin_anew_in_its_middle(harness: Harness) -> None:
-    exchange = await hello(harness.wire)
-    await finish_groups(harness, "a")
-    anew = Hello(
-        run_id="run",
-        trainer_epoch=2,
-        staleness={"groups_per_step": 1},
-        resume_step=1,
-        begins_anew=True,
-    )
-    assert await refused(harness, ExchangeRequest(hello=anew)) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "FIELD_INVALID",
-    )
-    # It changed nothing: the session before goes on.
-    exchange.send(demand={"group_count": 1})
-    assert (await exchange.receive("delivery")).group.task_id == "a"
 
 
 async def test_a_changed_contract_keeps_what_is_under_way(harness: Harness) -> None:

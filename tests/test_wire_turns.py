@@ -26,6 +26,7 @@ from tests.harness import (
     collect,
     sampling,
     sequence,
+    until,
 )
 
 STOP = trajectory_pb2.FINISH_REASON_STOP
@@ -236,6 +237,27 @@ async def test_a_context_that_is_full_finishes_with_length(harness: Harness) -> 
     assert more.tokens == []
     assert more.finished.finish_reason == LENGTH
     assert all_tokens(await stored(harness, "t")) == before
+
+
+async def test_a_full_turn_that_was_aborted_stays_full_whatever_it_is_resumed_with(
+    harness: Harness,
+) -> None:
+    limit = harness.engine.description.max_context_length
+    await harness.generate("t", [1] * (limit - 10), sampling_params=sampling(4))
+    before = all_tokens(await stored(harness, "t"))
+    await harness.serving.switch.await_trainer(True)
+    call = asyncio.ensure_future(harness.resume("t", tokens=sequence([2] * 20)))
+    record = harness.serving.store.find("t")
+    assert record is not None
+    await until(lambda: record.turn is not None and record.turn.index == 1)
+    await abort(harness, "t")
+    assert (await call).finished.finish_reason == ABORTED
+    await harness.serving.switch.await_trainer(False)
+    # There would be room for some tokens, but what was to be said before them is not there.
+    again = await harness.resume("t", sampling_params=sampling(4))
+    assert (again.tokens, again.finished.finish_reason) == ([], LENGTH)
+    trajectory = await stored(harness, "t")
+    assert (all_tokens(trajectory), trajectory.turn_count) == (before, 1)
 
 
 async def test_a_stop_string_that_spans_an_abort_is_found(slow: Harness) -> None:

@@ -370,7 +370,8 @@ class Evaluator:
                 tasks.append(one.build_task(prompt, problem))
                 # It may take its time to be computed, and streams and uploads go on.
                 await asyncio.sleep(0)
-        if tasks:
+        # Nor are they asked for any more where it has ended meanwhile.
+        if tasks and one.current is current:
             await self._submit_tasks(server, tasks)
 
     def _server_of(self, prompt: Asked) -> int:

@@ -100,12 +100,12 @@ class Exchange:
         stopping: asyncio.Event,
         trained: Mapping[str, int] | None = None,
         where: str = "",
-        begins_anew: bool = False,
+        start_id: str = "",
     ) -> None:
         """`weight_version` is what the trainer holds, `step` the last one its state contains, and
         `trained` the steps of the groups it was trained on. Once `stopping` is set, a server that is
         away is left. `where` tells the server apart, in what is said of it, where there are several.
-        With `begins_anew` the server is to drop what it has of an earlier start of this run."""
+        What a server has of another start of the run than `start_id` it drops."""
         self._channel = channel
         self._run_id = run_id
         self._contract = contract
@@ -115,8 +115,7 @@ class Exchange:
         self._give_up_after = give_up_after_seconds
         self._stopping = stopping
         self._where = f" at {where}" if where else ""
-        self._begins_anew = begins_anew
-        """Until the first Welcome: what a server has after that is of this start."""
+        self._start_id = start_id
         self.left = asyncio.Event()
         """The run stops without its server, for good: no answer comes, and nothing is sent."""
         self.on_left: Callable[[], None] | None = None
@@ -344,7 +343,7 @@ class Exchange:
             weight_version=self._held,
             resume_step=self._step,
             staleness=self._contract,
-            begins_anew=self._begins_anew,
+            start_id=self._start_id,
         )
         self._outgoing.put_nowait(Request(hello=hello))
         method: grpc.aio.StreamStreamMultiCallable[
@@ -359,7 +358,7 @@ class Exchange:
         if first is None or first.WhichOneof("message") != "welcome":
             self._end_requests()
             raise SessionRefused(f"the server{self._where} did not answer Hello with Welcome")
-        self._may_pass = self._begins_anew = False
+        self._may_pass = False
         folder = first.welcome.group_folder
         self._stored = StoredGroups.find(folder) if self._reads_stored else None
         self._reads_stored = True

@@ -32,13 +32,13 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
+from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, storing
 from penstock.wire.failpoints import hit
 from penstock.wire.folders import make_folder, sync_folder
 
@@ -98,10 +98,8 @@ class Ledger:
         Raises RunFolderInUse where another trainer has it, StorageFailed.
         """
         self.path = folder / FILE
-        with _storage(self.path):
+        with storing(self.path):
             make_folder(folder)
-            self.is_new = not self.path.exists()
-            """Whether there was none: no trainer began in this folder, or it was removed since."""
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if not _lock(self._descriptor, self.path):
                 os.close(self._descriptor)
@@ -130,7 +128,7 @@ class Ledger:
 
         Raises CheckpointUnusable where it ends elsewhere now: then this is another run's ledger.
         """
-        with _storage(self.path):
+        with storing(self.path):
             content = self.path.read_bytes()
         end = 0
         for entry, end in _lines(content):
@@ -154,7 +152,7 @@ class Ledger:
         self.trained = dict(
             islice(self.trained.items(), max(0, len(self.trained) - REMEMBERED), None)
         )
-        with _storage(self.path):
+        with storing(self.path):
             # What follows the last whole line is what a killed trainer had not finished.
             os.ftruncate(self._descriptor, end)
             os.lseek(self._descriptor, end, os.SEEK_SET)
@@ -163,7 +161,7 @@ class Ledger:
 
     def begin(self) -> None:
         """Empties the file: a run begins that resumes from nothing."""
-        with _storage(self.path):
+        with storing(self.path):
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
 
@@ -199,7 +197,7 @@ class Ledger:
             return
         self.ahead.clear()
         self._ends.clear()
-        with _storage(self.path):
+        with storing(self.path):
             content = self.path.read_bytes()
             beyond = (entry for entry, _ in _lines(content[self._length :]))
             kept = [_line(entry) for entry in beyond if isinstance(entry, RefusedEntry)]
@@ -227,7 +225,7 @@ class Ledger:
     def _append(self, entry: Entry) -> int:
         """Returns where the line ends."""
         line = _line(entry)
-        with _storage(self.path):
+        with storing(self.path):
             hit("ledger.before_append")
             begin = os.lseek(self._descriptor, 0, os.SEEK_CUR)
             try:
@@ -309,12 +307,3 @@ def _from_json(fields: dict[str, object]) -> Entry:
             for group in groups
         ),
     )
-
-
-@contextlib.contextmanager
-def _storage(path: Path) -> Generator[None]:
-    """Turns what the disk says into what stops the run."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageFailed(f"{path}: {error.strerror or error}") from error

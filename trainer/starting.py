@@ -18,6 +18,7 @@ from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy
 from penstock.trainer.ranks import Leader
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Source
+from penstock.trainer.start_ids import new_start_id, read_start_id, remove_start_id
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class Start:
     source: Source
     evaluations: tuple[EvaluationSet, ...]
     ledger: Ledger
-    begins_anew: bool
-    """Nothing is left of an earlier start of this run, if there was one."""
+    start_id: str
+    """See `start_ids`."""
     share_prefixes: bool
     passed_over: int
     """Step of a newer checkpoint that is broken; zero where none is."""
@@ -72,9 +73,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     data = source.identity
     state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
     measured: int | None = None
-    # A trainer that died before its first checkpoint is resumed by the ledger that it left.
-    resumable = resume and config.checkpoint.every_steps > 0 and not ledger.is_new
-    begins_anew = checkpoint is None and not resumable
+    start_id = read_start_id(run.out) if resume else ""
     policy = make_policy(config)
     if leader is not None:
         policy = LeadingPolicy(policy, leader)
@@ -85,13 +84,16 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         ledger.resume(state.step, state.ledger_bytes)
         measured = max(ledger.ahead, default=state.step)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
-    elif not begins_anew:
+    elif start_id and config.checkpoint.every_steps:
         # Nothing is final before the first checkpoint: the server still has what it was trained on.
         ledger.resume(0)
         measured = max(ledger.ahead, default=0)
         log.warning("nothing to resume from in %s; beginning at step 1", folder)
     else:
+        # In this order: no id of a start is ever beside the ledger of another.
+        remove_start_id(run.out)
         ledger.begin()
+        start_id = new_start_id(run.out if config.checkpoint.every_steps else None)
         if resume:
             log.warning("nothing to resume from in %s; beginning at step 1", folder)
     share_prefixes = config.train.share_prefixes and policy.supports_trees()
@@ -109,7 +111,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         source,
         evaluations,
         ledger,
-        begins_anew,
+        start_id,
         share_prefixes,
         passed_over,
         written_step,

@@ -306,7 +306,7 @@ def _make_exchanges(
             stopping=stopping,
             trained=trained,
             where=link.address if len(links) > 1 else "",
-            begins_anew=start.begins_anew,
+            start_id=start.start_id,
         )
         for link, part in zip(links, division.parts, strict=True)
     ]

@@ -325,15 +325,13 @@ async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
         for index in range(record.turn_count)
     ]
     if turns and held.HasField("last_turn"):
+        turns[-1] = replace(turns[-1], finish_reason=record.finish_reason or FinishReason.STOP)
         last = held.last_turn
-        message = read_message(last.message) if last.HasField("message") else None
-        turns[-1] = replace(
-            turns[-1],
-            # Not that of `last_turn`, which may be one after it that found the context full.
-            finish_reason=record.finish_reason or FinishReason.STOP,
-            text=message.content if message else last.text,
-            message=message,
-        )
+        # It may be one after it, which found the context full.
+        if last.policy_token_count == len(turns[-1].token_ids):
+            message = read_message(last.message) if last.HasField("message") else None
+            text = message.content if message else last.text
+            turns[-1] = replace(turns[-1], text=text, message=message)
     return turns
 
 

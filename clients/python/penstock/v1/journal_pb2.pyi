@@ -215,22 +215,26 @@ class SessionBegan(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     RESUME_STEP_FIELD_NUMBER: _builtins.int
+    START_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its run."""
     trainer_epoch: _builtins.int
     """Its epoch; older ones are refused."""
     resume_step: _builtins.int
     """The last step that its state contains: groups that a later one used wait again."""
+    start_id: _builtins.str
+    """Which start of its run it is of; empty where no trainer has said so."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         trainer_epoch: _builtins.int = ...,
         resume_step: _builtins.int = ...,
+        start_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_step", b"resume_step", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_step", b"resume_step", "run_id", b"run_id", "start_id", b"start_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

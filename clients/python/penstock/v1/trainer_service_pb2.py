@@ -27,45 +27,45 @@ from penstock.v1 import trajectory_pb2 as penstock_dot_v1_dot_trajectory__pb2
 from penstock.v1 import weights_pb2 as penstock_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/v1/trainer_service.proto\x12\x0bpenstock.v1\x1a\x1bpenstock/v1/rejection.proto\x1a\x1cpenstock/v1/trajectory.proto\x1a\x19penstock/v1/weights.proto\"\x81\x02\n\x0f\x45xchangeRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.penstock.v1.HelloH\x00\x12%\n\x06\x64\x65mand\x18\x02 \x01(\x0b\x32\x13.penstock.v1.DemandH\x00\x12,\n\x07receipt\x18\x03 \x01(\x0b\x32\x19.penstock.v1.GroupReceiptH\x00\x12\x34\n\x0eswitch_weights\x18\x04 \x01(\x0b\x32\x1a.penstock.v1.SwitchWeightsH\x00\x12\x33\n\ncheckpoint\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.CheckpointNoticeH\x00\x42\t\n\x07message\"\x87\x02\n\x10\x45xchangeResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.penstock.v1.WelcomeH\x00\x12.\n\x08\x64\x65livery\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.GroupDeliveryH\x00\x12\x34\n\x0eweight_receipt\x18\x03 \x01(\x0b\x32\x1a.penstock.v1.WeightReceiptH\x00\x12%\n\x06notice\x18\x04 \x01(\x0b\x32\x13.penstock.v1.NoticeH\x00\x12\x32\n\ndeliveries\x18\x05 \x01(\x0b\x32\x1c.penstock.v1.GroupDeliveriesH\x00\x42\t\n\x07message\"\xa3\x01\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x02 \x01(\x03\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x13\n\x0bresume_step\x18\x04 \x01(\x03\x12\x31\n\tstaleness\x18\x05 \x01(\x0b\x32\x1e.penstock.v1.StalenessContract\x12\x13\n\x0b\x62\x65gins_anew\x18\x06 \x01(\x08\"k\n\x11StalenessContract\x12\x0f\n\x07max_lag\x18\x01 \x01(\x05\x12,\n\x0blate_policy\x18\x02 \x01(\x0e\x32\x17.penstock.v1.LatePolicy\x12\x17\n\x0fgroups_per_step\x18\x03 \x01(\x05\"v\n\x07Welcome\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x01 \x01(\x03\x12\x1c\n\x14\x62uffered_group_count\x18\x02 \x01(\x05\x12.\n\x0cgroup_folder\x18\x03 \x01(\x0b\x32\x18.penstock.v1.GroupFolder\"K\n\x0bGroupFolder\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\x04\x12\r\n\x05inode\x18\x04 \x01(\x04\"V\n\x06\x44\x65mand\x12\x13\n\x0bgroup_count\x18\x01 \x01(\x05\x12%\n\x07purpose\x18\x02 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x10\n\x08\x62y_place\x18\x03 \x01(\x08\"\x95\x01\n\rGroupDelivery\x12\x13\n\x0b\x64\x65livery_id\x18\x01 \x01(\x03\x12+\n\x05group\x18\x02 \x01(\x0b\x32\x1c.penstock.v1.TrajectoryGroup\x12\x18\n\x10redelivery_count\x18\x03 \x01(\x05\x12(\n\x06stored\x18\x04 \x01(\x0b\x32\x18.penstock.v1.StoredGroup\"A\n\x0fGroupDeliveries\x12.\n\ndeliveries\x18\x01 \x03(\x0b\x32\x1a.penstock.v1.GroupDelivery\"o\n\x0bStoredGroup\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x03\x12&\n\x05turns\x18\x04 \x03(\x0b\x32\x17.penstock.v1.StoredTurn\"F\n\nStoredTurn\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x03\"]\n\x0cGroupReceipt\x12\x14\n\x0c\x64\x65livery_ids\x18\x01 \x03(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12)\n\trejection\x18\x03 \x01(\x0b\x32\x16.penstock.v1.Rejection\"W\n\rSwitchWeights\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12.\n\tin_flight\x18\x02 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicy\" \n\x10\x43heckpointNotice\x12\x0c\n\x04step\x18\x01 \x01(\x03\"L\n\x06Notice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0f\n\x07task_id\x18\x04 \x01(\t*\x84\x01\n\nLatePolicy\x12\x1b\n\x17LATE_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10LATE_POLICY_MASK\x10\x01\x12\x14\n\x10LATE_POLICY_WAIT\x10\x02\x12\x17\n\x13LATE_POLICY_REQUEUE\x10\x03\x12\x14\n\x10LATE_POLICY_DROP\x10\x04\x32]\n\x0eTrainerService\x12K\n\x08\x45xchange\x12\x1c.penstock.v1.ExchangeRequest\x1a\x1d.penstock.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/v1/trainer_service.proto\x12\x0bpenstock.v1\x1a\x1bpenstock/v1/rejection.proto\x1a\x1cpenstock/v1/trajectory.proto\x1a\x19penstock/v1/weights.proto\"\x81\x02\n\x0f\x45xchangeRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.penstock.v1.HelloH\x00\x12%\n\x06\x64\x65mand\x18\x02 \x01(\x0b\x32\x13.penstock.v1.DemandH\x00\x12,\n\x07receipt\x18\x03 \x01(\x0b\x32\x19.penstock.v1.GroupReceiptH\x00\x12\x34\n\x0eswitch_weights\x18\x04 \x01(\x0b\x32\x1a.penstock.v1.SwitchWeightsH\x00\x12\x33\n\ncheckpoint\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.CheckpointNoticeH\x00\x42\t\n\x07message\"\x87\x02\n\x10\x45xchangeResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.penstock.v1.WelcomeH\x00\x12.\n\x08\x64\x65livery\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.GroupDeliveryH\x00\x12\x34\n\x0eweight_receipt\x18\x03 \x01(\x0b\x32\x1a.penstock.v1.WeightReceiptH\x00\x12%\n\x06notice\x18\x04 \x01(\x0b\x32\x13.penstock.v1.NoticeH\x00\x12\x32\n\ndeliveries\x18\x05 \x01(\x0b\x32\x1c.penstock.v1.GroupDeliveriesH\x00\x42\t\n\x07message\"\xa0\x01\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x02 \x01(\x03\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x13\n\x0bresume_step\x18\x04 \x01(\x03\x12\x31\n\tstaleness\x18\x05 \x01(\x0b\x32\x1e.penstock.v1.StalenessContract\x12\x10\n\x08start_id\x18\x06 \x01(\t\"k\n\x11StalenessContract\x12\x0f\n\x07max_lag\x18\x01 \x01(\x05\x12,\n\x0blate_policy\x18\x02 \x01(\x0e\x32\x17.penstock.v1.LatePolicy\x12\x17\n\x0fgroups_per_step\x18\x03 \x01(\x05\"v\n\x07Welcome\x12\x1d\n\x15\x61\x63tive_weight_version\x18\x01 \x01(\x03\x12\x1c\n\x14\x62uffered_group_count\x18\x02 \x01(\x05\x12.\n\x0cgroup_folder\x18\x03 \x01(\x0b\x32\x18.penstock.v1.GroupFolder\"K\n\x0bGroupFolder\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\x04\x12\r\n\x05inode\x18\x04 \x01(\x04\"V\n\x06\x44\x65mand\x12\x13\n\x0bgroup_count\x18\x01 \x01(\x05\x12%\n\x07purpose\x18\x02 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x10\n\x08\x62y_place\x18\x03 \x01(\x08\"\x95\x01\n\rGroupDelivery\x12\x13\n\x0b\x64\x65livery_id\x18\x01 \x01(\x03\x12+\n\x05group\x18\x02 \x01(\x0b\x32\x1c.penstock.v1.TrajectoryGroup\x12\x18\n\x10redelivery_count\x18\x03 \x01(\x05\x12(\n\x06stored\x18\x04 \x01(\x0b\x32\x18.penstock.v1.StoredGroup\"A\n\x0fGroupDeliveries\x12.\n\ndeliveries\x18\x01 \x03(\x0b\x32\x1a.penstock.v1.GroupDelivery\"o\n\x0bStoredGroup\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x03\x12&\n\x05turns\x18\x04 \x03(\x0b\x32\x17.penstock.v1.StoredTurn\"F\n\nStoredTurn\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x03\"]\n\x0cGroupReceipt\x12\x14\n\x0c\x64\x65livery_ids\x18\x01 \x03(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12)\n\trejection\x18\x03 \x01(\x0b\x32\x16.penstock.v1.Rejection\"W\n\rSwitchWeights\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12.\n\tin_flight\x18\x02 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicy\" \n\x10\x43heckpointNotice\x12\x0c\n\x04step\x18\x01 \x01(\x03\"L\n\x06Notice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0f\n\x07task_id\x18\x04 \x01(\t*\x84\x01\n\nLatePolicy\x12\x1b\n\x17LATE_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10LATE_POLICY_MASK\x10\x01\x12\x14\n\x10LATE_POLICY_WAIT\x10\x02\x12\x17\n\x13LATE_POLICY_REQUEUE\x10\x03\x12\x14\n\x10LATE_POLICY_DROP\x10\x04\x32]\n\x0eTrainerService\x12K\n\x08\x45xchange\x12\x1c.penstock.v1.ExchangeRequest\x1a\x1d.penstock.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.trainer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LATEPOLICY']._serialized_start=1923
-  _globals['_LATEPOLICY']._serialized_end=2055
+  _globals['_LATEPOLICY']._serialized_start=1920
+  _globals['_LATEPOLICY']._serialized_end=2052
   _globals['_EXCHANGEREQUEST']._serialized_start=137
   _globals['_EXCHANGEREQUEST']._serialized_end=394
   _globals['_EXCHANGERESPONSE']._serialized_start=397
   _globals['_EXCHANGERESPONSE']._serialized_end=660
   _globals['_HELLO']._serialized_start=663
-  _globals['_HELLO']._serialized_end=826
-  _globals['_STALENESSCONTRACT']._serialized_start=828
-  _globals['_STALENESSCONTRACT']._serialized_end=935
-  _globals['_WELCOME']._serialized_start=937
-  _globals['_WELCOME']._serialized_end=1055
-  _globals['_GROUPFOLDER']._serialized_start=1057
-  _globals['_GROUPFOLDER']._serialized_end=1132
-  _globals['_DEMAND']._serialized_start=1134
-  _globals['_DEMAND']._serialized_end=1220
-  _globals['_GROUPDELIVERY']._serialized_start=1223
-  _globals['_GROUPDELIVERY']._serialized_end=1372
-  _globals['_GROUPDELIVERIES']._serialized_start=1374
-  _globals['_GROUPDELIVERIES']._serialized_end=1439
-  _globals['_STOREDGROUP']._serialized_start=1441
-  _globals['_STOREDGROUP']._serialized_end=1552
-  _globals['_STOREDTURN']._serialized_start=1554
-  _globals['_STOREDTURN']._serialized_end=1624
-  _globals['_GROUPRECEIPT']._serialized_start=1626
-  _globals['_GROUPRECEIPT']._serialized_end=1719
-  _globals['_SWITCHWEIGHTS']._serialized_start=1721
-  _globals['_SWITCHWEIGHTS']._serialized_end=1808
-  _globals['_CHECKPOINTNOTICE']._serialized_start=1810
-  _globals['_CHECKPOINTNOTICE']._serialized_end=1842
-  _globals['_NOTICE']._serialized_start=1844
-  _globals['_NOTICE']._serialized_end=1920
-  _globals['_TRAINERSERVICE']._serialized_start=2057
-  _globals['_TRAINERSERVICE']._serialized_end=2150
+  _globals['_HELLO']._serialized_end=823
+  _globals['_STALENESSCONTRACT']._serialized_start=825
+  _globals['_STALENESSCONTRACT']._serialized_end=932
+  _globals['_WELCOME']._serialized_start=934
+  _globals['_WELCOME']._serialized_end=1052
+  _globals['_GROUPFOLDER']._serialized_start=1054
+  _globals['_GROUPFOLDER']._serialized_end=1129
+  _globals['_DEMAND']._serialized_start=1131
+  _globals['_DEMAND']._serialized_end=1217
+  _globals['_GROUPDELIVERY']._serialized_start=1220
+  _globals['_GROUPDELIVERY']._serialized_end=1369
+  _globals['_GROUPDELIVERIES']._serialized_start=1371
+  _globals['_GROUPDELIVERIES']._serialized_end=1436
+  _globals['_STOREDGROUP']._serialized_start=1438
+  _globals['_STOREDGROUP']._serialized_end=1549
+  _globals['_STOREDTURN']._serialized_start=1551
+  _globals['_STOREDTURN']._serialized_end=1621
+  _globals['_GROUPRECEIPT']._serialized_start=1623
+  _globals['_GROUPRECEIPT']._serialized_end=1716
+  _globals['_SWITCHWEIGHTS']._serialized_start=1718
+  _globals['_SWITCHWEIGHTS']._serialized_end=1805
+  _globals['_CHECKPOINTNOTICE']._serialized_start=1807
+  _globals['_CHECKPOINTNOTICE']._serialized_end=1839
+  _globals['_NOTICE']._serialized_start=1841
+  _globals['_NOTICE']._serialized_end=1917
+  _globals['_TRAINERSERVICE']._serialized_start=2054
+  _globals['_TRAINERSERVICE']._serialized_end=2147
 # @@protoc_insertion_point(module_scope)

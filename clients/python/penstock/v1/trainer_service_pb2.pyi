@@ -165,7 +165,7 @@ class Hello(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     RESUME_STEP_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
-    BEGINS_ANEW_FIELD_NUMBER: _builtins.int
+    START_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Stable over restarts of one training run."""
     trainer_epoch: _builtins.int
@@ -174,9 +174,10 @@ class Hello(_message.Message):
     """Weight version the trainer holds."""
     resume_step: _builtins.int
     """Optimizer step the trainer resumes after; groups trained in later steps are delivered again."""
-    begins_anew: _builtins.bool
-    """The trainer has no state of any earlier start of this run, and begins it anew: what the server has of it
-    is dropped, as that of another run would be. Only until its first Welcome, and with resume_step 0.
+    start_id: _builtins.str
+    """Made when the run begins, and the same wherever it resumes. Where the server knows another one of this
+    run, the run has begun anew, with nothing left of that start: what the server has of it is dropped, as
+    that of another run would be. Empty where the trainer does not know.
     """
     @_builtins.property
     def staleness(self) -> Global___StalenessContract:
@@ -190,11 +191,11 @@ class Hello(_message.Message):
         weight_version: _builtins.int = ...,
         resume_step: _builtins.int = ...,
         staleness: Global___StalenessContract | None = ...,
-        begins_anew: _builtins.bool = ...,
+        start_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_anew", b"begins_anew", "resume_step", b"resume_step", "run_id", b"run_id", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_step", b"resume_step", "run_id", b"run_id", "staleness", b"staleness", "start_id", b"start_id", "trainer_epoch", b"trainer_epoch", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,10 +92,11 @@ export interface Hello {
     | StalenessContract
     | undefined;
   /**
-   * The trainer has no state of any earlier start of this run, and begins it anew: what the server has of it
-   * is dropped, as that of another run would be. Only until its first Welcome, and with resume_step 0.
+   * Made when the run begins, and the same wherever it resumes. Where the server knows another one of this
+   * run, the run has begun anew, with nothing left of that start: what the server has of it is dropped, as
+   * that of another run would be. Empty where the trainer does not know.
    */
-  beginsAnew: boolean;
+  startId: string;
 }
 
 /** Bounds how far behind the trainer a trained token may be. */
@@ -486,7 +487,7 @@ export const ExchangeResponse: MessageFns<ExchangeResponse> = {
 };
 
 function createBaseHello(): Hello {
-  return { runId: "", trainerEpoch: 0n, weightVersion: 0n, resumeStep: 0n, staleness: undefined, beginsAnew: false };
+  return { runId: "", trainerEpoch: 0n, weightVersion: 0n, resumeStep: 0n, staleness: undefined, startId: "" };
 }
 
 export const Hello: MessageFns<Hello> = {
@@ -515,8 +516,8 @@ export const Hello: MessageFns<Hello> = {
     if (message.staleness !== undefined) {
       StalenessContract.encode(message.staleness, writer.uint32(42).fork()).join();
     }
-    if (message.beginsAnew !== false) {
-      writer.uint32(48).bool(message.beginsAnew);
+    if (message.startId !== "") {
+      writer.uint32(50).string(message.startId);
     }
     return writer;
   },
@@ -575,11 +576,11 @@ export const Hello: MessageFns<Hello> = {
             continue;
           }
           case 6: {
-            if (tag !== 48) {
+            if (tag !== 50) {
               break;
             }
 
-            message.beginsAnew = reader.bool();
+            message.startId = reader.string();
             continue;
           }
         }
@@ -612,7 +613,7 @@ export const Hello: MessageFns<Hello> = {
     message.staleness = (object.staleness !== undefined && object.staleness !== null)
       ? StalenessContract.fromPartial(object.staleness)
       : undefined;
-    message.beginsAnew = object.beginsAnew ?? false;
+    message.startId = object.startId ?? "";
     return message;
   },
 };

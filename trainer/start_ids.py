@@ -1,0 +1,54 @@
+"""Which start of its run a folder is of: `start`, a file beside the ledger.
+
+A run that resumes is the run that was begun, and servers still have tasks and groups of it. One that begins
+anew under the same `run.id`, because its folder was removed or it never had a checkpoint, is another one,
+though a server that lives would take its tasks for those that it knows, and deliver it what the weights of
+the first had sampled. So each start has an id, and Hello says it: a server that knows another one of this
+run drops what it has.
+
+Without checkpoints what is trained is final at once and nobody can go on from it: such a start leaves no
+file. Nor is there one between the removal of the last start's and the writing of the next: a trainer that
+dies in between begins anew again.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from penstock.trainer.errors import storing
+from penstock.wire.folders import sync_folder
+
+FILE = "start"
+UNFINISHED = ".unfinished-start"
+
+
+def new_start_id(folder: Path | None) -> str:
+    """The id of a start, durable in its folder where there is one. Raises StorageFailed."""
+    start_id = uuid.uuid4().hex
+    if folder is not None:
+        with storing(folder / FILE):
+            with (folder / UNFINISHED).open("w") as file:
+                file.write(start_id)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / UNFINISHED).rename(folder / FILE)
+            sync_folder(folder)
+    return start_id
+
+
+def read_start_id(folder: Path) -> str:
+    """That of a folder; empty where it has none. Raises StorageFailed."""
+    with storing(folder / FILE):
+        try:
+            return (folder / FILE).read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+
+def remove_start_id(folder: Path) -> None:
+    """Durable on return. Raises StorageFailed."""
+    with storing(folder / FILE):
+        (folder / FILE).unlink(missing_ok=True)
+        sync_folder(folder)
