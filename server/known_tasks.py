@@ -56,7 +56,7 @@ class KnownTasks:
             self._remember(task_id)
 
     def clear(self) -> None:
-        """Another run begins."""
+        """Another run begins, or the same one anew."""
         self._held.clear()
         self._past.clear()
 

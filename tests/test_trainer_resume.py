@@ -197,6 +197,8 @@ async def test_a_run_with_nothing_saved_yet_begins_again_with_the_same_groups(
         ("no_checkpoints", 2, True),
         ("no_folder", 2, False),
         ("no_folder", 2, True),
+        # What they had is final, and the server has let go of it.
+        ("checkpoints_removed", 2, True),
     ],
 )
 @one_loop
@@ -204,12 +206,14 @@ async def test_a_second_start_has_nothing_of_the_first(
     model: Path, nursery: Nursery, tmp_path: Path, left: str, every_steps: int, resume: bool
 ) -> None:
     """On a server that lives, which has tasks, groups and weights of the first one."""
-    every = 2 if left == "no_folder" else 0
+    every = 0 if left == "no_checkpoints" else 2
     async with synchronous(tmp_path, model, every_steps=every) as stand:
         code = await go(nursery, stand, resume=False, failpoints="train.published=kill@4")
         assert code == KILLED
         if left == "no_folder":
             shutil.rmtree(stand.folder / "out")
+        if left == "checkpoints_removed":
+            shutil.rmtree(stand.folder / "out" / "checkpoints")
         if every_steps != every:
             text = stand.config.read_text()
             assert "every_steps = 0" in text
@@ -241,6 +245,22 @@ async def test_a_second_start_has_nothing_of_the_first(
         # What the weights of the first had sampled is of none of its versions.
         assert min(entry.weight_version for entry in steps) > 4
         check_weights(stand)
+
+
+@one_loop
+async def test_a_run_with_checkpoints_does_not_go_on_without(
+    model: Path, nursery: Nursery, tmp_path: Path
+) -> None:
+    async with synchronous(tmp_path, model) as stand:
+        code = await go(nursery, stand, resume=False, failpoints="train.published=kill@4")
+        assert code == KILLED
+        text = stand.config.read_text()
+        stand.config.write_text(text.replace("every_steps = 2", "every_steps = 0"))
+        assert await go(nursery, stand) != 0
+        assert "checkpoint.every_steps: 0 keeps no checkpoints" in stand.said
+        stand.config.write_text(text)
+        assert await go(nursery, stand) == 0, stand.said
+        check_lineage(stand)
 
 
 @one_loop

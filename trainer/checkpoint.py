@@ -73,6 +73,8 @@ class TrainerState:
     """What identifies the data that the indices are of; empty where nobody said."""
     ledger_bytes: int | None = None
     """Where the line of `step` ends in the ledger; None where nobody said."""
+    start_id: str = ""
+    """Which start of the run it is of (`start_ids`); empty where nobody said."""
     record: Mapping[str, object] = field(default_factory=dict[str, object])
     """The figures of `step`, as far as known: they are written when its switch is answered, which a
     trainer that is killed may not live to see. Empty where they are written already."""
@@ -185,6 +187,7 @@ def read_state(checkpoint: Path) -> TrainerState:
             probe=tuple(cast("list[int]", fields.get("probe", []))),
             data=str(fields.get("data", "")),
             ledger_bytes=cast("int | None", fields.get("ledger_bytes")),
+            start_id=str(fields.get("start_id", "")),
             record=cast("dict[str, object]", fields.get("record", {})),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -164,6 +164,8 @@ class Ledger:
         with storing(self.path):
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
+            # Before there is an id of the start: it is beside no ledger of another.
+            os.fsync(self._descriptor)
 
     def take_unfinished(self) -> list[RefusedEntry]:
         """Those that were refused for the step that a killed trainer was gathering; once."""

@@ -1,10 +1,16 @@
-"""Which start of its run a folder is of: `start`, a file beside the ledger.
+"""Which start of its run a folder is of.
 
 A run that resumes is the run that was begun, and servers still have tasks and groups of it. One that begins
-anew under the same `run.id`, because its folder was removed or it never had a checkpoint, is another one,
+anew under the same `run.id`, because its folder was removed or it keeps no checkpoints, is another one,
 though a server that lives would take its tasks for those that it knows, and deliver it what the weights of
 the first had sampled. So each start has an id, and Hello says it: a server that knows another one of this
 run drops what it has.
+
+    begun                       the file `start` beside the ledger has the id, before the first Hello
+    the first checkpoint        has it, and the file goes, before the server is told what is final
+    resumed from a checkpoint   the id is the checkpoint's
+    resumed without one         the file's, with the ledger's steps to be done again; where there is no file
+                                the run begins anew, for what its checkpoints had is final at the server
 
 Without checkpoints what is trained is final at once and nobody can go on from it: such a start leaves no
 file. Nor is there one between the removal of the last start's and the writing of the next: a trainer that

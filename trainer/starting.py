@@ -4,7 +4,7 @@ resumes."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
@@ -32,8 +32,6 @@ class Start:
     source: Source
     evaluations: tuple[EvaluationSet, ...]
     ledger: Ledger
-    start_id: str
-    """See `start_ids`."""
     share_prefixes: bool
     passed_over: int
     """Step of a newer checkpoint that is broken; zero where none is."""
@@ -69,11 +67,20 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
             "go on from them with --resume, or choose another folder"
         )
     checkpoint = restore(folder) if resume else None
+    if checkpoint is not None and not config.checkpoint.every_steps:
+        raise ConfigInvalid(
+            f"checkpoint.every_steps: 0 keeps no checkpoints, and this run goes on from "
+            f"{checkpoint.folder}: what it trains then could not be done again. Any number will do: the "
+            "last step is saved, too"
+        )
+    start_id = read_start_id(run.out) if resume and config.checkpoint.every_steps else ""
+    if checkpoint is None and not start_id:
+        # First of all: whatever stops this start, nobody takes the one before for it.
+        remove_start_id(run.out)
     source = open_source(config.data, run.seed)
     data = source.identity
-    state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data)
+    state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data, start_id=start_id)
     measured: int | None = None
-    start_id = read_start_id(run.out) if resume else ""
     policy = make_policy(config)
     if leader is not None:
         policy = LeadingPolicy(policy, leader)
@@ -84,18 +91,17 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         ledger.resume(state.step, state.ledger_bytes)
         measured = max(ledger.ahead, default=state.step)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
-    elif start_id and config.checkpoint.every_steps:
+    elif start_id:
         # Nothing is final before the first checkpoint: the server still has what it was trained on.
         ledger.resume(0)
         measured = max(ledger.ahead, default=0)
-        log.warning("nothing to resume from in %s; beginning at step 1", folder)
+        log.warning("no checkpoint in %s yet; beginning at step 1, with the same groups", folder)
     else:
-        # In this order: no id of a start is ever beside the ledger of another.
-        remove_start_id(run.out)
         ledger.begin()
         start_id = new_start_id(run.out if config.checkpoint.every_steps else None)
+        state = replace(state, start_id=start_id)
         if resume:
-            log.warning("nothing to resume from in %s; beginning at step 1", folder)
+            log.warning("nothing to resume from in %s; beginning at step 1, anew", folder)
     share_prefixes = config.train.share_prefixes and policy.supports_trees()
     if config.train.share_prefixes and not share_prefixes:
         log.warning(
@@ -111,7 +117,6 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         source,
         evaluations,
         ledger,
-        start_id,
         share_prefixes,
         passed_over,
         written_step,

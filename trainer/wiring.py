@@ -29,6 +29,7 @@ from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender
 from penstock.trainer.server_config import ServerConfig
 from penstock.trainer.server_load import LoadMeter
+from penstock.trainer.start_ids import remove_start_id
 from penstock.trainer.starting import Start
 from penstock.trainer.tasks import ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.trackers import TrackedScalars, Trackers
@@ -118,10 +119,17 @@ def wire(
             probe.token_ids,
             state.data,
             start.ledger.length_bytes,
+            start.state.start_id,
             figures,
         )
         folder, keep = run.out / "checkpoints", config.checkpoint.keep
-        return lambda: save_checkpoint(folder, reached, start.policy.save, keep=keep)
+
+        def save() -> None:
+            save_checkpoint(folder, reached, start.policy.save, keep=keep)
+            # From now on a folder without checkpoints is not one to go on from.
+            remove_start_id(run.out)
+
+        return save
 
     loop = TrainingLoop(
         config,
@@ -306,7 +314,7 @@ def _make_exchanges(
             stopping=stopping,
             trained=trained,
             where=link.address if len(links) > 1 else "",
-            start_id=start.start_id,
+            start_id=start.state.start_id,
         )
         for link, part in zip(links, division.parts, strict=True)
     ]

@@ -150,7 +150,7 @@ class JournalRecord(_message.Message):
 
     @_builtins.property
     def run_replaced(self) -> Global___RunReplaced:
-        """Another run took over."""
+        """Another run took over, or the same one began anew."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ Global___SessionBegan: _TypeAlias = SessionBegan  # noqa: Y015
 
 @_typing.final
 class RunReplaced(_message.Message):
-    """Another run took over: every task, group and trajectory of the one before is gone."""
+    """Another run took over, or the same one began anew: every task, group and trajectory of the one before is gone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
