@@ -16,9 +16,11 @@ import pytest
 
 from penstock.client import Message, Purpose, SamplingParams, Task, Worker, WorkerSettings, connect
 from penstock.client.calls import Calls, Patience
+from penstock.client.functions import BadFunction
 from penstock.client.plugins import modules
 from penstock.client.plugins.data_source import RolloutMisused
-from penstock.client.plugins.episode import Episode
+from penstock.client.plugins.episode import Episode, find_episode
+from penstock.client.plugins.router import RequestUnsupported
 from penstock.client.plugins.samples import Sample
 from penstock.client.plugins.slime import SlimeAgent
 from penstock.client.plugins.slime_functions import SingletonMeta, post
@@ -310,6 +312,13 @@ async def test_a_removed_sample_counts_in_the_baseline_only(rig: Rig) -> None:
     assert read_group(group, trainer_version=0, max_lag=0).rewards == (8.0,)
 
 
+async def test_a_removed_sample_has_its_metrics_too(rig: Rig) -> None:
+    await rig.run("removed", "table_reward")
+    (trajectory,) = (group := await rig.group()).trajectories
+    assert trained(group) == [[]]
+    assert (trajectory.outcome.reward, dict(trajectory.outcome.metrics)) == (1.0, {"acc": 0.25})
+
+
 async def test_without_generate_it_is_one_turn_of_the_servers(rig: Rig) -> None:
     await rig.run(None, "length_reward")
     (trajectory,) = (await rig.group()).trajectories
@@ -567,7 +576,44 @@ async def test_of_a_request_that_its_function_cancels_nothing_is_trained(
     assert rig.server.serving.store.open_count == 0
 
 
+async def test_what_a_function_left_running_begins_no_turn(rig: Rig) -> None:
+    refused: list[Exception] = []
+    left: list[asyncio.Task[None]] = []
+
+    async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        url = f"http://{args.sglang_router_ip}/generate"
+        prompt = list(sample.prompt.encode())
+        payload = {"input_ids": prompt, "sampling_params": sampling_params}
+        ids = (await post(url, payload))["output_ids"]
+
+        async def goes_on() -> None:
+            episode = find_episode(sample)
+            assert episode is not None
+            while not episode.router._stopped:
+                await asyncio.sleep(0)
+            try:
+                await post(url, {**payload, "input_ids": [*prompt, *ids, 33]})
+            except RequestUnsupported as error:
+                refused.append(error)
+
+        left.append(asyncio.create_task(goes_on()))
+        sample.tokens, sample.reward = prompt, 0.5
+        sample.append_response_tokens(args, tokens=ids, log_probs=[0.0] * len(ids))
+        return sample
+
+    assert (await rig.call(generate, tasks())).failures == {}
+    await asyncio.wait(left)
+    (trajectory,) = (group := await rig.group()).trajectories
+    assert trajectory.turn_count == 1 and len(trained(group)[0]) == 8
+    assert [str(error) for error in refused] == ["/generate for an attempt whose function is over"]
+
+
 # What is refused
+
+
+async def test_arguments_do_not_say_that_siblings_are_scored_together(rig: Rig) -> None:
+    with pytest.raises(BadFunction, match="group_rm, which --group-reward says here"):
+        await rig.run(None, "length_reward", group_rm=True)
 
 
 @pytest.mark.parametrize(
@@ -639,6 +685,24 @@ async def test_a_whole_rollout_takes_groups_and_returns_them(rig: Rig, gives_bac
         assert all(ids for ids in trained(group))
 
 
+async def test_a_sample_that_a_function_made_itself_is_its_attempts(rig: Rig) -> None:
+    """Of a whole rollout, where siblings say the same index and nothing else."""
+    statistics = await rig.run(
+        "fresh",
+        "length_reward",
+        whole="whole",
+        work=tasks(2, 3),
+        rollout_batch_size=2,
+        gives_back=False,
+        filtered=False,
+    )
+    assert (statistics.scored_count, statistics.failures) == (6, {})
+    for _ in range(2):
+        group = await rig.group()
+        assert [t.outcome.reward for t in group.trajectories] == [8.0] * 3
+        assert [len(ids) for ids in trained(group)] == [8] * 3
+
+
 async def test_what_a_whole_rollout_drops_is_marked_for_the_trainer(rig: Rig) -> None:
     await rig.run(
         None,
@@ -679,6 +743,21 @@ async def test_a_reward_that_only_args_name_is_found(rig: Rig) -> None:
     statistics = await rig.run(None, None, custom_rm_path="'tests.slime_plugins.seven'")
     assert (statistics.scored_count, statistics.failures) == (1, {})
     assert (await rig.group()).trajectories[0].outcome.reward == 7.0
+
+
+async def test_a_generate_that_only_args_name_is_found(rig: Rig) -> None:
+    path = "'tests.slime_plugins.turns'"
+    statistics = await rig.run(None, None, custom_generate_function_path=path)
+    assert (statistics.scored_count, statistics.failures) == (1, {})
+    assert (await rig.group()).trajectories[0].turn_count == 3
+
+
+async def test_several_samples_are_scored_at_once_by_what_only_args_name(rig: Rig) -> None:
+    path = "'tests.slime_plugins.batched_reward'"
+    statistics = await rig.run("unscored", None, custom_rm_path=path, num_parallel=3)
+    assert statistics.failures == {}
+    trajectories = (await rig.group()).trajectories
+    assert sorted(t.outcome.reward for t in trajectories) == [0.0, 1.0, 2.0]
 
 
 async def test_a_whole_rollout_of_a_coroutine_by_a_plain_function_is_awaited(rig: Rig) -> None:

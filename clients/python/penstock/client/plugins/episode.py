@@ -91,7 +91,7 @@ class Episode:
         claims = [claim_of(sample, outcome.reward) for sample, outcome in pairs]
         trained = settle(claims, [w for _, w in written])
         reward = sum(outcome.reward for outcome in outcomes) / len(outcomes)
-        mean = Outcome(reward, metadata=outcomes[0].metadata)
+        mean = Outcome(reward, _mean_metrics(outcomes), outcomes[0].metadata)
         own = _marked(outcomes, trained[0], mean) if trained else mean
         for (branch, _), part in zip(written[1:], trained[1:], strict=True):
             await branch.close(_marked(outcomes, part, Outcome(own.reward)))
@@ -137,6 +137,12 @@ def find_episode(sample: Sample) -> Episode | None:
     """Whose attempt a sample, or a copy of one, is; else the one whose code runs."""
     found = _EPISODES.get(sample.session_id) if sample.session_id else None
     return found or current_episode.get()
+
+
+def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Of the metrics that all have."""
+    names = [name for name in outcomes[0].metrics if all(name in o.metrics for o in outcomes)]
+    return {name: sum(o.metrics[name] for o in outcomes) / len(outcomes) for name in names}
 
 
 def _marked(outcomes: Sequence[Outcome], part: Trained, otherwise: Outcome) -> Outcome:

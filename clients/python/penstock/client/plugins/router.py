@@ -98,6 +98,7 @@ class AttemptRouter:
         self._root = _Line(trajectory)
         self._lines = [self._root]
         self._branch_count = 0
+        self._stopped = False
         self._find = find
         self._loop = asyncio.get_running_loop()
 
@@ -153,7 +154,9 @@ class AttemptRouter:
                 line.turn.cancel()
 
     async def stop(self) -> None:
-        """The same, and waits for those who wait: a function that is over leaves nothing under way."""
+        """The same, and waits for those who wait: a function that is over leaves nothing under way, and
+        what it left running begins nothing."""
+        self._stopped = True
         self.cancel()
         if turns := [line.turn for line in self._lines if line.turn is not None]:
             await asyncio.wait(turns)
@@ -171,6 +174,9 @@ class AttemptRouter:
         if options is None:
             return self._answer(payload, None, "")
         line, new = await self._place(wanted)
+        if self._stopped:
+            line.taken = False
+            raise RequestUnsupported("/generate for an attempt whose function is over")
         try:
             line.turn = asyncio.create_task(self._take_turn(line, new, options))
             turn = await line.turn

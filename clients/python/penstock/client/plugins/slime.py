@@ -64,7 +64,8 @@ class SlimeAgent:
         *,
         group_reward: bool,
     ) -> None:
-        """`given` is the file of `--args`. Without `generate` it is one turn on the task's prompt."""
+        """`given` is the file of `--args`. Without `generate`, there too, it is one turn on the task's
+        prompt."""
         self._generate, self._reward = generate, reward
         self._given = {**given, "group_rm": group_reward}
         self._group_reward = group_reward
@@ -166,6 +167,8 @@ class SlimeAgent:
     async def _run(self, task: Task, episode: Episode) -> Any:
         args = await self.args()
         function = self._generate
+        if function is None and args.custom_generate_function_path:
+            function = load_function(args.custom_generate_function_path)
         if function is None:
             await episode.trajectory.turn()
             await episode.fill()
@@ -180,25 +183,22 @@ class SlimeAgent:
         if not missing:
             return
         args = await self.args()
-        if not (whole and self._reward):
+        function = self._reward
+        if function is None and args.custom_rm_path:
+            function = load_function(args.custom_rm_path)
+        if not (whole and function):
             for sample in missing:
-                sample.reward = await call_plugin(self._reward_of(sample, args), args, sample)
+                of_its_own = sample.custom_rm_path
+                one = load_function(of_its_own) if of_its_own else function
+                if one is None:
+                    raise RewardMissing("generate set no reward, and there is no --reward")
+                sample.reward = await call_plugin(one, args, sample)
             return
-        rewards: Any = await call_plugin(self._reward, args, missing)
+        rewards: Any = await call_plugin(function, args, missing)
         if not hasattr(rewards, "__len__") or len(rewards) != len(missing):
             raise RewardMissing(f"{len(missing)} samples, and the function returned {rewards!r}")
         for sample, reward in zip(missing, rewards, strict=True):
             sample.reward = reward
-
-    def _reward_of(self, sample: Sample, args: Namespace) -> Callable[..., Any]:
-        """By which function one sample is scored: its own, that of --reward, or that of `args`."""
-        if sample.custom_rm_path:
-            return load_function(sample.custom_rm_path)
-        if self._reward is not None:
-            return self._reward
-        if args.custom_rm_path:
-            return load_function(args.custom_rm_path)
-        raise RewardMissing("generate set no reward, and there is no --reward")
 
 
 def takes_evaluation(function: Callable[..., Any]) -> bool:

@@ -262,6 +262,9 @@ async def generate_and_rm(
         if not all(each.status in _FINISHED for each in given):
             sample = await _generate_by(args, sample, sampling_params, evaluation)
         found = types.flatten(sample)
+        for each in found:
+            # One that the function made itself need not say whose it is.
+            each.session_id = each.session_id or given[0].session_id
         missing = [s for s in found if s.reward is None and s.status is not Sample.Status.ABORTED]
         if missing and not args.group_rm:
             scored = (

@@ -81,6 +81,8 @@ def load_slime(
     whole_group: bool,
 ) -> SlimeAgent:
     """Functions of slime's. Raises BadFunction."""
+    if args.get("group_rm") and not whole_group:
+        raise BadFunction("--args: group_rm, which --group-reward says here")
     modules.install()
     found = [
         _find_generate(generate) if generate else None,
