@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock.client import FinishReason, Patience, Task, Trajectory, group_rewa
 from penstock.client.calls import Calls
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import single_turn
+from penstock.demo.evaluate import main as serve_and_evaluate
 from penstock.trainer import evaluate_command
 from penstock.trainer.config import load_config
 from penstock.trainer.data_config import DataConfig
@@ -174,6 +176,12 @@ async def test_the_table_says_which_versions_sampled(
     assert (record.oldest_weight_version, record.newest_weight_version) == (0, 1)
     evaluate_command._report(record)
     assert "held-out, version 0 to 1" in capsys.readouterr().out
+    # Names are as they are, whatever they look like.
+    figures = dict.fromkeys(("gsm8k [main]", "[/hard]"), record.figures)
+    odd = dataclasses.replace(record, name="[b]", by_source=figures)
+    evaluate_command._report(odd)
+    said = capsys.readouterr().out
+    assert "[b], version 0 to 1" in said and "gsm8k [main]" in said and "[/hard]" in said
 
 
 async def test_what_fails_is_made_again_and_then_counted(tmp_path: Path, harness: Harness) -> None:
@@ -264,12 +272,20 @@ def test_a_command_line_that_cannot_be_used_is_refused(
         ((*server, "--data", path, "--reward", "nowhere:f"), "--reward nowhere:f"),
         ((*server, "--data", "x.txt", *reward), "neither *.jsonl"),
         ((*server, "--data", str(tmp_path / "none.jsonl"), *reward), "none.jsonl"),
+        ((*server, "--data", "s3://bucket/x.csv", *reward), "--data s3://bucket/x.csv: "),
+        ((*server, "--task", "", *reward), "--task : "),
+        ((*server, "--task", "sums", "--max-model-len", "9"), "goes with --model"),
+        ((*server, "--task", "sums", "--passes-from", "nan"), "nan is no finite number"),
+        ((*server, "--task", "sums", "--temperature", "nan"), "nan is no finite number"),
+        ((*server, "--task", "sums", "--temperature", "-1"), "range"),
     ]
     for arguments, said in wrong:
         assert main(list(arguments)) == 2
         assert said in capsys.readouterr().err
     assert main([*server, "--data", path, *reward, "--dry-run"]) == 0
     assert main([*server, "--task", "sums", "--dry-run"]) == 0
+    assert serve_and_evaluate(["--model", "m", *server, "--task", "sums"]) == 2
+    assert "leave --server out" in capsys.readouterr().err
 
 
 TRAINER = """

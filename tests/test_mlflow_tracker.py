@@ -37,7 +37,7 @@ def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
         for step in steps:
             odd = {
                 f"train/reward_by_source/{name}": 0.5
-                for name in ("a%c", "", "a", "a/b", "s://y/..")
+                for name in ("a%c", "", "a", "a/b", "s://y/..", "l" * 300 + "1", "l" * 300 + "2")
             }
             trackers.send(step, {"train/reward_mean": step / 4, **odd})
         trackers.close()
@@ -59,6 +59,9 @@ def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
     for name in ("a_c", "_", "a", "a_b", "s:__y_.."):
         history = client.get_metric_history(run.info.run_id, f"train/reward_by_source/{name}")
         assert len(history) == 5, name
+    # Nor many; what is cut would tell these two apart.
+    long = [name for name in run.data.metrics if name.startswith("train/reward_by_source/ll")]
+    assert [len(name) for name in long] == [250, 250]
 
 
 def test_a_configuration_that_could_not_be_noted_is_noted_later(

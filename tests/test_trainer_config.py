@@ -103,6 +103,11 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
             "at_end = false}]",
             ["evaluation.0", "never due", "at_start"],
         ),
+        (
+            "evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 1001, at_start = false, "
+            "at_end = false}]",
+            ["'a' is never due", "every_versions = 1001", "at_start"],
+        ),
         ("data.jsonl.path=x", ["data", "exactly one", "reasoning_gym", "jsonl"]),
         ("data.mixture=[{weight = 0, jsonl = {path = 'x'}}]", ["data.mixture.0.weight", "0"]),
         ("data.mixture=[{weight = 1}]", ["data.mixture.0", "exactly one"]),

@@ -111,6 +111,9 @@ def test_what_was_not_computed_is_no_zero() -> None:
     assert (point["entropy"], point["kl_reference"]) == (2.0, None)
     sent = scalars(FIGURES, aggregate(FIGURES, [idle]))
     assert "entropy" not in sent and "kl_reference" not in sent
+    # Not even as the largest of what is nothing.
+    sent = scalars(FIGURES, aggregate(FIGURES, [StepRecord(1).line()]))
+    assert "logprob_diff_max" not in sent
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -200,6 +201,21 @@ def test_a_line_that_the_disk_does_not_take_ends_the_run(tmp_path: Path) -> None
         writer.write(record, writer.begin_step(1))
     with pytest.raises(StorageFailed, match="No space left"):
         writer.close()
+
+
+def test_a_full_disk_as_lines_are_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(StorageFailed, match=r"metrics\.jsonl: No space left"):
+            keep_until(tmp_path, 1)
+    assert keep_until(tmp_path, 1) == 1
 
 
 @pytest.mark.parametrize("every_steps", [1, 3])

@@ -207,9 +207,17 @@ async def test_a_second_start_has_nothing_of_the_first(
 ) -> None:
     """On a server that lives, which has tasks, groups and weights of the first one."""
     every = 0 if left == "no_checkpoints" else 2
-    async with synchronous(tmp_path, model, every_steps=every) as stand:
+    tracker = {
+        "kind": "custom",
+        "function": "tests.file_tracker:FileTracker",
+        "options": {"path": str(tmp_path / "tracked.jsonl")},
+    }
+    metrics = {"trackers": [tracker]}
+    async with synchronous(tmp_path, model, every_steps=every, metrics=metrics) as stand:
         code = await go(nursery, stand, resume=False, failpoints="train.published=kill@4")
         assert code == KILLED
+        tracked = stand.folder / "out" / "trackers" / "custom" / "id"
+        first_tracked = tracked.read_text()
         if left == "no_folder":
             shutil.rmtree(stand.folder / "out")
         if left == "checkpoints_removed":
@@ -245,6 +253,8 @@ async def test_a_second_start_has_nothing_of_the_first(
         # What the weights of the first had sampled is of none of its versions.
         assert min(entry.weight_version for entry in steps) > 4
         check_weights(stand)
+        # Nor is it the same run to whoever tracks it.
+        assert tracked.read_text() != first_tracked
 
 
 @one_loop

@@ -589,6 +589,17 @@ def test_weights_are_what_they_are_written_as() -> None:
         whole_weights([0.33333333, 0.66666667])
 
 
+def test_what_is_wrong_with_a_mixture_is_said_of_its_section(tmp_path: Path) -> None:
+    rows = {"jsonl": numbered(tmp_path, 3).model_dump(), "name": "a"}
+    for weights, said in (((1, 1), "two parts are named 'a'"), ((0.33333333, 1), "at most")):
+        parts = [{**rows, "weight": weight} for weight in weights]
+        if said == "at most":
+            parts[1]["name"] = "b"
+        config = DataConfig.model_validate({"mixture": parts})
+        with pytest.raises(ConfigInvalid, match=rf"^evaluation\.0\.mixture: .*{said}"):
+            open_source(config, 0, "evaluation.0")
+
+
 def test_a_level_of_an_environment_stays_one_in_a_mixture(tmp_path: Path) -> None:
     levels = [{"name": "easy"}, {"name": "hard"}]
     part = {"environment": {"name": "game", "levels": levels}}

@@ -210,7 +210,7 @@ async def _run_locked(
     try:
         start = await compute.run(_load, config, resume, leader, ledger)
         told = as_shown(config.model_dump(mode="json", exclude={"metrics": {"trackers"}}))
-        trackers.begin(config.run.out, config.run.id, told, resumes=resume)
+        trackers.begin(config.run.out, config.run.id, told, resumes=start.resumes)
         await _run_loaded(config, compute, start, trackers, console, stopping)
     finally:
         trackers.close()

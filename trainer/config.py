@@ -267,6 +267,16 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_are_due(self) -> TrainerConfig:
+        for one in self.evaluation:
+            if one.every_versions > self.run.steps and not (one.at_start or one.at_end):
+                raise ValueError(
+                    f"evaluation {one.name!r} is never due: with every_versions = {one.every_versions} of "
+                    f"{self.run.steps} steps one of at_start and at_end must be on"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _enough_attempts_are_begun(self) -> TrainerConfig:
         attempts, size = self.groups.attempts, self.data.group_size
         if attempts is not None and attempts < size:

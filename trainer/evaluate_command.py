@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,17 @@ if TYPE_CHECKING:
     from penstock.wire.security import Security
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+class Finite(click.FloatRange):
+    """A number: `nan` is in every range, for it is not outside of any."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As of a range."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
 
 
 @dataclass(frozen=True)
@@ -95,20 +107,22 @@ class Scoring:
 @click.option("--attempts", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     help="0 is greedy.  [default: 0 for one sample, 1 for more]",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="[default: 256]")
-@click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1))
+@click.option("--top-p", type=Finite(min=0, min_open=True, max=1))
 @click.option("--top-k", type=click.IntRange(min=0))
 @click.option("--stop", multiple=True, metavar="TEXT", help="Ends a turn; may be repeated.")
 @click.option("--system-prompt", help="Text of a system message before each prompt.")
 @click.option(
     "--passes-from",
-    type=float,
+    type=Finite(),
     help="Reward from which an answer is right, for pass@k.  [default: 1]",
 )
-@click.option("--reconnect-timeout", default=60.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--reconnect-timeout", default=60.0, show_default=True, metavar="SECONDS", type=Finite(min=0)
+)
 @click.option("--dry-run", is_flag=True, help="Check all but the server, and exit.")
 @security_options
 def evaluate(
@@ -137,7 +151,9 @@ def evaluate(
     """
     from penstock.trainer.evaluate_sets import Given, open_set, open_sets
 
-    if model is not None or max_model_len is not None:
+    if max_model_len is not None:
+        raise click.UsageError("--max-model-len goes with --model")
+    if model is not None:
         raise click.UsageError("--model begins a server of its own: leave --server out")
     if [data, task, config_file].count(None) != 2:
         raise click.UsageError("give either --data or --task, or --config")
@@ -273,6 +289,7 @@ async def _measure(
 ) -> int:
     """Measures one set after the other, and prints each as it ends; returns the exit status."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     from penstock.client.calls import Calls, Patience
@@ -286,7 +303,7 @@ async def _measure(
         quiet = not console.is_terminal
         for each in sets:
             with Progress(console=console, transient=True, disable=quiet) as progress:
-                bar = progress.add_task(each.extent.name, total=each.extent.prompts)
+                bar = progress.add_task(escape(each.extent.name), total=each.extent.prompts)
                 measuring = Measuring(
                     *(calls, each.source, functions, each.extent),
                     on_prompt=lambda: progress.advance(bar),  # noqa: B023
@@ -315,11 +332,13 @@ def _report(record: EvaluationRecord) -> int:
 
 def _table(record: EvaluationRecord) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     from penstock.trainer.evaluation_writer import versions
 
+    # As it is: a name may be [hard].
     title = f"{record.name}, version {versions(record)}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     names = ["", "prompts", "reward", "±", *(f"pass@{k}" for k in record.figures.pass_at)]
     for name in [*names, "tokens", "truncated", "failed"]:
         table.add_column(name, justify="left" if not name else "right")
@@ -327,7 +346,7 @@ def _table(record: EvaluationRecord) -> Table:
     if len(record.by_source) > 1:
         rows = {**record.by_source, **rows}
     for name, figures in rows.items():
-        table.add_row(name, *_cells(figures, list(record.figures.pass_at)))
+        table.add_row(Text(name), *_cells(figures, list(record.figures.pass_at)))
     if record.mixed_groups:
         table.caption = (
             f"{record.mixed_share:.0%} of the prompts mix versions "

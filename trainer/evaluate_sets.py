@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from pydantic import ValidationError
+
 from penstock.client.sampling import SamplingParams
 from penstock.trainer.data_config import (
     JsonlConfig,
@@ -140,20 +142,33 @@ def _sampling(config: SamplingConfig, given: Given) -> SamplingParams:
 
 def _describe(data: str | None, task: str | None) -> MixableConfig:
     """Raises ConfigInvalid."""
-    if data is None:
-        if task == SUMS:
-            return MixableConfig(python=PythonConfig(function=SUMS_DATA))
-        return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task or "", seed=TASK_SEED))
+    try:
+        found = _task(task or "") if data is None else _data(data)
+    except ValidationError as error:
+        given = f"--task {task}" if data is None else f"--data {data}"
+        raise ConfigInvalid(f"{given}: {error.errors()[0]['msg']}") from error
+    if found is not None:
+        return found
+    raise ConfigInvalid(
+        f"--data {data}: neither *.jsonl, *.parquet, a folder of the latter, nor PKG.MODULE:FUNCTION"
+    )
+
+
+def _task(task: str) -> MixableConfig:
+    """Raises ValidationError."""
+    if task == SUMS:
+        return MixableConfig(python=PythonConfig(function=SUMS_DATA))
+    return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task, seed=TASK_SEED))
+
+
+def _data(data: str) -> MixableConfig | None:
+    """None where it is nothing that there is. Raises ValidationError."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
         return MixableConfig(parquet=ParquetConfig(path=path))
     if path.suffix in (".jsonl", ".json"):
         return MixableConfig(jsonl=JsonlConfig(path=path))
-    if ":" in data:
-        return MixableConfig(python=PythonConfig(function=data))
-    raise ConfigInvalid(
-        f"--data {data}: neither *.jsonl, *.parquet, a folder of the latter, nor PKG.MODULE:FUNCTION"
-    )
+    return MixableConfig(python=PythonConfig(function=data)) if ":" in data else None
 
 
 def _count(source: Source, prompts: int) -> int:

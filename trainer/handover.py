@@ -177,21 +177,24 @@ async def keep_trying(
     """Until it succeeds; each time the server is `ready` first. One that is full is left alone for as long
     as it asks.
 
-    Raises ServerFull where it is still full after `full_seconds` of waiting for room.
+    Raises ServerFull where it is still full after `full_seconds` of waiting for room, since it was last
+    away.
     """
-    pause = RETRY_SECONDS
+    pause, left = RETRY_SECONDS, full_seconds
     while True:
         await ready()
         try:
             return await attempt()
         except ServerFull as error:
-            if full_seconds <= 0:
+            if left <= 0:
                 raise
             log.warning("%s; trying again", error)
-            wait = min(max(pause, error.retry_after_seconds), full_seconds)
-            full_seconds -= wait
+            wait = min(max(pause, error.retry_after_seconds), left)
+            left -= wait
         except ServerLost as error:
             log.warning("%s; trying again", error)
             wait = max(pause, error.retry_after_seconds)
+            # What was full may have room when it is back.
+            left = full_seconds
         await asyncio.sleep(wait)
         pause = min(2 * pause, LONGEST_RETRY_SECONDS)

@@ -224,8 +224,11 @@ def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
     Evaluations stay up to the step `measured`, where there is one: nobody makes them again of steps that
     the ledger has, unless one comes out otherwise."""
     path = folder / FILE
-    if not path.exists():
-        return 0
+    with storing(path):
+        return _keep_until(path, step, measured) if path.exists() else 0
+
+
+def _keep_until(path: Path, step: int, measured: int | None) -> int:
     kept: list[str] = []
     last = 0
     for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -241,7 +244,7 @@ def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
             kept.append(text)
             last = max(last, of if "kind" not in line else 0)
     # As a whole: who is killed meanwhile keeps what there was.
-    shorter = folder / f".{FILE}"
+    shorter = path.with_name(f".{FILE}")
     shorter.write_text("".join(kept), encoding="utf-8")
     shorter.replace(path)
     return last

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+import xxhash
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
@@ -23,6 +24,7 @@ REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 # Nor does it take a path that could be written shorter; and in a folder no name may be the beginning of
 # another, as the data sources "sums" and "sums/hard" would be. Our own names have two levels above a key.
 LEVELS = 3
+LONGEST_NAME = 250
 NO_PARTS = frozenset({"", ".", ".."})
 METRICS_PER_CALL = 1000
 PARAMETERS_PER_CALL = 100
@@ -79,7 +81,12 @@ class MlflowTracker:
 
 def _metric_name(name: str) -> str:
     parts = REFUSED.sub("_", name).split("/", LEVELS - 1)
-    return "/".join("_" if part in NO_PARTS else part.replace("/", "_") for part in parts)
+    taken = "/".join("_" if part in NO_PARTS else part.replace("/", "_") for part in parts)
+    if len(taken) <= LONGEST_NAME:
+        return taken
+    # What is cut would tell some apart.
+    digest = xxhash.xxh64_hexdigest(name.encode())
+    return f"{taken[: LONGEST_NAME - len(digest) - 1]}_{digest}"
 
 
 def _flat(config: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:

@@ -97,7 +97,7 @@ class StepResult:
         "Mean of |recomputed - sampled log-probability|: the trainer's and the engine's arithmetic, and "
         "lag.",
     )
-    logprob_diff_max: float = figure(0.0, MAX, "nat", "The largest.")
+    logprob_diff_max: float | None = figure(None, MAX, "nat", "The largest.")
     entropy: float = figure(
         0.0, PER_TOKEN, "nat", "Of the distributions that tokens were drawn from."
     )

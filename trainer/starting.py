@@ -32,6 +32,8 @@ class Start:
     source: Source
     evaluations: tuple[EvaluationSet, ...]
     ledger: Ledger
+    resumes: bool
+    """Whether it goes on with what is in the run's folder; false where it begins anew."""
     share_prefixes: bool
     passed_over: int
     """Step of a newer checkpoint that is broken; zero where none is."""
@@ -74,7 +76,8 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
             "last step is saved, too"
         )
     start_id = read_start_id(run.out) if resume and config.checkpoint.every_steps else ""
-    if checkpoint is None and not start_id:
+    resumes = checkpoint is not None or bool(start_id)
+    if not resumes:
         # First of all: whatever stops this start, nobody takes the one before for it.
         remove_start_id(run.out)
     source = open_source(config.data, run.seed)
@@ -117,6 +120,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         source,
         evaluations,
         ledger,
+        resumes,
         share_prefixes,
         passed_over,
         written_step,

@@ -23,9 +23,10 @@ LONGEST_CYCLE = 10_000
 class Interleaving:
     """Which source an index belongs to, and which of that source's problems it is."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        """Raises ConfigInvalid where the weights have no common measure that is large enough."""
-        self.weights = whole_weights(weights)
+    def __init__(self, weights: Sequence[float], section: str = "data.mixture") -> None:
+        """Raises ConfigInvalid, naming `section`, where the weights have no common measure that is large
+        enough."""
+        self.weights = whole_weights(weights, section)
         """The same weights as whole numbers, the smallest."""
         total = sum(self.weights)
         credit, given = [0] * len(self.weights), [0] * len(self.weights)
@@ -49,13 +50,14 @@ class MixtureSource:
 
     name = "mixture"
 
-    def __init__(self, parts: Sequence[tuple[str, float, Source]]) -> None:
-        """Each part is a name, its own, a weight and a source. Raises ConfigInvalid."""
+    def __init__(self, parts: Sequence[tuple[str, float, Source]], section: str) -> None:
+        """Each part is a name, its own, a weight and a source; `section` is what errors name. Raises
+        ConfigInvalid."""
         names = [name for name, _, _ in parts]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigInvalid(f"data.mixture: two parts are named {twice!r}; give them names")
+            raise ConfigInvalid(f"{section}: two parts are named {twice!r}; give them names")
         self._parts = tuple((name, source) for name, _, source in parts)
-        self._interleaving = Interleaving([weight for _, weight, _ in parts])
+        self._interleaving = Interleaving([weight for _, weight, _ in parts], section)
         weights = self._interleaving.weights
         self.identity = "mixture " + "; ".join(
             f"{weight} of {source.identity}"
@@ -72,7 +74,7 @@ class MixtureSource:
         return replace(problem, data_source=under)
 
 
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+def whole_weights(weights: Sequence[float], section: str = "data.mixture") -> tuple[int, ...]:
     """The smallest whole numbers with the same proportions, as the weights are written: 0.7 is 7/10.
 
     Raises ConfigInvalid where they sum to more than LONGEST_CYCLE.
@@ -84,7 +86,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     smallest = tuple(weight // divisor for weight in whole)
     if sum(smallest) > LONGEST_CYCLE:
         raise ConfigInvalid(
-            f"data.mixture: the weights {list(weights)} are as {':'.join(map(str, smallest))}, which "
+            f"{section}: the weights {list(weights)} are as {':'.join(map(str, smallest))}, which "
             f"repeats after {sum(smallest)} problems; with rounder ones it is {LONGEST_CYCLE} at most"
         )
     return smallest

@@ -21,7 +21,7 @@ def open_source(config: MixableConfig, seed: int, section: str = "data") -> Sour
     for number, part in enumerate(config.mixture):
         source = _open_one(part, seed, f"{section}.mixture.{number}")
         parts.append((part.name or source.name, part.weight, source))
-    return MixtureSource(parts)
+    return MixtureSource(parts, f"{section}.mixture")
 
 
 def _open_one(config: SourceConfig, seed: int, section: str) -> Source:

@@ -26,11 +26,18 @@ FAILED, INTERRUPTED = 1, 130
 @click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.option("--model", required=True)
 @click.option("--max-model-len", type=click.IntRange(min=1))
+@click.option("--server")
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def _evaluate(
-    serve: tuple[str, ...], model: str, max_model_len: int | None, rest: tuple[str, ...]
+    serve: tuple[str, ...],
+    model: str,
+    max_model_len: int | None,
+    server: str | None,
+    rest: tuple[str, ...],
 ) -> None:
+    if server is not None:
+        raise click.UsageError("--model begins a server of its own: leave --server out")
     sys.exit(asyncio.run(_run(model, max_model_len, rest, serve)))
 
 
