@@ -331,6 +331,31 @@ def test_what_a_model_does_to_its_logits_it_does_to_no_value(
     assert ((critic.values(batch) - targets).abs() < (before - targets).abs()).all()
 
 
+def test_a_critic_whose_attention_ignores_masks_is_found_out() -> None:
+    torch.manual_seed(0)
+    critic = Critic(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL)),
+        CriticConfig(learning_rate=1e-3),
+        TrainConfig(),
+        Sharding(),
+        blocks=(),
+        autocast=False,
+    )
+    assert critic.supports_trees()
+    inner = critic._tokens.model
+
+    class Deaf:
+        def __call__(self, *, attention_mask: Any, **rest: Any) -> Any:
+            return inner(attention_mask=None, **rest)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    critic._tokens.model = Deaf()  # type: ignore[assignment]
+    assert not critic.supports_trees()
+    assert not any(map(torch.any, critic._head.parameters()))
+
+
 def test_a_critic_decays_as_the_policy_does(model: Path) -> None:
     algorithm = AlgorithmConfig.model_validate(GAE)
     train = TrainConfig(weight_decay=0.1)

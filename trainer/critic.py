@@ -94,7 +94,7 @@ class Critic:
         """Takes the model over. `train` says what the critic has in common with the policy; `blocks` see
         `Sharding.place`."""
         hidden_size = cast("Tensor", model.get_output_embeddings().weight).shape[1]
-        head = ValueHead(hidden_size)
+        self._head = head = ValueHead(hidden_size)
         cast("_Headed", model).set_output_embeddings(head)
         # Soft caps and scales are for logits. Before it is sharded, which hooks what comes out of it, too.
         cast("nn.Module", model).register_forward_hook(head.undo_scaling)
@@ -109,7 +109,16 @@ class Critic:
 
     def supports_trees(self) -> bool:
         """Whether it computes a prefix tree as it computes its sequences one by one."""
-        return self._tokens.supports_trees()
+        weight = self._head.weight
+        kept = weight.detach().clone()
+        try:
+            with torch.no_grad():
+                # Before the first step all that it says is zero, whatever its layers make of a mask.
+                weight.add_(weight.shape[1] ** -0.5)
+            return self._tokens.supports_trees()
+        finally:
+            with torch.no_grad():
+                weight.copy_(kept)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """What each sequence will be worth from each trained token on, float32, shape [N]; no gradient."""
