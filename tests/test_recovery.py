@@ -135,6 +135,15 @@ async def stored(harness: Harness, trajectory_id: str) -> Any:
     return await harness.wire.GetTrajectory(GetTrajectoryRequest(trajectory_id=trajectory_id))
 
 
+async def compact(harness: Harness) -> None:
+    """A snapshot in the place of what was written so far."""
+    journal = harness.serving._journal
+    assert isinstance(journal, LogJournal)
+    await journal._begin_compaction()
+    assert journal._compacting is not None
+    await journal._compacting
+
+
 async def state(harness: Harness) -> list[str]:
     """Everything that counts, in no order."""
     journal = harness.serving._journal
@@ -281,11 +290,7 @@ async def test_the_start_of_a_run_is_known_to_the_next_server(tmp_path: Path) ->
         await finish_groups(first, "a")
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
-        journal = second.serving._journal
-        assert isinstance(journal, LogJournal)
-        await journal._begin_compaction()
-        assert journal._compacting is not None
-        await journal._compacting
+        await compact(second)
         after_that = killed(after, "again")
     async with on_disk(after_that) as third:
         exchange = await hello(third.wire, 2, start_id="one")
@@ -328,11 +333,7 @@ async def test_why_the_last_turn_ended_is_not_that_the_next_one_had_no_room(tmp_
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
         before = await state(second)
-        journal = second.serving._journal
-        assert isinstance(journal, LogJournal)
-        await journal._begin_compaction()
-        assert journal._compacting is not None
-        await journal._compacting
+        await compact(second)
         after_that = killed(after, "again")
     async with on_disk(after_that) as third:
         assert await state(third) == before
