@@ -35,7 +35,6 @@ from penstock.trainer.evaluation_record import (
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps, lines_from, show
 from penstock.trainer.metrics import keep_until
-from penstock.trainer.tasks import MOST_TASKS_PER_CALL
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
@@ -202,7 +201,6 @@ class FakeExchange:
     most_open: int = 0
     active: int = 1
     full: bool = False
-    largest_call: int = 0
     """Whether it takes no tasks that it does not have."""
     rewards: Any = lambda index: [1.0]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -235,7 +233,6 @@ class FakeExchange:
         await asyncio.sleep(0)
         if not self.ready.is_set():
             raise ServerLost("away")
-        self.largest_call = max(self.largest_call, len(tasks))
         if self.full:
             raise ServerFull("QUEUE_FULL", 0.01)
         for task in tasks:
@@ -539,16 +536,6 @@ async def test_the_time_that_a_server_is_away_is_not_waited_for(
         assert not run.running
     (record,) = run.records
     assert record.prompts_missing == 20
-
-
-async def test_no_call_has_more_prompts_than_a_message_takes() -> None:
-    async with measuring(evaluation(prompts=1000, concurrency=1000)) as run:
-        run.evaluator.version_active(0, 1)
-        while len(run.exchange.tasks) < 1000:
-            await run.settle()
-        await run.serve()
-    assert (run.exchange.most_open, run.exchange.largest_call) == (1000, MOST_TASKS_PER_CALL)
-    assert run.records[0].figures.prompts == 1000
 
 
 async def test_room_is_waited_for_anew_where_the_server_was_away(

@@ -144,6 +144,18 @@ async def gather(gatherer: Gatherer, step: int) -> list[str]:
     return [delivery.group_id for delivery in batch.deliveries]
 
 
+async def test_a_run_that_is_to_stop_begins_no_step_of_what_is_in_hand(tmp_path: Path) -> None:
+    first = Server(*groups(0, 1, 2, 3))
+    servers = Servers(Division(2), first)
+    with gathering(tmp_path, servers) as gatherer:
+        gatherer.follow()
+        assert sorted(await take(gatherer, 1)) == ["g0", "g1"]
+        gatherer.demand(2)
+        await gatherer.came_back(0)
+        gatherer._stopping.set()
+        assert await gatherer.gather(StepRecord(2)) is None
+
+
 async def test_a_batch_has_each_servers_part_however_much_another_has(tmp_path: Path) -> None:
     first, second = Server(*groups(0, 2, 4, 6, 8)), Server(*groups(1, 3, 5, 7))
     servers = Servers(Division(3, 2), first, second)

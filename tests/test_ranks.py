@@ -29,7 +29,8 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
-from penstock.trainer.ranks import LOCAL, PORT_BYTES, Leader, lead
+from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.ranks import LOCAL, PORT_BYTES, Leader, Place, join_group, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
 from tests.rank_work import groups_of, plan_for
 from tests.test_trainer_end_to_end import (
@@ -356,6 +357,13 @@ async def test_the_error_of_a_rank_is_what_the_run_ends_with(
     assert (await ranks.end())[0] == 1
     log = (tmp_path / "log").read_text()
     assert "penstock train: stopped: rank 1: RuntimeError('out of memory')" in log
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigInvalid, match="local rank 1 on a host of 1 GPUs"):
+        join_group(Place(1, 2, 1), None)
 
 
 async def idle(nursery: RankNursery, folder: Path, **arguments: str) -> Ranks:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer.algorithm_config import AlgorithmConfig
@@ -120,8 +121,14 @@ def test_only_whole_checkpoints_are_seen_and_old_ones_go(tmp_path: Path) -> None
     assert restore(tmp_path) is None
     for step in (1, 2, 9, 10):
         save_checkpoint(tmp_path, state(step), write, keep=2)
-    with pytest.raises(StorageFailed, match=r"step 11 cannot be written .*disk full"):
-        save_checkpoint(tmp_path, state(11), broken, keep=2)
+
+    def broken_tensors(folder: Path) -> None:
+        write(folder)
+        raise SafetensorError("disk full")
+
+    for fails in (broken, broken_tensors):
+        with pytest.raises(StorageFailed, match=r"step 11 cannot be written .*disk full"):
+            save_checkpoint(tmp_path, state(11), fails, keep=2)
     # What it had written already gives its room back.
     assert not list(tmp_path.glob(".unfinished*"))
     newest = restore(tmp_path)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from penstock.server.errors import DomainError
 from penstock.server.journal_opening import open_journal
 from penstock.server.memory_budget import MemoryBudget
 from penstock.server.serving import Serving, bind
+from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.ledger import StepEntry, read_ledger
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, FakeEngine
@@ -481,6 +483,26 @@ async def test_sigterm_ends_after_the_step_under_way(tiny: Path, tmp_path: Path)
         assert code == ASKED, err
         assert len(records(tmp_path)) == len(server.engine.versions)
         assert "while its server was away" not in err
+
+
+def sleeps(group: TrainingGroup) -> None:
+    """A filter that takes its time, as a long step does."""
+    sys.stderr.write("asleep\n")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_second_signal_ends_it_at_once(tiny: Path, tmp_path: Path, number: int) -> None:
+    async with serving(tiny) as server, working(server.address, letters):
+        groups = {"filter": {"function": f"{__name__}:sleeps"}}
+        trainer = await start_trainer(configure(tmp_path, tiny, server.address, groups=groups))
+        await trainer.says("asleep")
+        trainer.process.send_signal(number)
+        await trainer.says("stopping after the step under way")
+        trainer.process.send_signal(number)
+        code, _, err = await trainer.end(20)
+    assert code == 128 + number
+    assert "Traceback" not in err
 
 
 async def test_sigterm_ends_a_trainer_that_never_reached_its_server(

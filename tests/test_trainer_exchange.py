@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import grpc
 import pytest
 
-from penstock.trainer.errors import ServerGone, SessionRefused, WeightsRefused
+from penstock.trainer.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.known_groups import KnownGroups
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
@@ -162,6 +163,34 @@ async def test_a_lost_stream_loses_nothing_and_trains_nothing_twice() -> None:
         exchange.receipt([in_hand, new], 9)
     assert epochs[1] > epochs[0]
     assert restored == [5]
+
+
+async def test_a_server_that_refuses_to_be_brought_up_to_date_is_left_alone_for_a_while() -> None:
+    tried: list[float] = []
+
+    async def first(session: Session) -> None:
+        await greet(session)
+
+    async def there(session: Session) -> None:
+        await greet(session)
+        await session.receive("checkpoint")
+        await session.receive("demand")
+        await session.send(delivery=delivery(1, "a"))
+
+    async def restore(welcome: Any) -> None:
+        tried.append(asyncio.get_running_loop().time())
+        if len(tried) < 4:
+            raise ServerFull("DISK_FULL", 0.5 if len(tried) == 1 else 0.0)
+
+    async with (
+        ScriptedServer(first, first, first, first, there) as server,
+        exchanging(server.address, restore=restore) as exchange,
+    ):
+        exchange.demand(1)
+        assert (await exchange.next_group()).group_id == "a"
+    pauses = [after - before for before, after in pairwise(tried)]
+    # As long as it asks, or longer each time.
+    assert pauses[0] >= 0.5 and pauses[1] >= 0.4 and pauses[2] >= 0.8
 
 
 async def test_demand_waits_until_a_server_that_came_back_is_up_to_date() -> None:

@@ -23,7 +23,14 @@ from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.procedural import ReasoningGymSource
-from penstock.trainer.tasks import ServerTasks, TaskFeeder, build_task, submit_tasks
+from penstock.trainer.tasks import (
+    MOST_TASKS_PER_CALL,
+    ServerTasks,
+    Task,
+    TaskFeeder,
+    build_task,
+    submit_tasks,
+)
 from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
 from penstock.wire.codec import twin
@@ -277,6 +284,57 @@ async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reas
                 await asyncio.sleep(0.01)
         assert [task.index for task in server.tasks] == [1, 2, 3, 4, 5]
         keeper.cancel()
+
+
+async def test_a_server_that_has_room_for_less_than_a_call_is_given_that() -> None:
+    """It takes a call whole or not at all."""
+    room, calls = 3, list[int]()
+
+    async def full(request: Any, context: Any) -> Any:
+        new = {task.task_id for task in request.tasks} - {task.task_id for task in server.tasks}
+        calls.append(len(request.tasks))
+        if len(server.tasks) + len(new) > room:
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        server.tasks.extend(task for task in request.tasks if task.task_id in new)
+        return SubmitTasksResponse(pending_count=len(server.tasks))
+
+    server = ScriptedServer()
+    server._submit = full  # type: ignore[method-assign]
+    async with server, connected(server) as channel:
+        tasks = feeder(channel, 12)
+        await tasks.fill(0)
+        assert [task.index for task in server.tasks] == [0, 1, 2]
+        assert calls[:3] == [12, 6, 3]
+        room = 20
+        await tasks.fill(0)
+        assert [task.index for task in server.tasks] == list(range(12))
+        assert tasks.outstanding == tuple(range(12))
+
+
+async def test_a_call_has_as_many_tasks_as_a_message_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+
+    class Long(Numbers):
+        def problem(self, index: int) -> Problem:
+            text = "x" * (1000 if index == 4 else 100)
+            return Problem((("user", text),), {"answer": index}, "numbers")
+
+    async def take(request: Any, context: Any) -> Any:
+        calls.append([task.index for task in request.tasks])
+        return SubmitTasksResponse(pending_count=sum(map(len, calls)))
+
+    server = ScriptedServer()
+    server._submit = take  # type: ignore[method-assign]
+    monkeypatch.setattr("penstock.trainer.tasks.MOST_BYTES_PER_CALL", 500)
+    async with server, connected(server) as channel:
+        await feeder(channel, 7, source=Long()).fill(0)
+        assert [index for call in calls for index in call] == list(range(7))
+        assert [4] in calls and 2 < len(calls) < 7
+        calls.clear()
+        monkeypatch.setattr("penstock.trainer.tasks.MOST_BYTES_PER_CALL", 1 << 20)
+        many = [Task(task_id=f"r/{n}", index=n) for n in range(MOST_TASKS_PER_CALL + 1)]
+        assert await submit_tasks(channel, many) == len(many)
+        assert [len(call) for call in calls] == [MOST_TASKS_PER_CALL, 1]
 
 
 async def test_what_is_too_large_is_not_asked_again() -> None:

@@ -77,6 +77,9 @@ def train(
         errors = list(_leaves(group))
         if not all(isinstance(error, TrainerError) for error in errors):
             raise
+        if isinstance(errors[0], ConfigInvalid):
+            sys.stderr.write(f"penstock train: {errors[0]}\n")
+            return EXIT_CONFIG
         sys.stderr.write(f"penstock train: stopped: {errors[0]}\n")
         return EXIT_STOPPED
     return EXIT_OK if done else EXIT_ASKED
@@ -294,10 +297,20 @@ def _stop_on_signal() -> asyncio.Event:
         stopping.set()
         for number in (signal.SIGTERM, signal.SIGINT):
             running.remove_signal_handler(number)
+            signal.signal(number, _end_at_once)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         running.add_signal_handler(number, stop, number.name)
     return stopping
+
+
+def _end_at_once(number: int, _: object) -> None:
+    from rich.console import Console
+
+    # Not by an exception, which would wait for the step in the compute thread. A live display hides the
+    # cursor.
+    Console().show_cursor()
+    os._exit(128 + number)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

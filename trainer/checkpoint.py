@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import cast
 
 import xxhash
+from safetensors import SafetensorError
 
 from penstock.trainer.errors import CheckpointUnusable, StorageFailed
 from penstock.wire.failpoints import hit
@@ -218,11 +219,10 @@ def _write(final: Path, write: Callable[[Path], None], subject: str) -> None:
         _sync(parent)
         if removed.exists():
             shutil.rmtree(removed)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise StorageFailed(
-            f"{subject} cannot be written to {parent}: {error.strerror or error}"
-        ) from error
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        raise StorageFailed(f"{subject} cannot be written to {parent}: {said}") from error
 
 
 def _write_manifest(folder: Path) -> None:

@@ -66,7 +66,7 @@ from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Finite, Problem, Source
 from penstock.trainer.stopping import unless
 from penstock.trainer.stored_groups import Delivered
-from penstock.trainer.tasks import MOST_TASKS_PER_CALL, describe_problem
+from penstock.trainer.tasks import describe_problem
 from penstock.trainer.together import together
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
@@ -370,10 +370,9 @@ class Evaluator:
                 tasks.append(one.build_task(prompt, problem))
                 # It may take its time to be computed, and streams and uploads go on.
                 await asyncio.sleep(0)
-        # As many as a message takes. Nor are they asked for any more where it has ended meanwhile.
-        for begin in range(0, len(tasks), MOST_TASKS_PER_CALL):
-            if one.current is current and not current.gone.is_set():
-                await self._submit_tasks(server, tasks[begin : begin + MOST_TASKS_PER_CALL])
+        # Nor are they asked for any more where it has ended meanwhile.
+        if tasks and one.current is current and not current.gone.is_set():
+            await self._submit_tasks(server, tasks)
 
     def _server_of(self, prompt: Asked) -> int:
         return prompt.index % len(self._streams)

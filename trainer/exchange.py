@@ -297,6 +297,7 @@ class Exchange:
     async def _connect_again(
         self, reason: str, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]
     ) -> trainer_service_pb2.Welcome:
+        pause = FIRST_BACKOFF_SECONDS
         while True:
             log.warning("lost the server%s: %s", self._where, reason)
             welcome = await self._connect(reason)
@@ -306,6 +307,9 @@ class Exchange:
                 return welcome
             except ServerLost as error:
                 reason = str(error)
+                # It is there: full, for one, and asks to be left alone for a while.
+                await asyncio.sleep(max(pause, error.retry_after_seconds))
+                pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     def _end_requests(self) -> None:
         """Nothing more is written to the stream, lost or not: grpc's own task waits for the end."""

@@ -164,14 +164,14 @@ class Gatherer:
         self._count_given_up(record)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
         while len(found) < self._wanted_count:
+            if self._stopping.is_set():
+                return None
             if self._wanted and not self._wanted & self._aside.keys() and self._all_seen():
                 log.warning("the server lost groups of step %d: taking others", record.step)
                 self._wanted = frozenset()
                 continue
             delivery = self._take_aside(missing) or await self._next(missing)
             if delivery is None:
-                if self._stopping.is_set():
-                    return None
                 continue
             group = read_group(
                 delivery,

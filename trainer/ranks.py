@@ -327,6 +327,11 @@ def join_group(place: Place, local: LocalRanks | None) -> None:
 
     backend = "gloo"
     if torch.cuda.is_available():
+        if place.local_rank >= (count := torch.cuda.device_count()):
+            raise ConfigInvalid(
+                f"rank {place.rank} is the one of local rank {place.local_rank} on a host of {count} GPUs: "
+                "each rank of a host needs one of its own"
+            )
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     if not place.local:

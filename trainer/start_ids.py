@@ -27,7 +27,8 @@ from penstock.trainer.errors import storing
 from penstock.wire.folders import sync_folder
 
 FILE = "start"
-UNFINISHED = ".unfinished-start"
+# Not one of the unfinished folders, which whoever writes the next one removes.
+UNFINISHED = ".start"
 
 
 def new_start_id(folder: Path | None) -> str:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -43,6 +43,7 @@ SUBMIT_TIMEOUT_SECONDS = 60.0
 FULL_SECONDS = 1.0
 # Messages stay far below the limit of a message, and the server's reply comes soon.
 MOST_TASKS_PER_CALL = 512
+MOST_BYTES_PER_CALL = 8 << 20
 
 # Before what sets an id apart from others of the same index.
 AGAIN = "~"
@@ -372,13 +373,57 @@ async def submit_tasks(
     run_id: str = "",
     trainer_epoch: Callable[[], int] = lambda: 0,
 ) -> int:
-    """How many tasks wait at the server once it has taken these.
+    """How many tasks wait at the server once it has taken these, in as many calls as they need.
 
     They are of this run, and of the trainer whose epoch that is by now. Where a newer one took over, the
-    stream of `Exchange` ends for good: here it is a server that is away.
+    stream of `Exchange` ends for good: here it is a server that is away. One that has room for fewer than a
+    call has is given as many as it has room for: those are known when all are submitted again.
 
     Raises ServerFull, ServerLost and SessionRefused.
     """
+    pending = 0
+    for some in _parts(tasks):
+        pending = await _submit_some(channel, some, run_id, trainer_epoch)
+    return pending
+
+
+def _parts(
+    tasks: Sequence[task_service_pb2.Task],
+) -> Iterator[Sequence[task_service_pb2.Task]]:
+    """As many as one call takes, together; where there are none, none."""
+    begin = size = 0
+    for end, task in enumerate(tasks):
+        count = task.ByteSize()
+        full = end - begin == MOST_TASKS_PER_CALL or size + count > MOST_BYTES_PER_CALL
+        if end > begin and full:
+            yield tasks[begin:end]
+            begin, size = end, 0
+        size += count
+    yield tasks[begin:]
+
+
+async def _submit_some(
+    channel: grpc.aio.Channel,
+    tasks: Sequence[task_service_pb2.Task],
+    run_id: str,
+    trainer_epoch: Callable[[], int],
+) -> int:
+    try:
+        return await _call_submit(channel, tasks, run_id, trainer_epoch)
+    except ServerFull:
+        if len(tasks) < 2:
+            raise
+    half = len(tasks) // 2
+    await _submit_some(channel, tasks[:half], run_id, trainer_epoch)
+    return await _submit_some(channel, tasks[half:], run_id, trainer_epoch)
+
+
+async def _call_submit(
+    channel: grpc.aio.Channel,
+    tasks: Sequence[task_service_pb2.Task],
+    run_id: str,
+    trainer_epoch: Callable[[], int],
+) -> int:
     call: grpc.aio.UnaryUnaryMultiCallable[
         task_service_pb2.SubmitTasksRequest, task_service_pb2.SubmitTasksResponse
     ] = channel.unary_unary(

@@ -22,6 +22,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 
 from penstock.trainer.checkpoint import replace_folder
 from penstock.trainer.compute import ComputeThread
+from penstock.trainer.errors import storing
 from penstock.trainer.parcel import Parcel
 from penstock.trainer.payload import Payload
 from penstock.v1 import weights_pb2
@@ -214,9 +215,10 @@ class VersionFolders:
 
     def keep(self, weight_version: int) -> None:
         """Removes versions beyond those to keep, but not this one."""
-        for version in self._versions()[: -self._keep]:
-            if version != weight_version:
-                shutil.rmtree(self._folder / str(version))
+        with storing(self._folder):
+            for version in self._versions()[: -self._keep]:
+                if version != weight_version:
+                    shutil.rmtree(self._folder / str(version))
 
     # In the compute thread, which does one thing after another.
 
@@ -225,10 +227,11 @@ class VersionFolders:
         written = (parcel.weight_version, parcel.payload.digest)
         if written == self._written and final.exists():
             return final
-        for version in self._versions():
-            # Of a run that went further, was stopped and resumed from before.
-            if version > parcel.weight_version:
-                shutil.rmtree(self._folder / str(version))
+        with storing(self._folder):
+            for version in self._versions():
+                # Of a run that went further, was stopped and resumed from before.
+                if version > parcel.weight_version:
+                    shutil.rmtree(self._folder / str(version))
         tensors = parcel.payload.tensors()
         replace_folder(
             final, lambda folder: save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
