@@ -232,7 +232,8 @@ async def test_a_version_that_a_server_lost_and_is_not_given_again_is_waited_for
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(tmp_path))
         queue, weights = server.serving.queue, server.serving.weights
-        server.engine.freeze_at = 20
+        # Before any of the first two prompts comes to its end, and after those of training.
+        server.engine.freeze_at = 10
         async with (
             working(server.address),
             running(
