@@ -293,11 +293,12 @@ def _stop_on_signal() -> asyncio.Event:
     running = asyncio.get_running_loop()
 
     def stop(name: str) -> None:
-        log.warning("%s: stopping after the step under way", name)
-        stopping.set()
+        # Before it is said: whoever reads it may send the second one at once.
         for number in (signal.SIGTERM, signal.SIGINT):
             running.remove_signal_handler(number)
             signal.signal(number, _end_at_once)
+        log.warning("%s: stopping after the step under way", name)
+        stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         running.add_signal_handler(number, stop, number.name)
