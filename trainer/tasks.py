@@ -20,6 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import grpc
@@ -382,8 +383,9 @@ async def submit_tasks(
     Raises ServerFull, ServerLost and SessionRefused.
     """
     pending = 0
+    call = partial(_call_submit, channel, run_id=run_id, trainer_epoch=trainer_epoch)
     for some in _parts(tasks):
-        pending = await _submit_some(channel, some, run_id, trainer_epoch)
+        pending = await _submit_some(call, some)
     return pending
 
 
@@ -403,19 +405,17 @@ def _parts(
 
 
 async def _submit_some(
-    channel: grpc.aio.Channel,
+    call: Callable[[Sequence[task_service_pb2.Task]], Awaitable[int]],
     tasks: Sequence[task_service_pb2.Task],
-    run_id: str,
-    trainer_epoch: Callable[[], int],
 ) -> int:
     try:
-        return await _call_submit(channel, tasks, run_id, trainer_epoch)
+        return await call(tasks)
     except ServerFull:
         if len(tasks) < 2:
             raise
     half = len(tasks) // 2
-    await _submit_some(channel, tasks[:half], run_id, trainer_epoch)
-    return await _submit_some(channel, tasks[half:], run_id, trainer_epoch)
+    await _submit_some(call, tasks[:half])
+    return await _submit_some(call, tasks[half:])
 
 
 async def _call_submit(
