@@ -38,6 +38,15 @@ def test_everything_has_a_default_but_model_and_data(tmp_path: Path) -> None:
     assert config.data.reasoning_gym.config == {"min_digits": 1, "max_digits": 2}
 
 
+def test_the_synchronous_loop_has_nothing_to_schedule(tmp_path: Path) -> None:
+    for policy in ("mask", "wait", "requeue", "drop"):
+        settings = [f"staleness.late_policy={policy}", "staleness.max_lag=0"]
+        config = load_config(write(tmp_path), settings)
+        assert config.staleness.applied_policy == ("mask" if policy == "wait" else policy)
+        config = load_config(write(tmp_path), settings[:1])
+        assert config.staleness.applied_policy == policy
+
+
 def test_overrides_win_and_need_no_quotes(tmp_path: Path) -> None:
     config = load_config(
         write(tmp_path),

@@ -91,6 +91,7 @@ class MegatronBackend(Section):
 
 
 BackendConfig = Annotated[FsdpBackend | MegatronBackend, Field(discriminator="kind")]
+LatePolicyName = Literal["mask", "wait", "requeue", "drop"]
 
 
 class ModelConfig(Section):
@@ -189,8 +190,14 @@ class StalenessConfig(Section):
 
     max_lag: int = Field(default=4, ge=0, le=1_000)
     """Versions a trained token may be behind the trainer; zero is the synchronous loop."""
-    late_policy: Literal["mask", "wait", "requeue", "drop"] = "mask"
+    late_policy: LatePolicyName = "mask"
     """What happens to a group with older tokens."""
+
+    @property
+    def applied_policy(self) -> LatePolicyName:
+        """The late policy that is asked for. In the synchronous loop there is nothing to schedule; under
+        `wait` one that resumes would be given only one batch of what the servers are past."""
+        return "mask" if self.late_policy == "wait" and not self.max_lag else self.late_policy
 
 
 class CheckpointConfig(Section):

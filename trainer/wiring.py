@@ -304,7 +304,7 @@ def _make_exchanges(
             run_id=config.run.id,
             contract=Contract(
                 max_lag=config.staleness.max_lag,
-                late_policy=LATE_POLICIES[config.staleness.late_policy],
+                late_policy=LATE_POLICIES[config.staleness.applied_policy],
                 groups_per_step=part,
             ),
             in_flight=IN_FLIGHT[config.weights.in_flight],

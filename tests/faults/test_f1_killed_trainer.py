@@ -104,7 +104,7 @@ async def test_a_killed_trainer(
                     steps=STEPS,
                     max_lag=max_lag,
                     every_steps=rng.choice([1, 2, 5]),
-                    staleness={"late_policy": rng.choice(POLICIES) if max_lag else "mask"},
+                    staleness={"late_policy": rng.choice(POLICIES)},
                     weights={"transport": rng.choice(["shared_memory", "stream"])},
                 ) as stand,
             ):
