@@ -509,6 +509,12 @@ async def limits(args, sample: Sample, sampling_params) -> Sample:
     return await generate(args, sample, sampling_params)
 
 
+async def shows_length(args, sample: Sample, sampling_params) -> Sample:
+    assert args.rollout_temperature == 1.0
+    sample.reward = {"score": float(args.rollout_max_response_len)}
+    return await generate(args, sample, sampling_params)
+
+
 async def shows_temperature(args, sample: Sample, sampling_params) -> Sample:
     sample.reward = {"score": sampling_params["temperature"]}
     return await generate(args, sample, sampling_params)

@@ -341,6 +341,20 @@ async def test_arguments_say_how_the_tasks_sample(rig: Rig) -> None:
     assert statistics.failures == {}
 
 
+async def test_until_something_is_trained_arguments_have_the_length_of_an_evaluation(
+    rig: Rig,
+) -> None:
+    # The evaluation is leased first.
+    sampling = SamplingParams(max_tokens=5, temperature=0.5)
+    (trained,), (measured,) = tasks(), tasks(sampling=sampling, purpose=Purpose.EVAL)
+    work = [trained, dataclasses.replace(measured, task_id="e0")]
+    statistics = await rig.run("shows_length", work=work, concurrency=1)
+    assert statistics.failures == {}
+    for purpose, length in ((Purpose.EVAL, 5.0), (Purpose.TRAIN, 8.0)):
+        group = await rig.group(getattr(trajectory_pb2, f"PURPOSE_{purpose.name}"))
+        assert group.trajectories[0].outcome.reward == length
+
+
 async def test_what_a_task_leaves_open_is_as_the_arguments_had_it(rig: Rig) -> None:
     """And not as the first task says, whichever that is."""
     (first,), (second,) = tasks(sampling=SamplingParams(max_tokens=8, temperature=0.5)), tasks()

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory
 
+LENGTH = "rollout_max_response_len"
+
 
 class FanOutUnderGroupReward(Exception):
     """Several samples of one attempt, where a reward compares attempts."""
@@ -72,8 +74,10 @@ class SlimeAgent:
         self._calls: Calls | None = None
         self._args: Namespace | None = None
         self._asking = asyncio.Lock()
-        self._before: dict[str, Any] | None = None
-        """Of what a task said of sampling, as `args` had it; None before that."""
+        self._before: dict[str, Any] = {}
+        """Of what a task said of sampling, as `args` had it."""
+        self._trains = False
+        """Whether that was a task to train on."""
 
     def connect(self, calls: Calls) -> None:
         """Says which server's functions they are."""
@@ -95,19 +99,27 @@ class SlimeAgent:
 
     async def use_sampling(self, task: Task) -> None:
         """Has `args` say what this task does of sampling, where the file of `--args` does not, once: the
-        tasks of a run sample alike, and what a function sets on `args` stays."""
+        tasks of a run sample alike, and what a function sets on `args` stays.
+
+        Before a task to train on, an evaluation says the length of an answer, and nothing else: functions
+        reckon with it, and there is none to begin with."""
         args = await self.args()
-        if self._before is not None:
+        if self._trains:
             return
         said = sampling_arguments(task.sampling)
         told = {name: value for name, value in said.items() if name not in self._given}
-        self._before = {name: getattr(args, name) for name in told}
+        if task.purpose is Purpose.EVAL:
+            told = {name: value for name, value in told.items() if name == LENGTH}
+        else:
+            self._trains = True
+            vars(args).update(self._before)
+        for name in told:
+            self._before.setdefault(name, getattr(args, name))
         vars(args).update(told)
 
     async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
         """An attempt that its function has not seen yet."""
-        if task.purpose is not Purpose.EVAL:
-            await self.use_sampling(task)
+        await self.use_sampling(task)
         args = await self.args()
         sample = make_sample(task, trajectory, args)
         router = AttemptRouter(trajectory, partial(find_tokenizer, args.hf_checkpoint))
@@ -115,7 +127,7 @@ class SlimeAgent:
         if task.purpose is Purpose.EVAL:
             key = args.eval_reward_key or key
         # What this task leaves open is not for another one to say.
-        usual = Namespace(**{**vars(args), **(self._before or {})})
+        usual = Namespace(**{**vars(args), **self._before})
         params = write_sampling_params(task.sampling, usual)
         return Episode(trajectory, sample, router, key, params)
 
