@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -54,7 +55,9 @@ class Parts:
                 attempt.branches.add(record.trajectory_id)
         self.own.restore()
         groups = [_buffered(group, journal, self.buffer.kept) for group in found.finished.values()]
-        self.buffer.restore(groups, found.starts * DELIVERY_IDS_PER_START)
+        # Where nothing is left of an earlier server, a receipt of what that one delivered may still come.
+        last = found.starts * DELIVERY_IDS_PER_START if journal.on_disk else time.time_ns()
+        self.buffer.restore(groups, last)
         self.admission.restore(
             (group.group_id, group.admitted_version, group.oldest_version)
             for group in groups

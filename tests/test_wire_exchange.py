@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from tests.harness import (
     hello,
     sampling,
     sequence,
+    serve,
 )
 
 
@@ -105,6 +107,24 @@ async def test_groups_without_receipt_are_delivered_again_and_no_others(harness:
     assert all(d.redelivery_count == 1 for d in again)
     assert min(d.delivery_id for d in again) > max(d.delivery_id for d in deliveries.values())
     await exchange.nothing()
+
+
+async def test_a_receipt_for_a_server_before_means_no_group_of_this_one(tmp_path: Path) -> None:
+    """A server that has lost everything counts its deliveries, too."""
+    delivered: list[int] = []
+    for name in ("a", "b"):
+        async with serve(tmp_path) as harness:
+            exchange = await hello(harness.wire)
+            await finish_groups(harness, name)
+            exchange.send(demand={"group_count": 1})
+            delivered.append((await exchange.receive("delivery")).delivery_id)
+            receipt = {"delivery_ids": delivered[:1], "rejection": {"reason": "NO_USE"}}
+            exchange.send(receipt=receipt)
+            exchange.half_close()
+            assert await exchange.call.code() == grpc.StatusCode.OK
+            assert harness.serving.trainer.drops.get("NO_USE", 0) == (name == "a")
+            assert harness.serving.buffer.held_count == (0 if name == "a" else 1)
+    assert delivered[0] < delivered[1]
 
 
 async def test_a_checkpoint_makes_receipts_final(harness: Harness) -> None:
