@@ -272,7 +272,7 @@ def test_a_command_line_that_cannot_be_used_is_refused(
         ((*server, "--data", path, "--reward", "nowhere:f"), "--reward nowhere:f"),
         ((*server, "--data", "x.txt", *reward), "neither *.jsonl"),
         ((*server, "--data", str(tmp_path / "none.jsonl"), *reward), "none.jsonl"),
-        ((*server, "--data", "s3://bucket/x.csv", *reward), "--data s3://bucket/x.csv: "),
+        ((*server, "--data", "s3://bucket/x.csv", *reward), "x.csv: neither *.jsonl"),
         ((*server, "--task", "", *reward), "--task : "),
         ((*server, "--task", "sums", "--max-model-len", "9"), "goes with --model"),
         ((*server, "--task", "sums", "--passes-from", "nan"), "nan is no finite number"),

@@ -143,12 +143,13 @@ def _sampling(config: SamplingConfig, given: Given) -> SamplingParams:
 def _describe(data: str | None, task: str | None) -> MixableConfig:
     """Raises ConfigInvalid."""
     try:
-        found = _task(task or "") if data is None else _data(data)
+        if data is None:
+            return _task(task or "")
+        if (found := _data(data)) is not None:
+            return found
     except ValidationError as error:
-        given = f"--task {task}" if data is None else f"--data {data}"
-        raise ConfigInvalid(f"{given}: {error.errors()[0]['msg']}") from error
-    if found is not None:
-        return found
+        if data is None:
+            raise ConfigInvalid(f"--task {task}: {error.errors()[0]['msg']}") from error
     raise ConfigInvalid(
         f"--data {data}: neither *.jsonl, *.parquet, a folder of the latter, nor PKG.MODULE:FUNCTION"
     )
@@ -162,7 +163,7 @@ def _task(task: str) -> MixableConfig:
 
 
 def _data(data: str) -> MixableConfig | None:
-    """None where it is nothing that there is. Raises ValidationError."""
+    """None where it is nothing that there is. Raises ValidationError for what is no function's name."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
         return MixableConfig(parquet=ParquetConfig(path=path))
