@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from penstock.trainer.ledger import FILE, Ledger
 from penstock.trainer.stopping import unless
-from tests.scripted_trainer_server import ScriptedServer, Session
-from tests.trainer_walk import WeightReceipt, delivery, greet, running, stage
+from tests.scripted_trainer_server import ScriptedServer, Session, refuse
+from tests.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage
 
 
 class Stalling(ScriptedServer):
@@ -200,6 +201,86 @@ async def test_with_its_server_there_a_stop_finishes_the_step_and_tells_the_serv
         assert run.saved == STEP_ONE
         assert not run.exchange.left.is_set()
         assert [record["step"] for record in run.records] == [1]
+
+
+@pytest.mark.parametrize("asked_first", [True, False], ids=["asked first", "full first"])
+async def test_a_stop_does_not_wait_for_room_for_the_weights(
+    tmp_path: Path, asked_first: bool
+) -> None:
+    reached, may_answer, heard = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def session(session: Session) -> None:
+        await greet(session)
+        async for request in session.requests:
+            heard.append(request.WhichOneof("message"))
+            if heard[-1] == "demand":
+                await session.send(delivery=delivery(0))
+
+    async def full(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
+        reached.set()
+        if asked_first:
+            await may_answer.wait()
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for now")
+
+    async with ScriptedServer(session) as server, running(tmp_path, server.address) as run:
+        server.uploads += [full] * 100
+        await reached.wait()
+        run.stopping.set()
+        may_answer.set()
+        await run.ends()
+        assert run.exchange.left.is_set()
+        assert run.saved == STEP_ONE
+        assert [record["step"] for record in run.records] == [1]
+        assert not {"switch_weights", "receipt", "checkpoint"} & set(heard)
+
+
+async def test_a_version_that_is_sampled_as_it_comes_may_be_there_when_its_answer_is_lost(
+    tmp_path: Path,
+) -> None:
+    """As by a collective: the upload is the switch, and the stream went with its answer."""
+    lost, done = asyncio.Event(), asyncio.Event()
+    server = ScriptedServer()
+
+    async def first(session: Session) -> None:
+        await greet(session)
+        await session.receive("demand")
+        await session.send(delivery=delivery(0))
+        await lost.wait()
+        await session.context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async def second(session: Session) -> None:
+        hello = await session.receive("hello")
+        assert hello.weight_version == 0
+        await session.send(welcome=Welcome(active_weight_version=1))
+        async for request in session.requests:
+            if request.WhichOneof("message") == "switch_weights":
+                assert request.switch_weights.weight_version == 1
+                receipt = WeightReceipt(weight_version=1, active_weight_version=1)
+                await session.send(weight_receipt=receipt)
+            elif request.WhichOneof("message") == "receipt":
+                assert request.receipt.step == 1
+                done.set()
+
+    async def loses_its_answer(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
+        server.info.active_weight_version = 1
+        lost.set()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async def has_it(requests: AsyncIterator[Any], context: Any) -> None:
+        await anext(requests)
+        await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "WEIGHT_VERSION_STALE")
+
+    server._sessions += [first, second]
+    server.uploads += [loses_its_answer, has_it]
+    async with server, running(tmp_path, server.address) as run:
+        await asyncio.wait_for(done.wait(), 20)
+        run.stopping.set()
+        await run.ends()
+        assert run.saved == STEP_ONE
+        assert not run.exchange.left.is_set()
+        assert [record["weight_version"] for record in run.records] == [1]
 
 
 async def test_a_group_of_a_task_that_the_checkpoint_contains_is_refused_and_not_trained(

@@ -12,8 +12,8 @@ steps that the trainer before did beyond it. What becomes of them:
                                      as if nothing had happened
     a group has gone meanwhile,    the step comes out otherwise than the ledger says. What it made is
       or the arithmetic differs      published at once as N+1; what follows gets lines of its own
-    late policy "wait"             the gate delivers one batch for each version: K is published as
-                                     N+1 at once
+    late policy "wait", max_lag    the gate delivers one batch for each version: K is published as
+      above zero                     N+1 at once
     the server has lost all        K is published, and what is outstanding submitted again
 
 A server that is restarted while the run goes on is given the version that the trainer holds again. Where
@@ -85,7 +85,7 @@ class Agreement:
         self._forgotten_step = forgotten_step
         self._keeps_checkpoints = config.checkpoint.every_steps > 0
         # Under the others all that waits is delivered, whatever version the trainer holds.
-        self._one_batch_a_version = config.staleness.late_policy == "wait"
+        self._one_batch_a_version = config.staleness.applied_policy == "wait"
         self._weight_dtype = ""
         self._ahead = [0] * len(exchanges.servers)
         """Newest version of the trainer before, of each server that this one is catching up with."""
@@ -194,7 +194,8 @@ class Agreement:
         what the trainer holds, for the payload is newer: the next switch does it. Raises ServerLost."""
         exchange, sender = self._exchanges.servers[server], self._publisher.senders[server]
         held, active = exchange.held_version, welcome.active_weight_version
-        if active > max(held, self._ahead[server]):
+        # Where the upload is the switch, the server may have come to sample it, and its answer is lost.
+        if active > max(held, self._ahead[server], self._publisher.filled_version):
             raise SessionRefused(
                 f"the server samples version {active}, which this trainer never published"
             )

@@ -113,7 +113,8 @@ class Exchange:
         self._held = weight_version
         self._step = step
         self._give_up_after = give_up_after_seconds
-        self._stopping = stopping
+        self.stopping = stopping
+        """The run is to stop."""
         self._where = f" at {where}" if where else ""
         self._start_id = start_id
         self.left = asyncio.Event()
@@ -171,7 +172,7 @@ class Exchange:
 
         Raises ServerGone and SessionRefused.
         """
-        welcome = await unless(self._stopping, self._connect(""))
+        welcome = await unless(self.stopping, self._connect(""))
         if welcome is None:
             self.leave()
         else:
@@ -190,7 +191,7 @@ class Exchange:
             if self._closing:
                 return
             self._ready.clear()
-            welcome = await unless(self._stopping, self._connect_again(reason, restore))
+            welcome = await unless(self.stopping, self._connect_again(reason, restore))
             if welcome is None:
                 self.leave()
                 return
@@ -280,7 +281,7 @@ class Exchange:
                 lost = await self._call.code() != grpc.StatusCode.OK
         except (TimeoutError, grpc.aio.AioRpcError):
             self._call.cancel()
-        if lost and self._stopping.is_set():
+        if lost and self.stopping.is_set():
             self.leave()
 
     def leave(self) -> None:

@@ -7,8 +7,9 @@ Each server is handed a version by itself, all at the same time; the whole is do
                                                                             more, whole, and asked again
 
 A version is asked for only when every server has it staged. One that was restarted since has it no more,
-and says so by its rejection. Whoever waits for a server here waits over its restarts, until its exchange
-gives it up, which ends the run, or the run stops without it (`Exchanges.left`), which brings None.
+and says so by its rejection. One that has no room for a version is awaited, unless the run is to stop: it
+is left then, as one that is away is. Whoever waits for a server here waits over its restarts, until its
+exchange gives it up, which ends the run, or the run stops without it (`Exchanges.left`), which brings None.
 """
 
 from __future__ import annotations
@@ -158,8 +159,16 @@ class Handover:
         await together(self.answer(one.restored.wait()) for one in self._exchanges.servers)
 
     async def ask(self, server: int, attempt: Callable[[], Awaitable[T]]) -> T | None:
-        """Until it succeeds; each time this server is ready first."""
-        return await self.answer(keep_trying(self._exchanges.servers[server].ready, attempt))
+        """Until it succeeds; each time this server is ready first. Where the run is to stop, a server that
+        has no room for it is left."""
+        exchange = self._exchanges.servers[server]
+        trying = keep_trying(exchange.ready, attempt, stopping=exchange.stopping)
+        try:
+            return await self.answer(trying)
+        except ServerFull as error:
+            log.warning("%s; stopping without it", error)
+            exchange.leave()
+            return None
 
     async def ask_all(self, attempt: Callable[[int], Awaitable[T]]) -> list[T | None]:
         """The same of every server, at the same time."""
@@ -173,12 +182,13 @@ async def keep_trying(
     attempt: Callable[[], Awaitable[T]],
     *,
     full_seconds: float = math.inf,
+    stopping: asyncio.Event | None = None,
 ) -> T:
     """Until it succeeds; each time the server is `ready` first. One that is full is left alone for as long
     as it asks.
 
     Raises ServerFull where it is still full after `full_seconds` of waiting for room, since it was last
-    away.
+    away, and where it is full although the run is `stopping`.
     """
     pause, left = RETRY_SECONDS, full_seconds
     while True:
@@ -186,7 +196,7 @@ async def keep_trying(
         try:
             return await attempt()
         except ServerFull as error:
-            if left <= 0:
+            if left <= 0 or (stopping is not None and stopping.is_set()):
                 raise
             log.warning("%s; trying again", error)
             wait = min(max(pause, error.retry_after_seconds), left)
@@ -196,5 +206,9 @@ async def keep_trying(
             wait = max(pause, error.retry_after_seconds)
             # What was full may have room when it is back.
             left = full_seconds
-        await asyncio.sleep(wait)
+        if stopping is None or stopping.is_set():
+            await asyncio.sleep(wait)
+        else:
+            # Asked to stop meanwhile, it has one more attempt.
+            await unless(stopping, asyncio.sleep(wait))
         pause = min(2 * pause, LONGEST_RETRY_SECONDS)

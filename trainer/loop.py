@@ -39,6 +39,8 @@ A run is asked to stop by `stopping`, and ends in one of these ways:
                      has ahead is compared with its line all the same
     server lost      as with the server there until the loss, from then on as with the server away
       after that
+    server full      as with the server lost, where it has no room for the weights or the tasks of the
+                     step under way
 
 In all of them the checkpoint holds the last step the policy contains, where checkpoints are kept
 and it is not saved yet. It is written after the step's receipts and before its notice: what is
