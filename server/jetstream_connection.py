@@ -53,6 +53,8 @@ NOT_FOUND = 404
 WRONG_LAST_SEQUENCE = 10071
 STORE_FAILED = 10077
 STREAM_NOT_FOUND = 10059
+NO_ROOM = (10023, 10047)
+"""Errors of JetStream: too little storage in all, or for the account."""
 # Errors of the client that pass by themselves, once the server is there again.
 PASSING = (
     errors.TimeoutError,
@@ -100,6 +102,8 @@ class Connection:
         self.writer = uuid.uuid4().hex
         """Who writes here, in the ids of its messages."""
         self._client = _Client()
+        self._begun = False
+        """Whether there is something to close."""
         self._inbox = ""
         self._answers: dict[str, asyncio.Future[Msg | None]] = {}
         """What is waited for, by where it comes to; None where the connection was lost before."""
@@ -112,11 +116,8 @@ class Connection:
     async def connect(self) -> None:
         """Raises Unreachable and Refused."""
         section = self._section
-        options: dict[str, Any] = {}
-        if section.credentials is not None:
-            options["user_credentials"] = str(section.credentials)
-        if section.ca is not None or section.certificate is not None:
-            options["tls"] = _tls(section)
+        options = _security(section)
+        self._begun = True
         try:
             async with asyncio.timeout(self._patience):
                 await self._client.connect(
@@ -137,8 +138,13 @@ class Connection:
         except (TimeoutError, OSError, errors.Error, ValueError) as error:
             # It does not close what it was about to connect when its time was over.
             await self.close()
-            reason = str(error) or type(error).__name__
+            reason = str(error) or self._last_error or type(error).__name__
             raise Unreachable(f"NATS cannot be reached: {reason}") from error
+        except ModuleNotFoundError as error:
+            self._begun = False
+            raise Refused(
+                f"journal.credentials needs {error.name}: pip install 'penstock[jetstream]'", 0
+            ) from error
         against: str | None = None
         if self._check is not None:
             try:
@@ -171,6 +177,8 @@ class Connection:
         """Ends it."""
         self._stop_checking()
         self._lose_answers()
+        if not self._begun:
+            return
         try:
             with suppress(errors.Error, OSError):
                 await self._client.close()
@@ -486,8 +494,30 @@ def _unavailable(answer: Msg) -> bool:
     if answer.headers:
         return answer.headers.get("Status") == NO_RESPONDERS
     error = cast("dict[str, Any]", json.loads(answer.data).get("error") or {})
-    # What cannot be stored has the same code, and does not pass.
-    return error.get("code") == int(NO_RESPONDERS) and error.get("err_code") != STORE_FAILED
+    # What there is no room for has the same code, and does not pass.
+    full = error.get("err_code") in (STORE_FAILED, *NO_ROOM)
+    return error.get("code") == int(NO_RESPONDERS) and not full
+
+
+def _security(section: JournalSection) -> dict[str, Any]:
+    """What the client is told of credentials and TLS. Raises Refused, with the setting."""
+    for name in ("credentials", "ca", "certificate", "key"):
+        path = getattr(section, name)
+        try:
+            # The client would try again and again.
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:
+            raise Refused(f"journal.{name}: {error.strerror}: {path}", 0) from error
+    options: dict[str, Any] = {}
+    if section.credentials is not None:
+        options["user_credentials"] = str(section.credentials)
+    if section.ca is not None or section.certificate is not None:
+        try:
+            options["tls"] = _tls(section)
+        except OSError as error:
+            raise Refused(f"journal.ca, certificate, key: {error}", 0) from error
+    return options
 
 
 def _tls(section: JournalSection) -> ssl.SSLContext:

@@ -9,7 +9,9 @@ they began.
 
 Compaction, once what nobody needs outgrows what somebody does: everything that was begun is stored -> BEGIN
 -> the state as records, large ones that are held by reference, between what is appended meanwhile -> END ->
-what came before BEGIN is removed. A server that stops in between reads from the BEGIN before it on.
+what came before BEGIN is removed. A server that stops in between reads from the BEGIN before it on. The
+stream is made larger before it, where what servers that were killed in between left takes the room of the
+copy, and as large as it should be after it.
 
 What a failure does. While NATS is away appends wait, for `patience_seconds`. After that, and where NATS
 refuses, or says that another server writes, or has lost what it had stored: nothing is answered any more,
@@ -84,6 +86,8 @@ class JetStreamJournal:
         """Not opened yet."""
         self._log = StreamLog(section)
         self._max_bytes = section.max_bytes
+        self._most_kept = section.max_bytes // 3
+        """Bytes of what may be needed, with room in the stream for its copy."""
         self._segment_bytes = section.segment_bytes
         self._held: set[Stored] = set()
         self._kept = 0
@@ -168,7 +172,7 @@ class JetStreamJournal:
     def check_room(self, byte_count: int) -> None:
         """Raises DISK_FULL where records of so many bytes may not fit any more."""
         wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
-        kept, limit = self._kept + self._other, self._max_bytes // 3
+        kept, limit = self._kept + self._other, self._most_kept
         if kept + wanted > limit:
             self.on_full(wanted)
             self._pace.press()
@@ -313,6 +317,7 @@ class JetStreamJournal:
     ) -> None:
         try:
             (begin,) = await begun
+            await self._log.make_room(self._most_kept)
             carried = await self._write_snapshot(begin.segment, items, before)
             await self._log.remove(carried)
         except DomainError:

@@ -31,6 +31,7 @@ from penstock.server.jetstream_frames import (
 from penstock.server.jetstream_reading import Reading, begin_of, read_stored, replay_messages
 from penstock.server.jetstream_snapshot import entry_bytes
 from penstock.server.jetstream_stream import (
+    fit_stream,
     list_outside,
     open_stream,
     purge_log,
@@ -196,8 +197,15 @@ class StreamLog:
         self._begin, self._snapshot_end = begin, end
         self.log_bytes -= log_bytes_before
 
+    async def make_room(self, byte_count: int) -> None:
+        """Has the stream take so many bytes more. Raises JetStreamError."""
+        state = await self.connection.state()
+        needed = state.byte_count + byte_count
+        await fit_stream(self.connection, state, needed, self._section.max_bytes)
+
     async def remove(self, carried: set[int]) -> None:
-        """Removes what came before the newest snapshot, less the records outside that it refers to.
+        """Removes what came before the newest snapshot, less the records outside that it refers to; then the
+        stream is as large as it should be.
 
         Raises JetStreamError.
         """
@@ -206,6 +214,7 @@ class StreamLog:
         await purge_outside(self.connection, self._begin, set(self._outside) - gone, gone)
         for first in gone:
             self._outside_bytes -= self._outside.pop(first)
+        await self.make_room(0)
 
     async def clear(self) -> None:
         """Removes what a compaction left that did not come to its end. Raises JetStreamError."""

@@ -4,6 +4,10 @@ A stream keeps what it is given until it is told otherwise: nothing in it expire
 It has the retention of a work queue, so that nobody but its server can be made to wait on it, and refuses
 what does not fit (`discard new`) rather than to forget what is oldest.
 
+A server that is killed in the middle of a compaction leaves the copy that it was making, which the next
+compaction removes. Several of them may leave so much that the next has no room: the stream is made larger
+for it, and as large as it should be again once it is done.
+
 NATS acknowledges a message once it is written, which survives its own end; that it survives the loss of
 power it has to be told (`sync_interval: always`), and says only where it is monitored.
 """
@@ -12,23 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import urllib.request
 from http.client import HTTPException
 from typing import Any, cast
 
 from penstock.server.jetstream_answers import Refused, StreamState, state_in
-from penstock.server.jetstream_connection import STREAM_NOT_FOUND, Connection
+from penstock.server.jetstream_connection import NO_ROOM, STREAM_NOT_FOUND, Connection
 from penstock.server.journal import JournalUnreadable
 
+logger = logging.getLogger(__name__)
+
 SLACK_BYTES = 16 << 20
-"""More than may be in the stream, for what is appended while it is compacted."""
+"""Room beside what may be in the stream, for what is appended while it is compacted."""
 MONITOR_SECONDS = 5.0
-NO_ROOM = (10023, 10047)
-"""Errors of JetStream: too little storage in all, or for the account."""
 DUPLICATE_WINDOW_NANOSECONDS = 120 * 10**9
 
 
-def wanted_config(connection: Connection, max_bytes: int) -> dict[str, Any]:
+def wanted_config(connection: Connection, room: int) -> dict[str, Any]:
     """The stream as it has to be."""
     subjects = connection.subjects
     return {
@@ -37,7 +42,7 @@ def wanted_config(connection: Connection, max_bytes: int) -> dict[str, Any]:
         "retention": "workqueue",
         "storage": "file",
         "discard": "new",
-        "max_bytes": max_bytes + SLACK_BYTES,
+        "max_bytes": room,
         "max_msgs": -1,
         "max_age": 0,
         "max_msg_size": -1,
@@ -51,7 +56,7 @@ def wanted_config(connection: Connection, max_bytes: int) -> dict[str, Any]:
 async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
     """What is in the stream, which is made where there is none. Raises Refused, Unreachable and
     JournalUnreadable."""
-    wanted = wanted_config(connection, max_bytes)
+    wanted = wanted_config(connection, max_bytes + SLACK_BYTES)
     try:
         state = await connection.state()
     except Refused as error:
@@ -69,15 +74,28 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
         raise JournalUnreadable(
             f"the stream {wanted['name']} is no journal's: {'; '.join(other)}; name another one"
         )
-    if state.byte_count > wanted["max_bytes"]:
-        # NATS would make it fit, and begin with what is oldest.
-        raise JournalUnreadable(
-            f"the stream {wanted['name']} holds {state.byte_count} bytes, for which journal.max_bytes = "
-            f"{max_bytes} is too small"
-        )
-    if state.config.get("max_bytes") != wanted["max_bytes"]:
-        await _make_room(connection, "STREAM.UPDATE", {**state.config, **wanted})
+    await fit_stream(connection, state, state.byte_count, max_bytes)
     return state
+
+
+async def fit_stream(
+    connection: Connection, state: StreamState, byte_count: int, max_bytes: int
+) -> None:
+    """Has the stream take `max_bytes`, or so many where that is more: it would make what it holds fit, and
+    begin with what is oldest. Where there is no room for more, it stays as it is.
+
+    Raises Refused and Unreachable.
+    """
+    room = max(byte_count, max_bytes) + SLACK_BYTES
+    if state.config.get("max_bytes") == room:
+        return
+    config = {**state.config, **wanted_config(connection, room)}
+    try:
+        await _make_room(connection, "STREAM.UPDATE", config)
+    except Refused as error:
+        if error.code not in NO_ROOM or byte_count <= max_bytes:
+            raise
+        logger.warning("a stream that is fuller than it should be stays as it is: %s", error)
 
 
 async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) -> dict[str, Any]:

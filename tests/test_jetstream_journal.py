@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
-from penstock.server import compaction_pace, jetstream_journal, jetstream_log
+from penstock.server import compaction_pace, jetstream_journal, jetstream_log, jetstream_stream
 from penstock.server.errors import DomainError
 from penstock.server.jetstream_answers import Refused
 from penstock.server.jetstream_frames import (
@@ -27,6 +28,7 @@ from penstock.server.jetstream_frames import (
     Subjects,
     read_message,
 )
+from penstock.server.jetstream_journal import JetStreamJournal
 from penstock.server.jetstream_stream import open_stream
 from penstock.server.journal import JournalInUse, JournalUnreadable
 from penstock.wire.reasons import Reason
@@ -449,10 +451,70 @@ async def test_a_stream_is_not_made_smaller_than_what_it_holds(store: JetStreamS
         for number in range(200):
             # Held, so that no compaction lets go of it.
             await journal.append([record(f"{number}-" + "x" * 200_000)], hold_last=True)
-    with pytest.raises(JournalUnreadable, match=r"holds \d+ bytes, for which journal\.max_bytes"):
-        await store.make(max_bytes=4 * MEBIBYTE)
-    async with store.opened(max_bytes=64 * MEBIBYTE) as (_, names):
+    journal = await store.make(max_bytes=4 * MEBIBYTE)
+    found = [stored async for _, stored in journal.replay()]
+    assert len(found) == 200
+    for stored in found:
+        journal.hold(stored)
+    with pytest.raises(DomainError, match="keeps"):
+        journal.check_room(1)
+    await journal.close()
+    # Nobody needs them now.
+    async with store.opened(max_bytes=4 * MEBIBYTE) as (journal, names):
         assert len(names) == 200
+        await journal.append([record("a")])
+        async with asyncio.timeout(20):
+            while not journal.compactions:
+                await asyncio.sleep(0.01)
+        journal.check_room(1)
+        state = await journal._log.connection.state()
+        assert state.config["max_bytes"] == 4 * MEBIBYTE + jetstream_stream.SLACK_BYTES
+
+
+async def test_a_compaction_has_room_however_often_it_was_killed_before(
+    store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_stream, "SLACK_BYTES", 2 * MEBIBYTE)
+    most, state = 16 * MEBIBYTE, [record(f"{n}-" + "x" * 50_000) for n in range(80)]
+    full = most + jetstream_stream.SLACK_BYTES
+    queue, copied = JetStreamJournal._queue, asyncio.Event()
+
+    def killed_at_the_end(journal: Any, entries: Any, **options: Any) -> Any:
+        if entries and entries[0].kind is Kind.END:
+            copied.set()
+            return asyncio.Future()
+        return queue(journal, entries, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JetStreamJournal, "_queue", killed_at_the_end)
+        for kill in range(8):
+            copied.clear()
+            journal = await store.make(max_bytes=most)
+            names = await names_in(journal)
+            await journal.start(partial(list, state))
+            if not kill:
+                await journal.append(state)
+            else:
+                assert len(names) == len(state)
+            journal._pace.press()
+            await journal.append([record("more")])
+            state = [*state, record("more")]
+            async with asyncio.timeout(20):
+                await copied.wait()
+            left = (await journal._log.connection.state()).byte_count
+            await store.crash(journal)
+    assert left > full
+    async with store.opened(lambda: state, max_bytes=most) as (journal, names):
+        assert len(names) == len(state)
+        state = [*state, record("last")]
+        await journal.append(state[-1:])
+        async with asyncio.timeout(20):
+            while not journal.compactions:
+                await asyncio.sleep(0.01)
+        found = await journal._log.connection.state()
+        assert found.byte_count < 2 * most // 3
+        assert found.config["max_bytes"] == full
+    assert len(await store.names(max_bytes=most)) == len(state)
 
 
 async def test_a_stream_whose_beginning_is_gone_is_not_read(store: JetStreamStore) -> None:
@@ -521,7 +583,7 @@ async def test_what_is_refused_has_it_compacted(
             while not journal.compactions:
                 await journal.append([record("nobody's", 100_000)])
         # Fits once half of the state is gone.
-        room = journal._max_bytes // 3 - jetstream_journal.HEADROOM_BYTES - 400_000
+        room = journal._most_kept - jetstream_journal.HEADROOM_BYTES - 400_000
         state.clear()
         await journal.append([record("closed")])
         asked: list[int] = []

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import os
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +81,95 @@ async def test_nats_that_comes_back_without_syncing_is_given_nothing_more(tmp_pa
         again = await open_journal(nats.section("BACK", max_bytes=64 * MEBIBYTE))
         assert await names_in(again) == ["before", "while away True"]
         await again.close()
+
+
+# Credentials and TLS
+
+
+def signed(issuer: Any, subject: str, kind: str, **fields: object) -> str:
+    """A JWT as `nsc` makes it: https://docs.nats.io/running-a-nats-service/nats_admin/security/jwt."""
+
+    def encoded(data: bytes) -> str:
+        return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+    claims = {
+        "jti": "TEST",
+        "iat": int(time.time()),
+        "iss": issuer.public_key.decode(),
+        "sub": subject,
+        "name": kind,
+        "nats": {"type": kind, "version": 2, **fields},
+    }
+    head = {"typ": "JWT", "alg": "ed25519-nkey"}
+    body = ".".join(encoded(json.dumps(part).encode()) for part in (head, claims))
+    return f"{body}.{encoded(issuer.sign(body.encode()))}"
+
+
+def key(prefix: int) -> Any:
+    nkeys = pytest.importorskip("nkeys")
+    return nkeys.from_seed(nkeys.encode_seed(os.urandom(32), prefix))
+
+
+async def test_credentials_let_a_server_in(tmp_path: Path) -> None:
+    nkeys = pytest.importorskip("nkeys")
+    operator, account = key(nkeys.PREFIX_BYTE_OPERATOR), key(nkeys.PREFIX_BYTE_ACCOUNT)
+    system, user = key(nkeys.PREFIX_BYTE_ACCOUNT), key(nkeys.PREFIX_BYTE_USER)
+    names = {one: one.public_key.decode() for one in (operator, account, system, user)}
+    limits = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+    limits |= {"subs": -1, "data": -1, "payload": -1, "conn": -1, "leaf": -1}
+    limits |= {"imports": -1, "exports": -1, "wildcards": True}
+    known = signed(operator, names[account], "account", limits=limits)
+    others = signed(operator, names[system], "account", limits={"conn": -1, "subs": -1, "data": -1})
+    extra = (
+        f"operator: {signed(operator, names[operator], 'operator')}\n"
+        f"system_account: {names[system]}\nresolver: MEMORY\n"
+        f"resolver_preload: {{ {names[account]}: {known}, {names[system]}: {others} }}\n"
+    )
+    token = signed(account, names[user], "user", subs=-1, data=-1, payload=-1)
+    path = tmp_path / "hub.creds"
+    path.write_text(
+        f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+    )
+    with nats_server(tmp_path / "nats", extra=extra) as nats:
+        most: dict[str, Any] = {"max_bytes": 64 * MEBIBYTE, "patience_seconds": 2.0}
+        with pytest.raises(JournalUnreadable, match=r"cannot be reached: .*[Aa]uthorization"):
+            await open_journal(nats.section("LOCKED", **most))
+        journal = await open_journal(nats.section("LOCKED", credentials=path, **most))
+        assert await names_in(journal) == []
+        await journal.start(list)
+        await journal.append([record("let in")])
+        await journal.close()
+
+
+@pytest.mark.parametrize("name", ["credentials", "ca", "certificate", "key"])
+async def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    there = tmp_path / "there.pem"
+    there.touch()
+    files = {"certificate": there, "key": there, name: tmp_path / "gone"}
+    section = JournalSection.model_validate(
+        {"url": "nats://127.0.0.1:1", "durability": "process", "ca": there, **files}
+    )
+    with pytest.raises(JournalUnreadable, match=rf"journal\.{name}: No such file .*gone"):
+        await open_journal(section)
+    section = section.model_copy(update={name: there})
+    with pytest.raises(JournalUnreadable, match=r"journal\.ca, certificate, key: "):
+        await open_journal(section)
+
+
+async def test_without_the_library_of_keys_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nkeys", None)
+    path = tmp_path / "hub.creds"
+    path.touch()
+    section = JournalSection.model_validate(
+        {"url": "nats://127.0.0.1:1", "durability": "process", "credentials": path}
+    )
+    with pytest.raises(
+        JournalUnreadable, match=r"needs nkeys: pip install 'penstock\[jetstream\]'"
+    ):
+        await open_journal(section)
 
 
 # Configuration
