@@ -20,7 +20,7 @@ from penstock.demo.model import prepare_model
 from penstock.demo.processes import Command, break_off
 from penstock.demo.settings import SUMS, Plan, Scale
 from penstock.demo.summary import read_lines
-from penstock.demo.supervisor import Cast, Restarts, Supervisor
+from penstock.demo.supervisor import Cast, Listens, Restarts, Supervisor
 from penstock.demo.tasks import write_sums
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
@@ -137,8 +137,8 @@ def _cast(plan: Plan, setup: Setup) -> Cast:
         }
         return Command(name, pinned, plan.out / f"{name}.log", environment)
 
-    def server(address: str | None) -> Command:
-        arguments = list(settings.serve_command(plan, address))
+    def server(listens: Listens | None) -> Command:
+        arguments = list(settings.serve_command(plan, listens))
         arguments[arguments.index("--max-num-seqs") + 1] = str(setup.in_flight)
         return command("server", setup.engine_cores, (*arguments, *setup.server_options))
 

@@ -204,8 +204,8 @@ class StreamLog:
         await fit_stream(self.connection, state, needed, self._section.max_bytes)
 
     async def remove(self, carried: set[int]) -> None:
-        """Removes what came before the newest snapshot, less the records outside that it refers to; then the
-        stream is as large as it should be.
+        """Removes what came before the newest snapshot, less the records outside that it refers to. After
+        that the stream is as large as it should be.
 
         Raises JetStreamError.
         """

@@ -93,7 +93,12 @@ async def stage(
             started.changed.notify_all()
 
     cast = Cast(
-        lambda address: command("server", serve, address or "first"),
+        lambda listens: command(
+            "server",
+            serve,
+            listens.address if listens else "first",
+            str(listens.http_port) if listens else "",
+        ),
         {"worker": lambda address: command("worker", work, address)},
         lambda address, resume: command("trainer", train, address, "resume" if resume else ""),
         trainer_keeps_checkpoints=keeps_checkpoints,
@@ -177,7 +182,9 @@ async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
 
 
 async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> None:
-    async with stage(tmp_path, serve=f"echo told $1; {SERVE}") as run:
+    endpoints = "echo penstock endpoints on http://127.0.0.1:78/v1"
+    serve = SERVE.replace("; exec", f"; {endpoints}; exec")
+    async with stage(tmp_path, serve=f"echo told $1 $2; {serve}") as run:
         await run.told("trainer", "starting")
         os.kill(run.pid(2), signal.SIGKILL)
         await run.told("server", "serves at", 2)
@@ -188,7 +195,7 @@ async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> N
             line
             for line in (tmp_path / "server.log").read_text().splitlines()
             if line.startswith("told")
-        ] == ["told first", "told 127.0.0.1:77"]
+        ] == ["told first", "told 127.0.0.1:77 78"]
         # Nobody else was touched.
         assert [who for who, what in run.events if what.startswith("starting")].count("worker") == 1
 

@@ -16,10 +16,13 @@ from click.testing import CliRunner
 from penstock.client.__main__ import main
 from penstock.demo import up_checks
 from penstock.demo.processes import Command, FirstMatch, Process
+from penstock.demo.supervisor import Listens
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
+from penstock.demo.up import status, up
 from penstock.demo.up_cast import Programs, make_cast
 from penstock.demo.up_config import UpConfigInvalid, command_line, load
+from penstock.demo.up_state import FolderUnusable, locked
 from tests.faults.test_supervised_run import check
 
 FILE = """
@@ -164,10 +167,44 @@ async def test_a_folder_that_holds_a_run_is_gone_on_with_only_where_that_is_said
     config: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
+    # Of a start that had no room for anything.
     (tmp_path / "out" / "events.log").touch()
+    shown = CliRunner().invoke(main, ["up", str(config), "--status"])
+    assert (shown.exit_code, "nothing has run in" in shown.output) == (1, True)
+    up_checks.check_folder(tmp_path / "out", resume=False)
+    (tmp_path / "out" / "state.json").touch()
     shown = CliRunner().invoke(main, ["up", str(config)])
     assert shown.exit_code == 2
     assert "holds another run; give --resume" in shown.output
+
+
+@pytest.mark.parametrize("option", ["--resume", "--status"])
+def test_a_folder_that_is_none_is_named(config: Path, tmp_path: Path, option: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "out").touch()
+    programs = Programs(("true",), ("true",), ("true",), ("true",))
+    with (
+        pytest.raises(FolderUnusable, match=r"up\.out: .*out: File exists"),
+        locked(tmp_path / "out"),
+    ):
+        pass
+    assert (
+        status(config, []) if option == "--status" else up(config, [], True, False, programs)
+    ) == 2
+
+
+def test_a_server_comes_back_on_the_addresses_it_had(config: Path) -> None:
+    cast = make_cast(load(config, []), Programs(serve=("serve",)), resume=False)
+    assert "--listen" not in cast.server(None).arguments
+    again = cast.server(Listens("0.0.0.0:7000", 7007)).arguments
+    assert again[again.index("--listen") + 1] == "0.0.0.0:7000"
+    assert again[again.index("--http-listen") + 1] == "0.0.0.0:7007"
+    assert "--http-listen" not in cast.server(Listens("0.0.0.0:7000")).arguments
+    cast = make_cast(
+        load(config, ["serve.http.listen=127.0.0.1:0"]), Programs(serve=("serve",)), resume=False
+    )
+    again = cast.server(Listens("0.0.0.0:7000", 7007)).arguments
+    assert again[again.index("--http-listen") + 1] == "127.0.0.1:7007"
 
 
 def pid_of(out: Path, command: str) -> int:

@@ -51,6 +51,8 @@ SECONDS_FOR_LAST_WORDS = 5.0
 """How long the output of a process that has ended may still arrive."""
 
 LOG_LINES_SHOWN = 25
+LOG_BYTES_SHOWN = 64 << 10
+"""At most: a log grows over all starts, and is read while everything else waits."""
 LONGEST_LINE_BYTES = 1 << 20
 """What is longer goes on as further lines."""
 
@@ -122,13 +124,19 @@ class Running(Protocol):
         ...
 
 
+def read_tail(log: Path, byte_count: int) -> list[str]:
+    """The lines of so much at its end, of which the first may be cut. Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - byte_count))
+        return file.read(byte_count).decode(errors="replace").splitlines()
+
+
 def last_lines(running: Running, most: int) -> list[str]:
     """The end of its log, and of those of its earlier starts."""
     try:
-        text = running.command.log.read_text(errors="replace")
+        return read_tail(running.command.log, LOG_BYTES_SHOWN)[-most:]
     except FileNotFoundError:
         return []
-    return text.splitlines()[-most:]
 
 
 def explain(running: Running, status: int) -> str:
@@ -361,6 +369,11 @@ class FirstMatch:
         """Takes a line."""
         if not self._found.done() and (match := self._pattern.search(line)) is not None:
             self._found.set_result(match.group(1))
+
+    @property
+    def found(self) -> str | None:
+        """The match's first group, as soon as there is one."""
+        return self._found.result() if self._found.done() else None
 
     async def wait(self, process: Running) -> str:
         """The match's first group. Raises ProcessFailed where the process ends without such a line."""

@@ -95,10 +95,12 @@ async def open_ray(
             finally:
                 await placement.close()
     finally:
-        await _finish(asyncio.to_thread(_ray().shutdown))
-        if before is not None:
-            # Ray's agents would take a while to notice that they are alone.
-            children.end_all_but(before)
+        try:
+            await _finish(asyncio.to_thread(_ray().shutdown))
+        finally:
+            if before is not None:
+                # Ray's agents would take a while to notice that they are alone.
+                children.end_all_but(before)
 
 
 def _connect(cluster: Cluster, shares: Mapping[str, Share], label: str) -> None:

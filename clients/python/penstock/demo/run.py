@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.demo import settings
 from penstock.demo.activity import record_activity
 from penstock.demo.processes import Command, break_off, end
-from penstock.demo.supervisor import Cast, Restarts, Supervisor, log_events
+from penstock.demo.supervisor import Cast, Listens, Restarts, Supervisor, log_events
 from penstock.demo.tasks import write_printable, write_sums
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def _announce(plan: Plan, console: Console) -> None:
 def _cast(plan: Plan) -> Cast:
     """The demo keeps no checkpoints, so that a trainer that dies ends it."""
 
-    def server(address: str | None) -> Command:
-        arguments = settings.serve_command(plan, address)
+    def server(listens: Listens | None) -> Command:
+        arguments = settings.serve_command(plan, listens)
         return _command(plan, "server", arguments, settings.SERVER_THREADS)
 
     def worker(address: str) -> Command:

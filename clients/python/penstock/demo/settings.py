@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from penstock.demo.supervisor import Listens
+
 SUMS = "sums"
 """The task's name on the command line: "What is a + b?", a and b from 1 to 20."""
 
@@ -170,15 +172,19 @@ def choose_scale(task: str, *, tiny: bool) -> Scale:
     return SMALL_MODEL if task in {SUMS, PRINTABLE} else SMALL_MODEL_LONG_TASK
 
 
-def serve_command(plan: Plan, address: str | None) -> tuple[str, ...]:
-    """`penstock serve`; with the address it had, where it is started again."""
+def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
+    """`penstock serve`; on the addresses it had, where it is started again."""
+    again: tuple[str, ...] = AWAIT_TRAINER if listens else ()
+    if listens is not None and listens.http_port is not None:
+        host = listens.address.rpartition(":")[0]
+        again += ("--http-listen", f"{host}:{listens.http_port}")
     return penstock(
         "serve",
         *("--model", str(plan.model)),
-        *("--listen", address or plan.listen),
+        *("--listen", listens.address if listens else plan.listen),
         *("--set", f"journal.folder={plan.out / 'journal'}"),
         *("--set", f"journal.durability={plan.durability}"),
-        *(AWAIT_TRAINER if address else ()),
+        *again,
         *(("--dtype", plan.scale.dtype) if plan.scale.dtype else ()),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),

@@ -58,6 +58,9 @@ from penstock.demo.processes import (
 SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
 """The line a server prints once it serves, with its address; the engine prints addresses too."""
 
+ENDPOINTS = re.compile(r"^penstock endpoints on https?://\S+:(\d+)")
+"""The line after it, where the server has HTTP endpoints, with their port."""
+
 BAD_CONFIGURATION = 2
 """Exit status of every `penstock` command that cannot use what it was told."""
 
@@ -109,8 +112,19 @@ class RestartBudget:
 EVERY_ADDRESS = ("0.0.0.0", "[::]")
 """Hosts that are listened on and cannot be called."""
 
-ServerCommand = Callable[[str | None], Command]
-"""The server's command: for its first start, or for a later one on the address it had."""
+
+@dataclass(frozen=True)
+class Listens:
+    """Where a server listens."""
+
+    address: str
+    """HOST:PORT, as it says."""
+    http_port: int | None = None
+    """Of its HTTP endpoints; None where it has none."""
+
+
+ServerCommand = Callable[[Listens | None], Command]
+"""The server's command: for its first start, or for a later one on the addresses it had."""
 
 EngineCommand = Callable[[], Command]
 """An engine server's command."""
@@ -202,7 +216,7 @@ class Supervisor:
         self._on_serving = on_serving
         self._on_trainer_line = on_trainer_line and going_on(on_trainer_line, "the trainer's lines")
         self._on_change = on_change and going_on(on_change, "the state of the processes")
-        self._listens: str | None = None
+        self._listens: Listens | None = None
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engines_moved = asyncio.Event()
         self._done = asyncio.Event()
@@ -329,10 +343,15 @@ class Supervisor:
 
     async def _live(self, role: Role) -> tuple[Running, int]:
         """One start, to its end."""
-        serves = FirstMatch(SERVING)
+        serves, endpoints = FirstMatch(SERVING), FirstMatch(ENDPOINTS)
+
+        def on_line(line: str) -> None:
+            serves(line)
+            endpoints(line)
+
         command = role.command(role.starts)
         self._set(role, State.STARTING)
-        process = await self._placement.start(command, serves if role.serves else role.on_line)
+        process = await self._placement.start(command, on_line if role.serves else role.on_line)
         role.process = process
         role.starts += 1
         self._set(role, State.STARTING if role.serves else State.RUNNING)
@@ -348,6 +367,8 @@ class Supervisor:
         else:
             self._serve(role, process, listens)
         status = await process.wait()
+        if role is self._server and self._listens is not None and endpoints.found is not None:
+            self._listens = replace(self._listens, http_port=int(endpoints.found))
         role.address = ""
         self._engines_moved.set()
         return process, status
@@ -360,7 +381,7 @@ class Supervisor:
         if role is not self._server:
             self._engines_moved.set()
         elif self._listens is None:
-            self._listens = listens
+            self._listens = Listens(listens)
             self._address.set_result(role.address)
         elif role.address != (known := self._address.result()):
             raise ProcessFailed(

@@ -29,7 +29,7 @@ from penstock.demo.supervisor import BAD_CONFIGURATION, Restarts, Supervisor, Te
 from penstock.demo.up_cast import Programs, local_placement, make_cast, shares
 from penstock.demo.up_checks import check, check_folder, resolve
 from penstock.demo.up_config import UpConfig, UpConfigInvalid, load
-from penstock.demo.up_state import EVENTS, FolderInUse, locked, show_state, write_state
+from penstock.demo.up_state import EVENTS, FolderUnusable, locked, show_state, write_state
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,10 +56,9 @@ def up(
             return 0
         check_folder(config.up.out, resume)
         check(config, programs)
-        config.up.out.mkdir(parents=True, exist_ok=True)
         with locked(config.up.out):
             asyncio.run(_run(config, programs, resume, Console(highlight=False)))
-    except (UpConfigInvalid, FolderInUse) as error:
+    except (UpConfigInvalid, FolderUnusable) as error:
         sys.stderr.write(f"penstock up: {error}\n")
         return BAD_CONFIGURATION
     except (ProcessFailed, PlacementFailed) as error:
@@ -77,10 +76,10 @@ def status(path: Path, overrides: list[str]) -> int:
 
     try:
         config = load(path, overrides)
-    except UpConfigInvalid as error:
+        table = show_state(config.up.out)
+    except (UpConfigInvalid, FolderUnusable) as error:
         sys.stderr.write(f"penstock up: {error}\n")
         return BAD_CONFIGURATION
-    table = show_state(config.up.out)
     if table is None:
         sys.stderr.write(f"penstock up: nothing has run in {config.up.out}\n")
         return 1
@@ -102,15 +101,16 @@ async def _run(config: UpConfig, programs: Programs, resume: bool, console: Cons
         console.print(line, markup=False, soft_wrap=True)
 
     tell = log_events(config.up.out / EVENTS, say)
-    placed = False
+    runs = False
     try:
         async with _placement(config, tell) as placement:
-            placed = True
+            runs = True
             await _supervise(config, programs, resume, placement, tell, show)
+            runs = False
     except asyncio.CancelledError:
-        if placed:
+        if runs:
             raise
-        # A stop on request, and there was nothing to be stopped yet.
+        # A stop on request, and there was nothing to be stopped yet, or any more.
         task.uncancel()
     finally:
         tell("up", "stopped")
@@ -143,8 +143,10 @@ async def _supervise(
         tell("up", "stopping")
         raise
     finally:
-        await end_in_turn(supervisor.started, config.up.stop_seconds)
-        supervisor.ended()
+        try:
+            await end_in_turn(supervisor.started, config.up.stop_seconds)
+        finally:
+            supervisor.ended()
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import tomli_w
 
@@ -15,7 +15,7 @@ from penstock.demo.cluster_config import Share
 from penstock.demo.placement import DEVICES, LocalPlacement, share_devices
 from penstock.demo.processes import Command
 from penstock.demo.ranked_process import rank_name
-from penstock.demo.supervisor import Cast
+from penstock.demo.supervisor import Cast, Listens
 from penstock.demo.up_config import UpConfig, command_line
 
 if TYPE_CHECKING:
@@ -47,11 +47,15 @@ def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
     """Who runs, and how each is started."""
     out = config.up.out
 
-    def server(address: str | None) -> Command:
+    def server(listens: Listens | None) -> Command:
         name, program = server_name(config), programs.hub if config.engine_count else programs.serve
         arguments = ["--config", str(out / "serve.toml")]
-        if address is not None:
-            arguments += ["--listen", address, "--set", "weights.await_trainer=true"]
+        if listens is not None:
+            arguments += ["--listen", listens.address, "--set", "weights.await_trainer=true"]
+            if listens.http_port is not None:
+                asked = http_listen(config) or listens.address
+                host = asked.rpartition(":")[0]
+                arguments += ["--http-listen", f"{host}:{listens.http_port}"]
         return _command(config, name, (*program, *arguments), {"serve.toml": config.serve})
 
     def engine(name: str) -> Command:
@@ -102,6 +106,12 @@ def _command(
         {**ENVIRONMENT, **config.cluster.environment},
         files={out / file: tomli_w.dumps(table) for file, table in files.items()},
     )
+
+
+def http_listen(config: UpConfig) -> str | None:
+    """Where the server's HTTP endpoints are asked to be; None where that is not said."""
+    http = config.serve.get("http")
+    return cast("str | None", http.get("listen")) if isinstance(http, dict) else None
 
 
 def server_name(config: UpConfig) -> str:

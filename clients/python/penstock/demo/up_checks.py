@@ -19,7 +19,7 @@ import tomli_w
 from penstock.demo import ray_placement
 from penstock.demo.up_cast import Programs
 from penstock.demo.up_config import UpConfig, UpConfigInvalid, command_line
-from penstock.demo.up_state import EVENTS, is_running
+from penstock.demo.up_state import holds_run, is_running
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.config import load as load_serve
 from penstock.wire.channel import is_loopback
@@ -79,8 +79,8 @@ def _read(section: str, table: Table) -> ServeConfig:
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """That the run may write there."""
-    if not (out / EVENTS).exists():
+    """That the run may write there. Raises FolderUnusable."""
+    if not holds_run(out):
         return
     if is_running(out):
         raise UpConfigInvalid(f"up.out: another `penstock up` runs in {out}")

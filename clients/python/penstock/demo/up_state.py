@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.demo.processes import write_files
+from penstock.demo.processes import read_tail, write_files
 from penstock.demo.supervisor import Role
 
 if TYPE_CHECKING:
@@ -28,8 +28,12 @@ STATE = "state.json"
 TAIL_BYTES = 4096
 
 
-class FolderInUse(Exception):
-    """Another `penstock up` runs in the folder."""
+class FolderUnusable(Exception):
+    """Nothing can run in the folder, or be told of it."""
+
+
+class FolderInUse(FolderUnusable):
+    """Another `penstock up` runs there."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,11 @@ class RoleState:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Generator[None]:
-    """Holds the folder. Raises FolderInUse."""
-    with (out / EVENTS).open("a") as file:
+    """Holds the folder, which is made where there is none. Raises FolderUnusable."""
+    with _using(out):
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / EVENTS).open("a")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -61,8 +68,22 @@ def locked(out: Path) -> Generator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _using(out: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderUnusable(f"up.out: {error.filename or out}: {error.strerror}") from error
+
+
+def holds_run(out: Path) -> bool:
+    """Whether anything was ever started there. Raises FolderUnusable."""
+    with _using(out):
+        return out.is_dir() and any(path.name == STATE for path in out.iterdir())
+
+
 def is_running(out: Path) -> bool:
-    """Whether a `penstock up` runs there."""
+    """Whether a `penstock up` runs there. Raises FolderUnusable."""
     try:
         with locked(out):
             return False
@@ -92,15 +113,16 @@ def _state(role: Role) -> RoleState:
 
 
 def read_state(out: Path) -> dict[str, Any] | None:
-    """What was put down last; None where nothing was."""
-    try:
-        return json.loads((out / STATE).read_text())
-    except FileNotFoundError:
-        return None
+    """What was put down last; None where nothing was. Raises FolderUnusable."""
+    with _using(out):
+        try:
+            return json.loads((out / STATE).read_text())
+        except FileNotFoundError:
+            return None
 
 
 def show_state(out: Path) -> Table | None:
-    """As a table; None where nothing ever ran there."""
+    """As a table; None where nothing ever ran there. Raises FolderUnusable."""
     from rich.table import Table
 
     told = read_state(out)
@@ -130,9 +152,7 @@ def _escaped(text: str) -> str:
 def last_words(log: Path) -> str:
     """The last line of a log that says anything."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
+        lines = read_tail(log, TAIL_BYTES)
+    except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
