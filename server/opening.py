@@ -140,7 +140,7 @@ class Opening:
         parent = self._parent(request)
         # While weights switch it waits, and is asked again when it is admitted.
         required = request.required_weight_version
-        if required not in (0, self._switch.active_version) and not self._switch.switching:
+        if required not in (0, self._switch.active_version) and not self._switch.changing:
             raise DomainError(
                 Reason.WEIGHT_VERSION_NOT_ACTIVE,
                 f"weight version {request.required_weight_version} is required, "

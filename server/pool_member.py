@@ -42,6 +42,8 @@ KNOWN_VERSIONS = 64
 MOST_MISSES = 2
 """Looks in a row that run out of time before the turns go on elsewhere. One may be a hub that stood still
 itself, and has the answer, or tokens, still to read."""
+LONGEST_OFFER_SECONDS = 60.0
+"""Between two offers of a version that it did not take: each may be all of its bytes."""
 UNKNOWN_VERSION = "which version it samples is not known"
 
 
@@ -60,6 +62,16 @@ class State(Enum):
         """As GetServerInfo names it."""
         value = self.LOST.value if self is State.REFUSED else self.value
         return rollout_service_pb2.ReplicaState.ValueType(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A version that an engine server did not take."""
+
+    version: int
+    times: int
+    until: float
+    """When it is offered again, on the clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +119,9 @@ class Member:
     failures: int = 0
     """In a row."""
     refusals: int = 0
-    """Turns in a row that it refused, and another engine may take."""
+    """Turns in a row that it refused, and another engine may take, or times in a row that it lost some."""
+    declined: Declined | None = None
+    """The version that it was to be given, and did not take the last time."""
     closed_until: float = 0.0
     """No turns go there before this time, on the clock, for it was full or failed."""
     limit: TurnLimit = field(init=False)
@@ -171,7 +185,8 @@ class Member:
             self.pace = Pace()
             self.speak()
             self.setback, self.hung = "", False
-            self.refusals = 0
+            self.refusals, self.closed_until = 0, 0.0
+            self.declined = None
             self.state, self.problem = State.JOINING, ""
         elif self.state is State.LOST and not self.silent:
             # It was out of reach; what it samples is what it did, unless it says otherwise.
@@ -241,6 +256,7 @@ class Member:
     def has(self, pool_version: int, *, adapter: bool) -> None:
         """It samples this version now; an adapter leaves the full weights what they were."""
         self.version = pool_version
+        self.declined = None
         if not adapter:
             self.full_version = pool_version
             # Until it says that it holds this one.
@@ -308,12 +324,32 @@ class Member:
             if self.state is State.SERVING:
                 self.problem = ""
 
+    def refused_at_limit(self) -> bool:
+        """It refused one of its turns for having as many as it may; returns whether it has others, and so
+        takes the next one as soon as one of them ends."""
+        others = len(self.turns) - 1
+        if others:
+            self.limit = self.limit.bounded(others, self.rules)
+        return others > 0
+
     def refuse(self, problem: str) -> float:
         """It refused a turn that another one may take; returns for how many seconds to leave it alone."""
         self.refusals += 1
         if self.state is State.SERVING:
             self.problem = problem
         return retry_seconds(self.refusals)
+
+    def decline(self, version: int) -> None:
+        """It did not take a version that it was to be given."""
+        last = self.declined
+        times = last.times + 1 if last is not None and last.version == version else 1
+        seconds = retry_seconds(times, longest=LONGEST_OFFER_SECONDS)
+        self.declined = Declined(version, times, self.clock() + seconds)
+
+    def may_be_offered(self, version: int) -> bool:
+        """Whether a version that it did not take is worth another upload by now."""
+        last = self.declined
+        return last is None or last.version != version or self.clock() >= last.until
 
     def close_for(self, seconds: float) -> None:
         """It is left alone for so long."""

@@ -26,6 +26,8 @@ What a failure does:
   longer, whatever it was at. One that comes back before the end is given the version again;
 - has not all of it `stage_seconds` after the switch was asked for, or has not switched `switch_seconds`
   after it was told to: its call is ended, and it is given up;
+- has it no more when it is told to switch, since another version that was staged after it is there: it is
+  staged once more;
 - comes into rotation meanwhile, with the version before: it is staged as the others are, in what is left of
   the same time; but where all switch at once and have begun to, it is given up;
 - some refuse the version or are late with it, and none is known to have it: it is refused, and all go on
@@ -49,8 +51,12 @@ from penstock.server.pool_uploads import POLICIES, Fanout, not_taken
 from penstock.server.weight_switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
+from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
+
+NOT_THERE = (Reason.WEIGHT_VERSION_NOT_STAGED, Reason.WEIGHT_VERSION_STALE)
+"""Refusals of a switch after which the version has to be staged again, under another number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +85,8 @@ class PoolSwitch:
     _switching: dict[Member, asyncio.Task[None]] = field(
         default_factory=dict[Member, "asyncio.Task[None]"]
     )
+    _staged_again: set[Member] = field(default_factory=set[Member])
+    """Those that had the version no more when they were told to switch to it."""
     _woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -109,7 +117,7 @@ class PoolSwitch:
                 staged = [member for member, task in self._staging.items() if task.done()]
                 late = [member for member in self._staging if member not in staged]
                 if late and now() >= deadline:
-                    self._leave(late, f"after {self.rules.stage_seconds:g} s")
+                    self._leave(late, f"after {self.rules.stage_seconds:g} s", hung=True)
                     continue
                 if late and begun and self.rules.switches_at_once:
                     self._leave(late, "when the others switched to it")
@@ -169,12 +177,12 @@ class PoolSwitch:
     def _ended(self, _: object) -> None:
         self._woken.set()
 
-    def _leave(self, late: list[Member], when: str) -> None:
+    def _leave(self, late: list[Member], when: str, *, hung: bool = False) -> None:
         for member in late:
             del self._staging[member]
             self.fanout.end(member)
             self.declined[member] = None
-            member.hung = True
+            member.hung = member.hung or hung
             self._give_up(member, f"had not all of version {self.version} {when}")
         self.roster.rotate()
 
@@ -220,6 +228,13 @@ class PoolSwitch:
             self._lose(member, problem)
             return
         except Refused as error:
+            if error.failure.reason in NOT_THERE and member not in self._staged_again:
+                # Another version that was staged meanwhile took its place.
+                self._staged_again.add(member)
+                self.unanswered.discard(member)
+                self.fanout.end(member)
+                self._goes_on(member)
+                return
             self._refuse(member, error)
             return
         # Where it has to be given it again, that is another upload.
@@ -228,6 +243,9 @@ class PoolSwitch:
         member.has(self.version, adapter=self.fanout.is_adapter)
         member.hung = False
         self.answers.append(answer)
+        self._goes_on(member)
+
+    def _goes_on(self, member: Member) -> None:
         if member.state is State.SWITCHING:
             member.state, member.problem = State.SERVING, ""
             self.roster.rotate()

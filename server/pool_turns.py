@@ -159,6 +159,9 @@ class PoolTurns:
 
     def _lost_at(self, member: Member, error: Unanswered) -> None:
         before = member.state, member.problem
+        if member.stays and not member.silent:
+            # It may answer looks, and lose turn after turn.
+            self._leave_alone(member, member.refuse(str(error)))
         self._roster.lose(member, str(error))
         self._roster.tell(member, before)
         self._roster.poke(member)
@@ -183,7 +186,9 @@ class PoolTurns:
         """Whether another engine may take it; raises the refusal where none would. `refused_by` are those
         that refused it before for what need not be its own sake."""
         if error.is_full:
-            self._leave_alone(member, error.failure.retry_after_seconds or FULL_SECONDS)
+            limited = error.failure.metadata.get("limit") == "turns_in_flight"
+            if not (limited and member.refused_at_limit()):
+                self._leave_alone(member, error.failure.retry_after_seconds or FULL_SECONDS)
         elif error.failure.code in NOT_THE_TURN:
             if not member.refusals:
                 logger.warning("engine %s refuses turns: %s", member.address, error)

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
-from penstock.server.engine_server import Refused, StagedThere
+from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.errors import DomainError
 from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_differences import Differing
@@ -148,6 +148,8 @@ class PoolWeights:
         probe: Probe | None = None,
         adapter: AdapterShape | None = None,
     ) -> None:
+        if not member.may_be_offered(version):
+            return
         # Nobody waits for the bytes of one that hung before.
         key = member.host_id, version, adapter is None, member.hung
 
@@ -171,7 +173,12 @@ class PoolWeights:
                 member.has(version, adapter=adapter is not None)
             except Refused as error:
                 fanout.settle(member, accepted=False)
+                member.decline(version)
                 member.leave_rotation(not_taken(version, error))
+            except Unanswered:
+                # It may be gone, or serve nothing any more.
+                member.decline(version)
+                raise
             except TimeoutError:
                 member.hung = True
                 member.leave_rotation(f"{doing} version {version} after {limit:g} s")

@@ -355,8 +355,10 @@ class Serving:
         await recorded
 
     async def _release_turns(self) -> None:
-        """Holds turns back no longer, where the trainer's version is the active one."""
-        if self.trainer.connected and self.admission.trainer_version == self.switch.active_version:
+        """Holds turns back no longer, where the active version is what the trainer holds, or, without a
+        session, what somebody gave, as a hub does its engine servers."""
+        active = self.switch.active_version
+        if not self.trainer.connected or self.admission.trainer_version == active:
             await self.switch.await_trainer(False)
 
     async def _recover(self) -> None:

@@ -77,6 +77,11 @@ class TurnLimit:
         """For an engine of which nothing is known."""
         return cls(rules.first)
 
+    def bounded(self, turns: int, rules: LimitRules) -> TurnLimit:
+        """The limit of an engine that took so many turns, and refused one more."""
+        value = max(rules.fewest, min(self.value, turns))
+        return TurnLimit(value, self.preemptions, self.coming_down, proven=True)
+
     def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
         """The limit after a report."""
         value, proven = self.value, self.proven

@@ -12,7 +12,8 @@ States of a turn:
 - *moving*: a turn that an adapter samples can be moved on: the engine's request ends, and another begins at
   the exact token under the version that is active by then. Its callers see a new segment and no more.
 - *placed again*: a request that nobody works on any more, because its place in a pool was lost, is made
-  again from the exact token, as often as it takes.
+  again from the exact token, as often as it takes; but a turn that is lost again and again (`MOST_LOST`)
+  before a token is sampled has failed.
 - *recorded*: the engine no longer works on it; it ends, for everybody who waits, once the journal has
   what it came to.
 - *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
     from penstock.server.trajectory_store import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
+
+MOST_LOST = 8
+"""Requests of a turn that are lost in a row, none of which sampled a token, before the turn has failed: it
+may be what its engines die of."""
 
 FINISH_REASONS = {
     Finish.STOP: trajectory_pb2.FINISH_REASON_STOP,
@@ -322,14 +327,22 @@ class TurnRunner:
             self.on_left()
 
     async def _attempt(self, turn: Turn) -> Finish:
+        lost = 0
         while True:
+            before = turn.policy_token_count
             try:
                 finish = await self._sample(turn)
-            except RequestLost:
+            except RequestLost as error:
                 if turn.abort_requested:
                     return Finish.ABORTED
                 if self._has_stopped(turn):
                     return Finish.STOP
+                lost = 0 if turn.policy_token_count > before else lost + 1
+                if lost == MOST_LOST:
+                    raise DomainError(
+                        Reason.INTERNAL_ERROR,
+                        f"lost {lost} times in a row before a token of it was sampled: {error}",
+                    ) from error
             else:
                 if finish is not Finish.ABORTED or not turn.moving or turn.abort_requested:
                     return finish

@@ -209,6 +209,12 @@ class WeightSwitch:
         return self._closed or self._awaiting_trainer
 
     @property
+    def changing(self) -> bool:
+        """Whether the active version may be another one soon, as while a pool switches one engine after the
+        other, too."""
+        return self.switching or self._pool_switching
+
+    @property
     def awaiting_trainer(self) -> bool:
         """Whether turns are held back until the active version is the trainer's."""
         return self._awaiting_trainer

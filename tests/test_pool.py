@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.server.engine_server import EngineServer, Refused, StagedThere
+from penstock.server.engine_server import EngineServer, Refused, StagedThere, Unanswered
 from penstock.server.pool_member import Member, State
 from penstock.server.turn_limit import LimitRules
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
@@ -273,6 +273,92 @@ async def test_a_turn_that_breaks_engines_ends_with_the_third(tmp_path: Path) ->
         for repair in repairs:
             repair()
         check(await pool.hub.generate("b", PROMPT))
+
+
+def lose(pool: Pool, number: int) -> Callable[[], None]:
+    """An engine server that answers looks, and loses every turn until what is returned is called."""
+    server = pool.member(number).server
+    original = server.generate
+
+    async def lost(message: object, metadata: object) -> AsyncGenerator[object]:
+        raise Unanswered("cut off")
+        yield
+
+    def repair() -> None:
+        server.generate = original  # type: ignore[method-assign]
+
+    server.generate = lost  # type: ignore[method-assign,assignment]
+    return repair
+
+
+async def test_an_engine_that_loses_turns_and_answers_looks_is_left_alone_for_longer_each_time(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        broken = pool.member(0)
+        repair = lose(pool, 0)
+        number = 0
+        async with asyncio.timeout(30):
+            while broken.refusals < 4:
+                number += 1
+                check(await pool.hub.generate(f"t{number}", PROMPT))
+        assert broken.closed_until - broken.clock() > 1.0
+        assert pool.engine.requests_lost == broken.given == 4
+        repair()
+        await pool.serving()
+        async with asyncio.timeout(30):
+            while broken.refusals:
+                number += 1
+                check(await pool.hub.generate(f"t{number}", PROMPT))
+
+
+async def test_a_turn_that_every_engine_dies_of_fails(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 3) as pool:
+        repairs = [lose(pool, number) for number in range(3)]
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async with asyncio.timeout(30):
+                await pool.hub.generate("a", PROMPT)
+        found = read_failure(failed.value)
+        assert found.reason == "INTERNAL_ERROR"
+        assert "lost 8 times in a row before a token of it was sampled: cut off" in found.message
+        assert sum(member.given for member in pool.engine.members) == 8
+        for repair in repairs:
+            repair()
+        check(await pool.hub.generate("b", PROMPT))
+
+
+async def test_an_engine_server_that_takes_fewer_turns_than_it_is_given_takes_those_all_the_time(
+    tmp_path: Path,
+) -> None:
+    limit = "limits.caller.turns_in_flight=2"
+    async with serve_pool(tmp_path, 1, step_seconds=SLOW, of_engines=[limit]) as pool:
+        turns = await asyncio.gather(*(pool.hub.generate(f"t{n}", PROMPT) for n in range(8)))
+        for turn in turns:
+            check(turn)
+        member = pool.member(0)
+        assert member.limit.proven and member.limit.value in (2, 3)
+        assert member.closed_until == 0.0
+
+
+async def test_an_engine_server_with_a_journal_serves_again_once_its_hub_has_given_it_weights(
+    tmp_path: Path,
+) -> None:
+    settings = (f"journal.folder={tmp_path / 'journal'}", "journal.durability=process")
+    own, again = tmp_path / "own", tmp_path / "again"
+    for folder in (own, again):
+        folder.mkdir()
+    async with serve(own, *settings) as first:
+        address = first.address
+        async with contextlib.AsyncExitStack() as stack:
+            hub, engine = await stack.enter_async_context(serve_hub(tmp_path / "hub", [address]))
+            await until(lambda: engine.members[0].state is State.SERVING)
+            await hub.upload(1)
+            await first.serving.stop(0.0)
+            await until(lambda: engine.members[0].state is State.LOST)
+            await stack.enter_async_context(serve(again, f"listen={address}", *settings))
+            async with asyncio.timeout(20):
+                turn = await hub.generate("t", PROMPT)
+            assert set(turn.versions) == {1}
 
 
 async def test_a_turn_that_is_too_large_for_the_engines_ends(tmp_path: Path) -> None:
@@ -552,6 +638,25 @@ async def test_an_engine_that_always_refuses_is_left_alone_for_longer_each_time(
         pool.engines[0].engine.fail_loads = 0
         await pool.serving()
         assert pool.member(0).failures == 0
+
+
+async def test_a_version_that_an_engine_does_not_take_is_offered_less_often_and_the_next_at_once(
+    tmp_path: Path,
+) -> None:
+    async with serve_pool(tmp_path, 2) as pool:
+        member, engine = pool.member(0), pool.engines[0].engine
+        engine.fail_loads = 1000
+        await pool.hub.upload(1)
+        await until(lambda: member.declined is not None and member.declined.times == 4)
+        assert member.declined is not None
+        assert member.declined.until - member.clock() > 1.0
+        tries = engine.fail_loads
+        await asyncio.sleep(0.8)
+        assert engine.fail_loads == tries
+        engine.fail_loads = 0
+        await pool.hub.upload(2)
+        await pool.serving()
+        assert (member.declined, member.version) == (None, 2)
 
 
 async def test_who_joins_while_the_version_is_not_held_waits_for_the_next_one(

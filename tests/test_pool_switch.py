@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.server.engine_server import StagedThere, Unanswered
+from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.errors import DomainError
 from penstock.server.pool_member import Member, State
 from penstock.server.weight_header import Announced
 from penstock.server.weight_upload import Upload
 from penstock.v1 import weights_pb2
-from penstock.wire.failure import read_failure
+from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
 from tests.harness import (
     Harness,
@@ -275,6 +275,44 @@ async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
         gate.set()
         await uploading
         assert [member.version for member in pool.engine.members] == [1, 1, 1]
+
+
+async def test_one_that_has_the_version_no_more_is_given_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another version was staged in between, which takes its place there."""
+    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+        activate, calls = StagedThere.activate, 0
+
+        async def gone(there: StagedThere, in_flight: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                code = grpc.StatusCode.FAILED_PRECONDITION
+                raise Refused(Failure(code, "gone", "WEIGHT_VERSION_NOT_STAGED"))
+            return await activate(there, in_flight)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(StagedThere, "activate", gone)
+        await pool.hub.upload(1)
+        assert calls == 3
+        assert [member.version for member in pool.engine.members] == [1, 1]
+        assert all(member.state is State.SERVING for member in pool.engine.members)
+        assert not any(member.failures or member.setback for member in pool.engine.members)
+        await pool.hub.upload(2)
+        assert [member.version for member in pool.engine.members] == [2, 2] and calls == 5
+
+
+async def test_a_turn_of_the_version_that_is_being_switched_to_waits_for_it(tmp_path: Path) -> None:
+    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+        gate = hang(pool.engines[0])
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        await until(lambda: pool.member(1).version == 1)
+        pinned = asyncio.create_task(pool.hub.generate("t", required_weight_version=1))
+        await asyncio.sleep(0.2)
+        assert not pinned.done() and pool.hub.serving.switch.active_version == 0
+        gate.set()
+        await uploading
+        assert set((await pinned).versions) == {1}
 
 
 @pytest.mark.parametrize("part", ["staging", "switched"])
