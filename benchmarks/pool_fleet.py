@@ -168,7 +168,8 @@ async def with_versions(own: Hub, engine: Process, count: int) -> None:
 
 
 async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent) -> float:
-    """Engines that start again, and are given the version."""
+    """Engines that start again, and are given the version; returns the hub's cores at as many a second as
+    are started."""
     await own.in_rotation(count)
     engine.write(f"restart {RESTARTS_PER_SECOND}")
     # Each is seen when it is looked at.
@@ -179,4 +180,6 @@ async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent) -> f
     engine.write("restart 0")
     tell("engines that start again: updates", *row(spent, "updates", own, rest.hub_cores))
     await own.in_rotation(count)
-    return spent.hub_cores
+    rate = spent.rate("updates")
+    assert rate > RESTARTS_PER_SECOND / 2, f"only {rate:.1f} updates a second came about"
+    return rest.hub_cores + (spent.hub_cores - rest.hub_cores) * RESTARTS_PER_SECOND / rate

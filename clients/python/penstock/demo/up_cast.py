@@ -110,8 +110,8 @@ def _command(
 
 def http_listen(config: UpConfig) -> str | None:
     """Where the server's HTTP endpoints are asked to be; None where that is not said."""
-    http = config.serve.get("http")
-    return cast("str | None", http.get("listen")) if isinstance(http, dict) else None
+    http = cast("Table", config.serve.get("http", {}))
+    return cast("str | None", http.get("listen"))
 
 
 def server_name(config: UpConfig) -> str:
