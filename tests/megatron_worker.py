@@ -402,6 +402,7 @@ def refusals(folder: Path) -> dict[str, str]:
         ("heads", {"num_attention_heads": 3, "num_key_value_heads": 1}, (2, 1)),
         ("layers", {"num_hidden_layers": 3, "layer_types": None}, (1, 2)),
         ("ranks", {}, (3, 1)),
+        ("vocabulary", {"vocab_size": 1}, (2, 1)),
         ("kind", {"model_type": "gpt2"}, (2, 1)),
         ("rope", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, (2, 1)),
     ):

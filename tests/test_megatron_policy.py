@@ -161,6 +161,7 @@ def test_what_cannot_be_shared_is_refused_with_its_reason(found: dict[str, Any])
         ("heads", ["tensor_parallel", "1 heads of keys and values", "2 does not divide"]),
         ("layers", ["pipeline_parallel", "3 layers", "2 does not divide"]),
         ("ranks", ["tensor_parallel 3", "number of ranks, which is 2"]),
+        ("vocabulary", ["tensor_parallel", "a vocabulary of 1 tokens", "too few for 2 ranks"]),
         ("kind", ["'gpt2'", "llama, qwen2, qwen3"]),
         ("rope", ["rotary embedding of kind 'dynamic'"]),
     ):

@@ -182,9 +182,9 @@ async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
 
 
 async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> None:
+    # First, so that it is there before the server is killed.
     endpoints = "echo penstock endpoints on http://127.0.0.1:78/v1"
-    serve = SERVE.replace("; exec", f"; {endpoints}; exec")
-    async with stage(tmp_path, serve=f"echo told $1 $2; {serve}") as run:
+    async with stage(tmp_path, serve=f"echo told $1 $2; {endpoints}; {SERVE}") as run:
         await run.told("trainer", "starting")
         os.kill(run.pid(2), signal.SIGKILL)
         await run.told("server", "serves at", 2)

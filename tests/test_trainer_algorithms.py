@@ -289,6 +289,19 @@ def test_a_critic_learns_what_answers_are_worth_and_goes_on_exactly(
         assert torch.equal(tensor, weights(first)[name]), name
 
 
+def test_an_update_of_the_critic_alone_is_not_skipped(model: Path) -> None:
+    """Where it knows nothing yet, and all rewards are equal, whitened advantages are zero."""
+    settings = {"advantage": {**GAE["advantage"], "trace": 1.0}}
+    policy = policy_of(model, **settings)
+    answers = [trajectory([context([1, 2]), written([9, 8, n])], 0.5) for n in (3, 4)]
+    step = plan([read(group(*answers))], **settings)
+    results = [policy.step(step) for _ in range(2)]
+    assert (results[0].updates, results[0].updates_skipped, results[0].applied) == (1, 0, False)
+    losses = [result.critic_loss or 0.0 for result in results]
+    assert losses[0] == pytest.approx(0.125)
+    assert 0.0 < losses[1] < losses[0]
+
+
 def test_a_critic_is_no_part_of_what_is_uploaded(model: Path, tmp_path: Path) -> None:
     plain = policy_of(model)
     policy = policy_of(model, **GAE)

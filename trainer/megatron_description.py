@@ -115,6 +115,13 @@ def _check(path: str, config: PretrainedConfig, shape: Shape, backend: MegatronB
             raise ConfigInvalid(
                 f"model.backend.{name}: {path!r} has {count} {what}, which {size} does not divide"
             )
+    # Each rank has as many tokens of the vocabulary, the last ones fewer: none may be without any.
+    size = backend.tensor_parallel
+    if -(-facts.vocab_size // size) * (size - 1) >= facts.vocab_size:
+        raise ConfigInvalid(
+            f"model.backend.tensor_parallel: {path!r} has a vocabulary of {facts.vocab_size} tokens, "
+            f"too few for {size} ranks"
+        )
 
 
 def model_folder(path: str) -> Path:

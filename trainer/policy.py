@@ -47,7 +47,8 @@ class StepResult:
         SUM,
         "updates",
         "Optimizer updates that moved nothing because no token of theirs has a gradient: they were not "
-        "computed, or that is what came of it, as where a correction masks every token.",
+        "computed, or that is what came of it, as where a correction masks every token (with a critic, "
+        "which learns all the same, only the former).",
     )
     updates_not_finite: int = figure(
         0,
@@ -139,7 +140,8 @@ def describe_step(
     planned = StepResult(
         applied=applied,
         updates=len(norms),
-        updates_skipped=plan.updates_skipped + list(norms).count(0.0),
+        # A critic learns also where the policy's gradient is zero.
+        updates_skipped=plan.updates_skipped + (0 if critic_losses else list(norms).count(0.0)),
         updates_not_finite=sum(not math.isfinite(norm) for norm in norms),
         groups_without_gradient=plan.groups_without_gradient,
         tokens_trained=plan.trained_tokens,
