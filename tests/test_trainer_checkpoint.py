@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.figures import aggregate, scalars
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
+from penstock.trainer.loading import load_model, save_tokenizer
 from penstock.trainer.planning import StepPlan, plan_step
+from penstock.trainer.progress import load_progress, save_progress
 from penstock.trainer.step_record import FIGURES, StepRecord
 from tests.tiny_model import make_tiny_model
 
@@ -201,6 +205,63 @@ def test_another_count_of_threads_than_before_is_worth_a_line(
     (tmp_path / "optimizer.json").write_text(json.dumps(progress))
     policy.load(tmp_path)
     assert "was computed with 3 ranks, this run goes on with 1" in caplog.text
+    assert "float32" not in caplog.text
+    (tmp_path / "optimizer.json").write_text(json.dumps({**progress, "dtype": "bfloat16"}))
+    policy.load(tmp_path)
+    assert "was computed in bfloat16, this run goes on in float32" in caplog.text
+
+
+def test_an_optimizer_of_another_arithmetic_is_named_where_it_cannot_be_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    kept: dict[str, Any] = {"backend": "megatron", "ranks": 1}
+    save_progress(tmp_path, 3, **kept, dtype=torch.bfloat16)
+    assert load_progress(tmp_path, **kept, dtype=torch.bfloat16, same_dtype=True) == 3
+    with pytest.raises(CheckpointUnusable, match=r'in float32: .* model\.dtype = "bfloat16"'):
+        load_progress(tmp_path, **kept, dtype=torch.float32, same_dtype=True)
+    # Before the first update there is nothing of it.
+    save_progress(tmp_path, 0, **kept, dtype=torch.bfloat16)
+    assert load_progress(tmp_path, **kept, dtype=torch.float32, same_dtype=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("cut off", "cannot load"),
+        ("another shape", "cannot load"),
+        ("a field", "cannot load"),
+        ("tokenizer", "cannot load"),
+        ("quantized", "is quantized (fp8)"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_said_in_a_sentence(
+    model: Path, tmp_path: Path, damage: str, said: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if damage == "cut off":
+        (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
+    elif damage == "another shape":
+        config["intermediate_size"] *= 2
+    elif damage == "a field":
+        config["num_hidden_layers"] = "many"
+    elif damage == "tokenizer":
+        (folder / "tokenizer.json").write_text('{"version": "9.0"}')
+    else:
+        config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigInvalid, match=rf"model\.path: .*{re.escape(said)}"):
+        load_model(str(folder))
+
+
+def test_a_tokenizer_that_there_is_no_room_for_is_a_disk_that_is_full(tmp_path: Path) -> None:
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("No space left on device (os error 28)")
+
+    with pytest.raises(OSError, match="No space left"):
+        save_tokenizer(Full(), tmp_path)
 
 
 def test_a_checkpoint_of_the_other_backend_is_named_as_one(model: Path, tmp_path: Path) -> None:

@@ -238,6 +238,14 @@ def test_numbers_of_a_table_that_are_none_are_their_text(tmp_path: Path) -> None
     assert source.problem(1).metadata == {"x": 1.5, "y": ["-inf", 3.0]}
 
 
+def test_a_date_that_python_does_not_have_is_named(tmp_path: Path) -> None:
+    days = pyarrow.array([0, 3_000_000], pyarrow.int32()).cast(pyarrow.date32())
+    path = tmp_path / "far.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "day": days}), path)
+    with pytest.raises(ConfigInvalid, match=r"rows 1 to 2 of a table cannot be read: .*range"):
+        open_parquet(ParquetConfig(path=path), seed=0)
+
+
 def test_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match=r"holds no file named \*\.parquet"):
         open_parquet(ParquetConfig(path=tmp_path), seed=0)

@@ -47,7 +47,14 @@ from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.loading import block_names, compute_dtype, frozen, load_model, outline
+from penstock.trainer.loading import (
+    block_names,
+    compute_dtype,
+    frozen,
+    load_model,
+    outline,
+    save_tokenizer,
+)
 from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
 from penstock.trainer.planning import StepPlan, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
@@ -103,7 +110,8 @@ class FsdpPolicy:
         )
         self._sharding = sharding
         loaded, self._tokenizer = load_model(model.path)
-        autocast = compute_dtype(model, sharding.device) is torch.bfloat16
+        self._dtype = compute_dtype(model, sharding.device)
+        autocast = self._dtype is torch.bfloat16
         blocks = block_names(loaded)
         self._outline: TokenModel | None = None
         if not sharding.is_whole:
@@ -284,7 +292,7 @@ class FsdpPolicy:
         if self._sharding.rank == 0:
             with _as_os_error():
                 self._write_model(folder, state)
-                self._tokenizer.save_pretrained(folder)
+                save_tokenizer(self._tokenizer, folder)
         self._sharding.wait()
 
     def _write_model(self, folder: Path, state: dict[str, Tensor] | None) -> None:
@@ -331,13 +339,15 @@ class FsdpPolicy:
                 self._critic.save(folder)
             save_random_states(folder, rank)
         if rank == 0:
-            save_progress(folder, self._steps, backend=BACKEND, ranks=self._sharding.size)
+            ranks = self._sharding.size
+            save_progress(folder, self._steps, backend=BACKEND, ranks=ranks, dtype=self._dtype)
         self._sharding.wait()
 
     def load(self, folder: Path) -> None:
         """Restores a checkpoint; see `policy.Policy`."""
         try:
-            self._steps = load_progress(folder, backend=BACKEND, ranks=self._sharding.size)
+            ranks = self._sharding.size
+            self._steps = load_progress(folder, backend=BACKEND, ranks=ranks, dtype=self._dtype)
             self._load_weights(folder)
             tensors = load_file(folder / OPTIMIZER_FILE)
             load_optimizer(self._module, self._optimizer, tensors, folder)

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, core_model_loading
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    core_model_loading,
+)
 from transformers.utils import logging as transformers_logging
 
 from penstock.trainer.config import ModelConfig
@@ -19,6 +27,18 @@ from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.token_model import CausalModel, TokenModel
 from penstock.wire.arithmetic import computes_bfloat16
 from penstock.wire.models import missing_folder
+
+CANNOT_LOAD = (
+    OSError,
+    ValueError,
+    # Weights of other shapes than the configuration says; files that are cut off; a configuration whose
+    # fields contradict each other; code that needs what is not installed.
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    ImportError,
+)
+"""What transformers raises over a folder that it cannot use."""
 
 
 class SavedTokenizer(Protocol):
@@ -57,20 +77,51 @@ def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
     """The model in float32, in the host's memory, and its tokenizer. Raises ConfigInvalid."""
     # Its bars would run through the live table.
     transformers_logging.disable_progress_bar()
+    load_config(path)
     try:
         model = cast("_Loader", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
-        tokenizer = cast("_Loader", AutoTokenizer).from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except CANNOT_LOAD as error:
         raise cannot_load(path, error) from error
-    return cast("CausalModel", model), cast("SavedTokenizer", tokenizer)
+    return cast("CausalModel", model), load_tokenizer(path)
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """What a model is. Raises ConfigInvalid, also for one that is not trained as it is saved."""
+    try:
+        config = cast("_Loader", AutoConfig).from_pretrained(path)
+    except CANNOT_LOAD as error:
+        raise cannot_load(path, error) from error
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        kind = (
+            cast("Mapping[str, object]", quantized).get("quant_method")
+            if isinstance(quantized, Mapping)
+            else getattr(quantized, "quant_method", None)
+        )
+        raise ConfigInvalid(
+            f"model.path: {path!r} is quantized ({kind or 'in some way'}): "
+            "name the model that it was made from"
+        )
+    return cast("PretrainedConfig", config)
 
 
 def load_tokenizer(path: str) -> SavedTokenizer:
     """The tokenizer alone. Raises ConfigInvalid."""
     try:
         return cast("SavedTokenizer", cast("_Loader", AutoTokenizer).from_pretrained(path))
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # The library below has no narrower type for a file that it cannot read.
         raise cannot_load(path, error) from error
+
+
+def save_tokenizer(tokenizer: SavedTokenizer, folder: Path) -> None:
+    """Writes it beside a model. Raises OSError."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        # That library says of a disk that is full, too, by no narrower type.
+        raise OSError(str(error)) from error
 
 
 def cannot_load(path: str, error: Exception) -> ConfigInvalid:

@@ -88,7 +88,8 @@ def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | Non
     )
     try:
         write(state, str(folder / FOLDER), sharded_strategy=_Writer("torch_dist", 1))
-    except CheckpointException as error:
+    except (CheckpointException, RuntimeError) as error:
+        # What is common to all ranks goes through torch.save, which has no narrower type for a full disk.
         raise OSError(str(error)) from error
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from penstock.trainer.config import MegatronBackend
 from penstock.trainer.errors import ConfigInvalid
-from penstock.trainer.loading import SavedTokenizer, cannot_load
+from penstock.trainer.loading import SavedTokenizer, cannot_load, load_config
 from penstock.trainer.megatron_names import SUPPORTED, Shape
 
 # Kinds of rotary embedding whose angles are one fixed frequency times the position.
@@ -38,10 +38,7 @@ class Description:
 
 def describe(path: str, backend: MegatronBackend) -> Description:
     """Reads a model's configuration. Raises ConfigInvalid, with the reason where it is not supported."""
-    try:
-        config = cast("_LoadConfig", AutoConfig).from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise cannot_load(path, error) from error
+    config = load_config(path)
     facts = cast("Facts", config)
     if facts.model_type not in SUPPORTED:
         kinds = ", ".join(SUPPORTED)
@@ -68,10 +65,6 @@ def head_dim(config: PretrainedConfig) -> int:
     facts = cast("Facts", config)
     own = cast("int | None", getattr(config, "head_dim", None))
     return own or facts.hidden_size // facts.num_attention_heads
-
-
-class _LoadConfig(Protocol):
-    def from_pretrained(self, path: str) -> PretrainedConfig: ...
 
 
 class Facts(Protocol):

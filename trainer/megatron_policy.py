@@ -55,6 +55,7 @@ from penstock.trainer.loading import (
     load_model,
     load_tokenizer,
     outline,
+    save_tokenizer,
 )
 from penstock.trainer.megatron_checkpoint import ShardedOptimizer, load_state, save_state
 from penstock.trainer.megatron_description import describe, model_folder
@@ -132,7 +133,7 @@ class MegatronPolicy:
             DistributedDataParallelConfig(grad_reduce_in_fp32=True),
             self._stage.module,
         )
-        dtype = compute_dtype(model, self._layout.device)
+        self._dtype = dtype = compute_dtype(model, self._layout.device)
         self._optimizer = _make_optimizer(self._parallel, dtype, train)
         # After the optimizer, whose float32 copies must not be of what is rounded.
         load_weights(self._stage.gpt, shape, self._layout, self._folder)
@@ -365,7 +366,7 @@ class MegatronPolicy:
             self._description.save(folder)
             if (self._folder / GENERATION_FILE).exists():
                 shutil.copy(self._folder / GENERATION_FILE, folder)
-            self._tokenizer.save_pretrained(folder)
+            save_tokenizer(self._tokenizer, folder)
         self._ranks.wait()
 
     def save(self, folder: Path) -> None:
@@ -379,14 +380,18 @@ class MegatronPolicy:
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if distributed.get_rank() == 0:
-            save_progress(folder, self._steps, backend=BACKEND, ranks=distributed.get_world_size())
+            ranks = distributed.get_world_size()
+            save_progress(folder, self._steps, backend=BACKEND, ranks=ranks, dtype=self._dtype)
         self._ranks.wait()
 
     def load(self, folder: Path) -> None:
         """Restores a checkpoint, of any number of ranks; see `policy.Policy`."""
         try:
             ranks = distributed.get_world_size()
-            self._steps = load_progress(folder, backend=BACKEND, ranks=ranks)
+            # Its optimizer has other tensors for each.
+            self._steps = load_progress(
+                folder, backend=BACKEND, ranks=ranks, dtype=self._dtype, same_dtype=True
+            )
             load_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
             if self._critic is not None:
                 self._critic.load(folder)

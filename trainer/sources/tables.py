@@ -47,11 +47,21 @@ class TableRows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        return self._table.slice(index, 1).to_pylist()[0]
+        return self._rows(index, 1)[0]
 
     def __iter__(self) -> Iterator[Row]:
         for begin in range(0, len(self), ROWS_AT_ONCE):
-            yield from self._table.slice(begin, ROWS_AT_ONCE).to_pylist()
+            yield from self._rows(begin, ROWS_AT_ONCE)
+
+    def _rows(self, begin: int, count: int) -> list[Row]:
+        """Raises ConfigInvalid."""
+        try:
+            return self._table.slice(begin, count).to_pylist()
+        except (OverflowError, ValueError) as error:
+            # A date beyond the year 9999, for one.
+            last = min(begin + count, len(self))
+            rows = f"row {last}" if last == begin + 1 else f"rows {begin + 1} to {last}"
+            raise ConfigInvalid(f"data: {rows} of a table cannot be read: {error}") from error
 
 
 def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet") -> RowSource:
