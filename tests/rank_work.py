@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import distributed
 
 from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
@@ -19,6 +21,7 @@ from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy, obey
 from penstock.trainer.ranks import Leader, end_with_parent, find_place, follow, join_group, lead
+from penstock.trainer.sharding import Sharding
 from tests.policy_rollouts import roll_out
 from tests.test_batching import context, group, read, trajectory, written
 
@@ -174,6 +177,28 @@ def groups_of(step: int) -> list[TrainingGroup]:
         )
     single = trajectory([context([40, 41]), written([42, 43, 44])], 1.0)
     return [groups[0], read(group(single)), *groups[1:]]
+
+
+def write_for_long(folder: str) -> int:
+    """Rank 0 comes late to where all meet, later than a collective may."""
+    place = find_place(os.environ)
+    join_group(place, None)
+    leader = lead(place.size) if place.leads else None
+    follower = None if place.leads else follow(place.rank)
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    sharding = Sharding()
+    if leader is not None:
+        time.sleep(4)
+    sharding.wait()
+    (Path(folder) / f"met-{place.rank}").touch()
+    if leader is not None:
+        leader.end(0)
+    else:
+        assert follower is not None
+        with follower.reporting():
+            for _ in follower.commands():
+                pass
+    return 0
 
 
 def stand_still(folder: str, fails: str = "") -> int:

@@ -376,6 +376,16 @@ async def idle(nursery: RankNursery, folder: Path, **arguments: str) -> Ranks:
     return ranks
 
 
+@one_loop
+async def test_ranks_wait_for_one_that_writes_for_longer_than_a_collective_may(
+    nursery: RankNursery, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    ranks = await nursery.begin("write_for_long", 2, log, folder=str(tmp_path))
+    assert set(await ranks.end()) == {0}, log.read_text()
+    assert len(list(tmp_path.glob("met-*"))) == 2
+
+
 async def test_one_command_starts_all_ranks_of_a_host(model: Path, tmp_path: Path) -> None:
     async with serving(model) as server, working(server.address, letters):
         config = configure(tmp_path, model, server.address, run={"steps": 2})

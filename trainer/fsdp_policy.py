@@ -336,6 +336,8 @@ class FsdpPolicy:
             if rank == 0:
                 save_file(tensors, folder / OPTIMIZER_FILE)
             if self._critic is not None:
+                # Its tensors are gathered: nobody begins with that before what was written.
+                self._sharding.wait()
                 self._critic.save(folder)
             save_random_states(folder, rank)
         if rank == 0:

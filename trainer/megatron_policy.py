@@ -375,6 +375,8 @@ class MegatronPolicy:
         save_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
         try:
             if self._critic is not None:
+                # Its tensors are gathered: nobody begins with that before what was written.
+                self._ranks.wait()
                 self._critic.save(folder)
             save_random_states(folder, distributed.get_rank())
         except SafetensorError as error:

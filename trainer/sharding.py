@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -38,7 +42,17 @@ from penstock.trainer.algorithms.objective import Figures
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+LONGEST_WAIT = timedelta(days=1)
+"""For all ranks to be at one place: what is written meanwhile may take longer than a collective may."""
 WHOLE_NUMBERS = ("tokens", "below", "above", "masked", "clipped")
+
+
+def _patient_group() -> ProcessGroup:
+    """All ranks, who wait for each other for as long as it takes."""
+    made = distributed.new_group(  # pyright: ignore[reportUnknownMemberType]
+        backend="gloo", timeout=LONGEST_WAIT
+    )
+    return cast("ProcessGroup", made)
 
 
 class Sharding:
@@ -66,6 +80,7 @@ class Sharding:
                 rank=0,
                 world_size=1,
             )
+        self._patient = _patient_group() if self.size > 1 else None
 
     @property
     def is_whole(self) -> bool:
@@ -127,8 +142,12 @@ class Sharding:
         return Figures(**cast("dict[str, int]", found))
 
     def wait(self) -> None:
-        """Until every rank is here."""
-        self.sum(np.zeros(1))
+        """Until every rank is here, also where one has something to write for a long time; that a rank is
+        lost the others notice elsewhere."""
+        if self._patient is not None:
+            distributed.all_reduce(  # pyright: ignore[reportUnknownMemberType]
+                torch.zeros(1), group=self._patient
+            )
 
     def _reduce(
         self, values: NDArray[np.float64], operation: distributed.ReduceOp.RedOpType
