@@ -81,8 +81,8 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
 async def fit_stream(
     connection: Connection, state: StreamState, byte_count: int, max_bytes: int
 ) -> None:
-    """Has the stream take `max_bytes`, or so many where that is more: it would make what it holds fit, and
-    begin with what is oldest. Where there is no room for more, it stays as it is.
+    """Has the stream take `max_bytes`, or so many where that is more: of one that is too small for what it
+    holds NATS would drop the oldest. Where NATS has no room for more, it stays as it is.
 
     Raises Refused and Unreachable.
     """
