@@ -92,9 +92,10 @@ async def test_without_cgroups_each_process_has_the_limit(
 
 
 async def test_a_lease_is_renewed_while_its_process_runs(tmp_path: Path) -> None:
-    async with serve(tmp_path, "leases.seconds=1", "leases.max_attempts=1") as server:
+    # A machine that stands still for a second must not let it run out.
+    async with serve(tmp_path, "leases.seconds=3", "leases.max_attempts=1") as server:
         await submit(server)
-        command = python("import time; time.sleep(2.5)\n" + TURN + "answer(reward=1)")
+        command = python("import time; time.sleep(6.5)\n" + TURN + "answer(reward=1)")
         statistics = await run(server, tmp_path, command)
     assert statistics.scored_count == 1
 
