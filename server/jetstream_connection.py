@@ -108,7 +108,8 @@ class Connection:
         self._answers: dict[str, asyncio.Future[Msg | None]] = {}
         """What is waited for, by where it comes to; None where the connection was lost before."""
         self._asked = 0
-        self._last_error = ""
+        self._failures: dict[str, None] = {}
+        """What tries to connect failed with since it was last connected, each once."""
         self._up = asyncio.Event()
         self._answering: Subscription | None = None
         """To who asks which server writes; None while this one does not."""
@@ -138,7 +139,8 @@ class Connection:
         except (TimeoutError, OSError, errors.Error, ValueError) as error:
             # It does not close what it was about to connect when its time was over.
             await self.close()
-            reason = str(error) or self._last_error or type(error).__name__
+            # All of them: a server that lets nobody in says so, or only ends the connection.
+            reason = str(error) or "; ".join(self._failures) or type(error).__name__
             raise Unreachable(f"NATS cannot be reached: {reason}") from error
         except ModuleNotFoundError as error:
             self._begun = False
@@ -195,10 +197,10 @@ class Connection:
         if task is not None and task.cancelling():
             # It was told to end while it tried to connect: what the try failed with took the place of that.
             raise asyncio.CancelledError
-        # Each try to connect again fails with one, of which the first says all.
+        # Each try to connect again fails with one, of which the first of a kind says all.
         text = str(error) or type(error).__name__
-        logger.log(logging.WARNING if text != self._last_error else logging.DEBUG, "NATS: %s", text)
-        self._last_error = text
+        logger.log(logging.DEBUG if text in self._failures else logging.WARNING, "NATS: %s", text)
+        self._failures[text] = None
 
     async def _on_lost(self) -> None:
         self._stop_checking()
@@ -207,7 +209,7 @@ class Connection:
 
     async def _on_back(self) -> None:
         logger.warning("connected to NATS again")
-        self._last_error = ""
+        self._failures.clear()
         if self._check is None:
             self._up.set()
         else:

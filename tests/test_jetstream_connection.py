@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
+import struct
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -146,6 +148,32 @@ async def test_a_server_that_says_nothing_leaves_no_socket() -> None:
         async with asyncio.timeout(5):
             await closed.wait()
         assert not await never_closed()
+
+
+async def test_a_refusal_is_said_though_later_tries_fail_otherwise() -> None:
+    tries = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        writer.write(f"INFO {json.dumps(INFO)}\r\n".encode())
+        await reader.readline()
+        if tries == 1:
+            writer.write(b"-ERR 'Authorization Violation'\r\n")
+        else:
+            # As where the end of the connection overtakes what the server said before it.
+            end = writer.get_extra_info("socket")
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+    async with listening(serve) as url:
+        connection = Connection(section(url, 0.5))
+        with pytest.raises(Unreachable) as failed:
+            await connection.connect()
+    assert tries > 1
+    said, later = str(failed.value).removeprefix("NATS cannot be reached: ").split("; ")
+    assert said == "nats: 'Authorization Violation'"
+    assert "reset" in later
 
 
 async def test_a_close_that_nobody_cancelled_comes_to_its_end() -> None:
