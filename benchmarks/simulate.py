@@ -160,9 +160,9 @@ def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
     from simulate_validation import Plan, errors, validate
     from tests.tiny_model import make_tiny_model
 
-    pools = numbers(arguments.pools)
+    pools = arguments.pools
     found: dict[str, float | None] = {}
-    plan = Plan(VALIDATED, seconds=arguments.seconds, max_lags=numbers(arguments.validated_lags))
+    plan = Plan(VALIDATED, seconds=arguments.seconds, max_lags=arguments.validated_lags)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", layers=1)
         pace = arguments.step_seconds, arguments.turn_seconds
@@ -176,15 +176,25 @@ def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """1,2,4"""
-    return tuple(int(number) for number in text.split(","))
+    """1,2,4; none is negative."""
+    found = tuple(int(number) for number in text.split(","))
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"negative: {text}")
+    return found
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """The same, each at least one."""
+    if 0 in (found := numbers(text)):
+        raise argparse.ArgumentTypeError(f"none of them may be 0: {text}")
+    return found
 
 
 def main() -> None:
     """Prints what was asked for, and the figures."""
     parser = argparse.ArgumentParser(description="Simulates many engines behind one hub.")
-    parser.add_argument("--engines", default=",".join(map(str, ENGINES)))
-    parser.add_argument("--max-lags", default=",".join(map(str, MAX_LAGS)))
+    parser.add_argument("--engines", type=counts, default=ENGINES)
+    parser.add_argument("--max-lags", type=numbers, default=MAX_LAGS)
     parser.add_argument("--scaling", default="weak,strong")
     parser.add_argument("--steps", type=int, default=6, help="counted, of each cell of a table")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
@@ -193,8 +203,10 @@ def main() -> None:
     )
     parser.add_argument("--no-tables", action="store_true")
     parser.add_argument("--validate", action="store_true", help="against real runs first")
-    parser.add_argument("--pools", default="1,2", help="engines of the real pools")
-    parser.add_argument("--validated-lags", default="0,1,4", help="max_lag of the real runs")
+    parser.add_argument("--pools", type=counts, default=(1, 2), help="engines of the real pools")
+    parser.add_argument(
+        "--validated-lags", type=numbers, default=(0, 1, 4), help="max_lag of the real runs"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=90.0, help="of each real run")
     parser.add_argument(
@@ -213,7 +225,7 @@ def main() -> None:
         figures |= run_validation(arguments)
     if not arguments.no_tables:
         length = Length(arguments.steps, arguments.warmup, arguments.hub_seconds)
-        engines, max_lags = numbers(arguments.engines), numbers(arguments.max_lags)
+        engines, max_lags = arguments.engines, arguments.max_lags
         for scaling in arguments.scaling.split(","):
             cells = print_table(scaling, engines, max_lags, length)
             if scaling == "weak" and 1024 in engines and 0 in max_lags:
