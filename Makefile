@@ -66,7 +66,7 @@ fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, FUZZ_SECONDS=
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
 soak: setup ## GROUPS=1000000 with kills of the server; UPDATES=200 weight updates under load, with faults; SEED=7
-	@$(BIN)/python -m pytest tests/faults -q $(UNHURRIED) -k soak --soak-groups $(GROUPS) --updates $(UPDATES) \
+	@$(BIN)/python -m pytest tests/faults -q $(UNHURRIED) -m "long or not long" -k soak --soak-groups $(GROUPS) --updates $(UPDATES) \
 		--fault-results=$(RESULTS) $(if $(SEED),--fault-seed $(SEED)) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 

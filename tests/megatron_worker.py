@@ -56,7 +56,8 @@ LLAMA3_ROPE = {
 # Odd, so that it has to be padded before two ranks can share it.
 VOCABULARY = 265
 STEPS = 10
-RESUMED = ("tensor", "pipeline", "critic of stages")
+RESUMED = ("tensor", "pipeline")
+RESUMED_OF_MORE = ("critic of stages",)
 RESUMED_BY_FOUR = ("tensor and pipeline",)
 EVERYTHING = {
     "kl": {"kind": "loss", "coefficient": 0.1},
@@ -117,6 +118,8 @@ CASES = {
     "data": Case(
         "llama", tied=False, tensor=1, pipeline=1, algorithm=PENALIZED, gradient_checkpointing=True
     ),
+}
+MORE_CASES = {
     # What the last stage alone knows of the reference is in what the critic should have said, too.
     "critic of stages": Case(
         *("qwen3", False, 1, 2),
@@ -124,8 +127,6 @@ CASES = {
     ),
     # Of each step an answer that the reference is asked about, and that is not computed then.
     "left out of stages": Case("qwen2", tied=False, tensor=1, pipeline=2, algorithm=LEAVES_OUT),
-}
-MORE_CASES = {
     "left out": Case("qwen2", tied=False, tensor=1, pipeline=1, algorithm=LEAVES_OUT),
     "critic of tensor": Case(
         "llama", tied=True, tensor=2, pipeline=1, algorithm={"advantage": GAE}, updates=2
@@ -160,7 +161,7 @@ class Part:
 
 PARTS = {
     "two": Part(2, CASES, RESUMED, one_rank=True),
-    "more": Part(2, MORE_CASES),
+    "more": Part(2, MORE_CASES, RESUMED_OF_MORE),
     "four": Part(4, CASES_OF_FOUR, RESUMED_BY_FOUR),
 }
 

@@ -107,6 +107,7 @@ def test_other_layouts_train_as_one_process_of_the_default_does(part: str, tmp_p
         if name.startswith("critic"):
             check_critic(found, name)
     for name in PARTS[part].resumed:
+        check_alone(found, name)
         check_resumed(found, name)
 
 
@@ -117,21 +118,21 @@ def check_critic(found: dict[str, Any], name: str) -> None:
     assert abs(explained[0]) < 1e-6 < abs(explained[-1])
 
 
-def test_a_critic_learns_beside_it(found: dict[str, Any]) -> None:
-    check_critic(found, "critic of stages")
-
-
-@pytest.mark.parametrize("name", [f"alone {name}" for name in RESUMED])
-def test_a_resumed_run_goes_on_exactly(found: dict[str, Any], name: str) -> None:
-    assert found[name]["exact"]
+def check_alone(found: dict[str, Any], name: str) -> None:
+    """A case of one rank: what it resumes is exact, and a gradient that is not finite moves nothing."""
+    own = found[f"alone {name}"]
+    assert own["exact"]
     # A checkpoint of before the first step goes on with the first.
-    assert found[name]["begun anew"] == pytest.approx(2e-5 / 2)
-    assert {tuple(settings) for settings in found[name]["settings"]} == {(0.5, 0.75, 1e-6)}
+    assert own["begun anew"] == pytest.approx(2e-5 / 2)
+    assert {tuple(settings) for settings in own["settings"]} == {(0.5, 0.75, 1e-6)}
+    assert own["stayed"]
 
 
-@pytest.mark.parametrize("name", [f"alone {name}" for name in RESUMED])
-def test_a_gradient_that_is_not_finite_is_thrown_away(found: dict[str, Any], name: str) -> None:
-    assert found[name]["stayed"]
+@pytest.mark.parametrize("name", RESUMED)
+def test_one_rank_resumes_exactly_and_throws_away_what_is_not_finite(
+    found: dict[str, Any], name: str
+) -> None:
+    check_alone(found, name)
 
 
 def test_bfloat16_is_the_arithmetic_and_not_the_weights(found: dict[str, Any]) -> None:

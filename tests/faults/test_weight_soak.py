@@ -72,6 +72,7 @@ async def test_fake_soak(
     await check_soak(fake, report, tmp_path / "trajectories", request.node.nodeid)
 
 
+@pytest.mark.long
 async def test_vllm_soak(
     vllm: Site, report: Report, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
