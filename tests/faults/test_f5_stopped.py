@@ -14,6 +14,7 @@ from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from penstock.client import connect
@@ -237,6 +238,8 @@ async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) ->
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     assert (info.active_weight_version, list(info.staged_weight_versions)) == (0, [])
     newest.half_close()
+    # What was sent is acted upon before the stream ends, not before another call is answered.
+    assert await newest.call.read() is grpc.aio.EOF
     return Step(epoch, tuple(sorted(used)))
 
 
