@@ -44,19 +44,18 @@ def serve_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
 def test_a_dry_run_prints_a_file_that_means_the_same(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, first, said = serve_here(
-        capsys,
+    first = serve(
         *("--model", str(model), "--dtype", "float32", "--max-model-len", "128", "--dry-run"),
         *("--listen", "127.0.0.1:0", "--set", "leases.seconds=7"),
     )
-    assert status == 0, said
-    resolved = tomllib.loads(first)
+    assert first.returncode == 0, first.stderr
+    resolved = tomllib.loads(first.stdout)
     assert resolved["listen"] == "127.0.0.1:0"
     assert resolved["leases"]["seconds"] == 7
     assert resolved["engine"]["max_model_len"] == 128
     assert resolved["engine"]["dtype"] == "float32"
     file = tmp_path / "serve.toml"
-    file.write_text(first)
+    file.write_text(first.stdout)
     _, again, said = serve_here(capsys, "--config", str(file), "--dry-run")
     assert tomllib.loads(again) == resolved, said
     # An option on the command line wins over the file.
