@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 from benchmarks.buffer_groups import SIBLINGS, TOKENS, sample_number, sample_of
 
+from penstock.common import allocator
 from penstock.trainer.stored_groups import StoredGroups
 from penstock.v1 import (
     rollout_service_pb2,
@@ -25,7 +26,7 @@ from penstock.v1 import (
     trainer_service_pb2,
     trajectory_pb2,
 )
-from penstock.wire import allocator, codec
+from penstock.wire import codec
 from penstock.wire.channel import client_options
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,12 +16,12 @@ import click
 from benchmarks.buffer_groups import TOKENS, Sample, sample_of
 from tests.fakes import ByteRenderer, FakeEngine
 
+from penstock.common import allocator
+from penstock.common.garbage import start_up_kept
 from penstock.server import config
 from penstock.server.engine import Delta, EngineRequest, Finish
 from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind
-from penstock.wire import allocator
-from penstock.wire.garbage import start_up_kept
 
 
 class InstantEngine(FakeEngine):

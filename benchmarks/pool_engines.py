@@ -26,12 +26,13 @@ import grpc
 import numpy as np
 from tests.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
+from penstock.common import allocator
 from penstock.server import config
 from penstock.server.engine import Delta, EngineRequest, EngineStats, Finish
 from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import allocator, codec
+from penstock.wire import codec
 from penstock.wire.channel import server_options
 
 SLOTS = 32

@@ -51,11 +51,11 @@ import trustme
 from rich.console import Console
 from rich.table import Table
 
+from penstock.common.arithmetic import computes_bfloat16
 from penstock.demo.model import prepare_model
 from penstock.server import vllm_environment
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.arithmetic import computes_bfloat16
 from penstock.wire.security import Security, open_channel
 
 GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 import grpc
 import numpy as np
 
-from penstock.wire.memory_file import MemoryFile
+from penstock.common.memory_file import MemoryFile
 
 ACKNOWLEDGED = b"\1"
 PAUSED_BEFORE = 0.02

@@ -12,6 +12,8 @@ from typing import cast
 
 import click
 
+from penstock.common.garbage import start_up_kept
+from penstock.common.secrets import without_secrets
 from penstock.server import config as configuration
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.engine_sources import (
@@ -21,8 +23,6 @@ from penstock.server.engine_sources import (
     VllmSource,
     make_parser,
 )
-from penstock.wire.garbage import start_up_kept
-from penstock.wire.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +135,11 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
 
+    from penstock.common import allocator, telemetry
+    from penstock.common.models import missing_folder
     from penstock.server.http_server import HttpAddressInUse
     from penstock.server.journal import JournalInUse, JournalUnreadable
     from penstock.server.serving import AddressInUse
-    from penstock.wire import allocator, telemetry
-    from penstock.wire.models import missing_folder
     from penstock.wire.security import CredentialsUnusable
 
     # Before vLLM is imported, which takes its time.

@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from penstock.common.token_file import Role
 from penstock.server.errors import DomainError
 from penstock.server.service import Call, Handler
 from penstock.wire.reasons import Reason
-from penstock.wire.token_file import Role
 
 if TYPE_CHECKING:
     from penstock.server.config import CallerLimits

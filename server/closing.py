@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.common.failpoints import hit
 from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Settled
 from penstock.server.errors import DomainError, FieldInvalid
@@ -71,7 +72,6 @@ from penstock.server.turns import TurnRunner, TurnSampling
 from penstock.v1 import trajectory_pb2
 from penstock.wire.channel import MAX_MESSAGE_BYTES
 from penstock.wire.codec import LOGPROB, TOKEN, twin
-from penstock.wire.failpoints import hit
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -31,12 +31,12 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.common.section import Section
+from penstock.common.settings import SettingInvalid, apply_setting, read_table
+from penstock.common.token_file import redact
 from penstock.server.memory_budget import default_bytes
 from penstock.server.routing import Policy
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
-from penstock.wire.section import Section
-from penstock.wire.settings import SettingInvalid, apply_setting, read_table
-from penstock.wire.token_file import redact
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security as ClientSecurity

@@ -32,10 +32,7 @@ from typing import Literal, cast
 
 import grpc
 
-from penstock.server.config import ConfigError, Security
-from penstock.server.errors import DomainError
-from penstock.wire.reasons import Reason
-from penstock.wire.token_file import (
+from penstock.common.token_file import (
     Role,
     TokenEntry,
     TokenFile,
@@ -43,6 +40,9 @@ from penstock.wire.token_file import (
     hash_token,
     parse_token_file,
 )
+from penstock.server.config import ConfigError, Security
+from penstock.server.errors import DomainError
+from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 

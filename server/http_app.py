@@ -34,6 +34,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from penstock.common import telemetry
 from penstock.server import http_errors
 from penstock.server.authorization import Gate, Presented
 from penstock.server.credentials import AUTHORIZATION
@@ -41,7 +42,6 @@ from penstock.server.errors import DomainError
 from penstock.server.http_reply import Delta, Reply, tell, tell_whole
 from penstock.server.http_server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
 from penstock.server.http_turns import AgentTurns, Asked
-from penstock.wire import telemetry
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:

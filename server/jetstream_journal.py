@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from penstock.common.failpoints import hit
 from penstock.server.compaction_pace import CompactionPace
 from penstock.server.config import JournalSection
 from penstock.server.errors import DomainError
@@ -47,7 +48,6 @@ from penstock.server.journal import (
     Stored,
     no_way_to_give,
 )
-from penstock.wire.failpoints import hit
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 

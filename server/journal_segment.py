@@ -31,7 +31,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.wire.folders import sync_folder
+from penstock.common.folders import sync_folder
 from penstock.wire.frames import (
     ALIGNMENT,
     CLOSING_MARK,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.common.failpoints import hit
 from penstock.server.journal import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
 from penstock.server.journal_segment import (
     HEADER,
@@ -15,7 +16,6 @@ from penstock.server.journal_segment import (
     SegmentWriter,
     payload_length,
 )
-from penstock.wire.failpoints import hit
 from penstock.wire.frames import frame_length
 
 BATCH_BYTES = 1 << 20

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from penstock.common.failpoints import hit
 from penstock.server.journal import Stored
 from penstock.server.journal_room import Room
 from penstock.server.journal_segment import (
@@ -23,7 +24,6 @@ from penstock.server.journal_segment import (
     SegmentWriter,
     payload_length,
 )
-from penstock.wire.failpoints import hit
 from penstock.wire.frames import frame_length
 
 logger = logging.getLogger(__name__)

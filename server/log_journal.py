@@ -50,6 +50,8 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
+from penstock.common.failpoints import hit
+from penstock.common.folders import make_folder
 from penstock.server.compaction_pace import CompactionPace
 from penstock.server.errors import DomainError
 from penstock.server.group_bytes import whole_record
@@ -79,8 +81,6 @@ from penstock.server.journal_segment import (
 )
 from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
 from penstock.server.journal_writing import Durability, NoRoom, Segments
-from penstock.wire.failpoints import hit
-from penstock.wire.folders import make_folder
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 

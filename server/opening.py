@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
+from penstock.common import telemetry
 from penstock.server import requests
 from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
@@ -31,7 +32,6 @@ from penstock.server.trajectory_store import (
 from penstock.server.turns import Turn, TurnRunner, TurnSampling
 from penstock.server.weight_switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
-from penstock.wire import telemetry
 from penstock.wire.reasons import Reason
 
 # Of a turn beside its tokens, in the journal.

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from penstock.common.memory_file import host_id, host_namespace
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
@@ -36,7 +37,6 @@ from penstock.server.weight_assembly import lay_out
 from penstock.server.weight_probe import Probe
 from penstock.v1 import weights_pb2
 from penstock.wire.differences import NOT_THE_DIFFERENCE
-from penstock.wire.memory_file import host_id, host_namespace
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
+from penstock.common.memory_file import host_id
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
@@ -49,7 +50,6 @@ from penstock.server.weight_probe import Probe, ProbeResult
 from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
 from penstock.server.weight_upload import Staged
 from penstock.v1 import weights_pb2
-from penstock.wire.memory_file import host_id
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

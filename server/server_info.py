@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from importlib import metadata
 
+from penstock.common.memory_file import host_id
 from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.engine import Engine
 from penstock.server.group_buffer import GroupBuffer
@@ -14,7 +15,6 @@ from penstock.server.weight_switch import WeightSwitch
 from penstock.server.weight_versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
-from penstock.wire.memory_file import host_id
 
 GetServerInfoResponse = twin(rollout_service_pb2.GetServerInfoResponse)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)

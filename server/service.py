@@ -21,9 +21,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from opentelemetry.context import Context
 
+from penstock.common import telemetry
 from penstock.server.errors import DomainError, to_status
 from penstock.v1 import rollout_service_pb2, task_service_pb2, trainer_service_pb2
-from penstock.wire import telemetry
 from penstock.wire.codec import MalformedMessage, decoder, encode
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import read_upload_message

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from penstock.common.memory_file import host_namespace
 from penstock.server.threads import run_to_its_end
 from penstock.server.weight_manifest import WeightRefused
-from penstock.wire.memory_file import host_namespace
 from penstock.wire.reasons import Reason
 
 SHARED_MEMORY = Path("/dev/shm")

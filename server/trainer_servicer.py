@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.common.failpoints import hit
+from penstock.common.memory_file import host_id
 from penstock.server import group_places
 from penstock.server.admission import Admission
 from penstock.server.broadcast import Broadcast
@@ -46,8 +48,6 @@ from penstock.server.weight_header import read_in_flight
 from penstock.server.weight_switch import InFlight, ProbeMismatch, Switched
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.codec import twin
-from penstock.wire.failpoints import hit
-from penstock.wire.memory_file import host_id
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from penstock.wire.arithmetic import computes_bfloat16
+from penstock.common.arithmetic import computes_bfloat16
 
 __all__ = ["AsyncEngineArgs", "describe_options", "engine_arguments"]
 

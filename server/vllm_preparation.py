@@ -41,8 +41,8 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, 
 from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
+from penstock.common.failpoints import hit
 from penstock.server.vllm_reload import LoadsWeights, ProcessesWeights
-from penstock.wire.failpoints import hit
 
 PORTION_BYTES = 8 << 20
 """What is packed in one go, in bytes of the upload: 10 ms on two cores. A larger tensor is one go."""

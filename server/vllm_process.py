@@ -23,7 +23,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from penstock.server.parent_death import binding_children
+from penstock.common.parent_death import binding_children
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

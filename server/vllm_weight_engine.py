@@ -41,6 +41,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from penstock.common.failpoints import hit
+
 # Imported for what they register: the backend "gloo", what vLLM's LoRA lacks, and a faster draw.
 from penstock.server import (
     gloo_weight_engine,  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -50,7 +52,6 @@ from penstock.server import (
 from penstock.server.vllm_preparation import Preparation, has_room, why_not
 from penstock.server.vllm_reload import ProcessesWeights, forget_reload, reload_model
 from penstock.server.weight_manifest import WeightRefused
-from penstock.wire.failpoints import hit
 
 logger = logging.getLogger(__name__)
 

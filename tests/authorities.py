@@ -9,8 +9,8 @@ from pathlib import Path
 
 import trustme
 
+from penstock.common.token_file import Role, hash_token, new_token
 from penstock.wire.security import Security
-from penstock.wire.token_file import Role, hash_token, new_token
 
 COMMON_NAMES = {Role.AGENT: "agent-1", Role.TRAINER: "trainer-1", Role.ADMIN: "admin-1"}
 

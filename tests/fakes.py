@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from penstock.common.failpoints import hit
 from penstock.server.conversation import Message, Tool, Written
 from penstock.server.engine import (
     Adapter,
@@ -33,7 +34,6 @@ from penstock.server.engine import (
     TensorMeta,
 )
 from penstock.server.text_streams import PlainStream, TurnStream
-from penstock.wire.failpoints import hit
 from tests.fake_collective import FakeCollective
 
 VOCAB_SIZE = 300

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from penstock.wire import allocator
+from penstock.common import allocator
 
 allocator.keep_freed_memory({arguments})
 

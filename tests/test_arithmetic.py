@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.common import arithmetic
+from penstock.common.arithmetic import computes_bfloat16
 from penstock.demo import settings
 from penstock.server import vllm_options
 from penstock.server.vllm_options import describe_options, engine_arguments
@@ -16,8 +18,6 @@ from penstock.trainer import loading
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.loading import compute_dtype
-from penstock.wire import arithmetic
-from penstock.wire.arithmetic import computes_bfloat16
 from tests.test_trainer_checkpoint import plan
 from tests.tiny_model import make_tiny_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.client.__main__ import rollout
+from penstock.common.settings import apply_setting
 from penstock.trainer.config import TrainerConfig
-from penstock.wire.settings import apply_setting
 
 PAGE = Path(__file__).parents[1] / "docs" / "moving.md"
 SCHEMA = TrainerConfig.model_json_schema()

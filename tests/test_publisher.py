@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from penstock.common.memory_file import MemoryFile
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import ServerLost, WeightsRefused
 from penstock.trainer.payload import Payload
@@ -38,7 +39,6 @@ from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from penstock.wire.memory_file import MemoryFile
 from penstock.wire.upload import NotStaged, chunk_pieces
 from penstock.wire.upload import upload as wire_upload
 from tests.harness import (

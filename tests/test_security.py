@@ -19,6 +19,11 @@ from click.testing import CliRunner
 
 from penstock.client import AccessDenied, CredentialsUnusable, Overloaded, Patience, Task, connect
 from penstock.client.__main__ import main
+from penstock.common.token_file import (
+    Role,
+    hash_token,
+    new_token,
+)
 from penstock.server import config
 from penstock.server.authorization import ALLOWED, ANYBODY
 from penstock.server.config import ConfigError
@@ -29,11 +34,6 @@ from penstock.trainer.wiring import security_of
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security, TokenSource, open_channel
-from penstock.wire.token_file import (
-    Role,
-    hash_token,
-    new_token,
-)
 from tests.authorities import (
     COMMON_NAMES,
     Authorities,

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from penstock.common import memory_file
 from penstock.server import group_places, log_journal
 from penstock.server.errors import DomainError
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
-from penstock.wire import codec, memory_file
+from penstock.wire import codec
 from penstock.wire.frames import FRAME
 from tests.harness import Harness, hello
 from tests.scripted_trainer_server import ScriptedServer, Session

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.client.__main__ import main
-from penstock.wire.token_file import (
+from penstock.common.token_file import (
     Role,
     TokenFileInvalid,
     hash_token,

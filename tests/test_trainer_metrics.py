@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rich.console import Console
 
+from penstock.common import telemetry
 from penstock.trainer.batch_figures import BatchFigures
 from penstock.trainer.errors import StorageFailed
 from penstock.trainer.evaluation_record import make_record
@@ -27,7 +28,6 @@ from penstock.trainer.figures import as_json
 from penstock.trainer.metrics import MetricsWriter, keep_until
 from penstock.trainer.policy import StepResult
 from penstock.trainer.step_record import StepRecord
-from penstock.wire import telemetry
 
 REQUIRED = {
     "step", "weight_version", "reward_mean", "reward_std", "lag_mean", "lag_max",

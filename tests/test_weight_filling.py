@@ -18,6 +18,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.common.memory_file import MemoryFile
 from penstock.server.engine import TensorMeta
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_filling import Filling
@@ -27,7 +28,6 @@ from penstock.server.weight_upload import Upload
 from penstock.server.weight_verify import Check
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
-from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
 from tests.harness import (
     GetServerInfoRequest,

@@ -11,9 +11,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from penstock.common.memory_file import host_id
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
-from penstock.wire.memory_file import host_id
 from penstock.wire.upload import Staging
 from tests.fakes import EOS, TENSORS
 from tests.harness import (

@@ -162,8 +162,8 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
     """Whether it is done; otherwise it was asked to stop."""
+    from penstock.common import allocator, telemetry
     from penstock.trainer.compute import ComputeThread
-    from penstock.wire import allocator, telemetry
 
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")

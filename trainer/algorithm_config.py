@@ -10,7 +10,7 @@ from typing import Annotated, Literal, assert_never, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.wire.section import Section
+from penstock.common.section import Section
 
 Option = bool | int | float | str
 Level = Literal["token", "sequence"]

@@ -37,9 +37,9 @@ from typing import cast
 import xxhash
 from safetensors import SafetensorError
 
+from penstock.common.failpoints import hit
+from penstock.common.folders import make_folder, sync_folder
 from penstock.trainer.errors import CheckpointUnusable, StorageFailed
-from penstock.wire.failpoints import hit
-from penstock.wire.folders import make_folder, sync_folder
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,10 @@ from typing import Annotated, Literal, cast
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from penstock.common.secrets import without_passwords, without_secrets
+from penstock.common.section import Section
+from penstock.common.settings import SettingInvalid, apply_setting, read_table
+from penstock.common.token_file import redact
 from penstock.trainer.algorithm_config import GROUP_RELATIVE, AlgorithmConfig, Reinforce
 from penstock.trainer.data_config import DataConfig
 from penstock.trainer.errors import ConfigInvalid
@@ -18,10 +22,6 @@ from penstock.trainer.group_config import GroupsConfig
 from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.server_config import ServerConfig
 from penstock.trainer.weights_config import ALWAYS_WHOLE, WeightsConfig
-from penstock.wire.secrets import without_passwords, without_secrets
-from penstock.wire.section import Section
-from penstock.wire.settings import SettingInvalid, apply_setting, read_table
-from penstock.wire.token_file import redact
 
 # Characters of a run's id and an evaluation's name, which task ids begin with.
 LONGEST_NAMES = 200

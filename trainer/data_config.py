@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.wire.section import Section
+from penstock.common.section import Section
 
 Scalar = bool | int | float | str
 

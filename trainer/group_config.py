@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from penstock.wire.section import Section
+from penstock.common.section import Section
 
 Scalar = bool | int | float | str
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.plugins.group_filter import Delivered, slime_filter
+from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.algorithms.advantages import LEAST_SPREAD
 from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.config import TrainerConfig
@@ -25,7 +26,6 @@ from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.group_config import GroupsConfig, OverlongConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.functions import FunctionInvalid, find_function
 
 SIBLING_FAILED = "SIBLING_FAILED"
 NO_SPREAD = "NO_SPREAD"

@@ -38,9 +38,9 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
+from penstock.common.failpoints import hit
+from penstock.common.folders import make_folder, sync_folder
 from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, storing
-from penstock.wire.failpoints import hit
-from penstock.wire.folders import make_folder, sync_folder
 
 FILE = "ledger.jsonl"
 UNFINISHED = ".unfinished-ledger.jsonl"

@@ -22,11 +22,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from penstock.common.arithmetic import computes_bfloat16
+from penstock.common.models import missing_folder
 from penstock.trainer.config import ModelConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.token_model import CausalModel, TokenModel
-from penstock.wire.arithmetic import computes_bfloat16
-from penstock.wire.models import missing_folder
 
 CANNOT_LOAD = (
     OSError,

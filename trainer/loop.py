@@ -62,6 +62,7 @@ from functools import partial
 
 from opentelemetry.trace import Span
 
+from penstock.common.failpoints import hit
 from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batch_figures import describe_batch
@@ -85,7 +86,6 @@ from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import TaskFeeder
 from penstock.trainer.together import together
 from penstock.v1 import trainer_service_pb2, weights_pb2
-from penstock.wire.failpoints import hit
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, Span
 from rich.console import Console
 
+from penstock.common import telemetry
 from penstock.trainer.display import Display
 from penstock.trainer.errors import storing
 from penstock.trainer.figures import MOMENT, Line, aggregate, as_json, scalars
@@ -22,7 +23,6 @@ from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.step_record import FIGURES, StepRecord
 from penstock.trainer.tracker import Scalars
 from penstock.trainer.trackers import Trackers
-from penstock.wire import telemetry
 
 FILE = "metrics.jsonl"
 PREFIX = "train/"

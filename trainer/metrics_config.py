@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.wire.section import Section
+from penstock.common.section import Section
 
 
 class WandbConfig(Section):

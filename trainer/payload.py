@@ -18,9 +18,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from penstock.common.memory_file import MemoryFile
 from penstock.trainer.errors import WeightsRefused
 from penstock.v1 import weights_pb2
-from penstock.wire.memory_file import MemoryFile
 from penstock.wire.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from penstock.common.section import Section
 from penstock.wire.channel import check_target
-from penstock.wire.section import Section
 
 
 class ServerConfig(Section):

@@ -23,8 +23,8 @@ import os
 import uuid
 from pathlib import Path
 
+from penstock.common.folders import sync_folder
 from penstock.trainer.errors import storing
-from penstock.wire.folders import sync_folder
 
 FILE = "start"
 # Not one of the unfinished folders, which whoever writes the next one removes.

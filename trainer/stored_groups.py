@@ -18,10 +18,10 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
+from penstock.common.memory_file import host_id
 from penstock.v1 import journal_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.frames import read_payload_at
-from penstock.wire.memory_file import host_id
 from penstock.wire.referred import put_together
 
 LOCK = "LOCK"

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.errors import ConfigInvalid, StorageFailed
 from penstock.trainer.metrics_config import CustomTrackerConfig, TrackerConfig, WandbConfig
 from penstock.trainer.tracker import RunStart, Scalars, Tracker
-from penstock.wire.functions import FunctionInvalid, find_function
 
 log = logging.getLogger(__name__)
 

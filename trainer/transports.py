@@ -20,13 +20,13 @@ from typing import Protocol
 import grpc
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
+from penstock.common.memory_file import MemoryFile
 from penstock.trainer.checkpoint import replace_folder
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.errors import storing
 from penstock.trainer.parcel import Parcel
 from penstock.trainer.payload import Payload
 from penstock.v1 import weights_pb2
-from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import Filling, upload
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.wire.section import Section
+from penstock.common.section import Section
 
 # Transports that know neither differences nor adapters.
 ALWAYS_WHOLE = ("checkpoint", "collective")

@@ -26,9 +26,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.common.failpoints import VARIABLE
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.channel import client_options
-from penstock.wire.failpoints import VARIABLE
 from penstock.wire.failure import read_failure
 from tests.faults.attempts import POLICIES, Attempt, Source
 from tests.faults.report import COUNT, Report, report_of

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from penstock.common.failpoints import VARIABLE
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.wire.channel import client_options
-from penstock.wire.failpoints import VARIABLE
 from penstock.wire.failure import read_failure
 from tests.faults.report import Report
 from tests.harness import SubmitTasksRequest, Task, Wire, sequence

@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from penstock.common.token_file import Role, new_token
 from penstock.server.authorization import ALLOWED, ANYBODY
 from penstock.wire.failure import Failure
 from penstock.wire.security import Security, open_channel
-from penstock.wire.token_file import Role, new_token
 from tests.authorities import COMMON_NAMES, Authorities, make_authorities
 from tests.faults.report import Report
 from tests.harness import Harness, serve

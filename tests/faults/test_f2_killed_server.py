@@ -16,10 +16,10 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.common.failpoints import VARIABLE
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from penstock.wire.failpoints import VARIABLE
 from penstock.wire.failure import read_failure
 from tests.faults.history import Answer, Group, Step, read_group, read_outcome, read_runs, step_with
 from tests.faults.history_sources import check_what_is_left

@@ -25,7 +25,7 @@ def load(model: str) -> None:
 
     assert grpc.aio and peft and tensorboard.summary and penstock.trainer.payload
     # Failpoints are read as the module is loaded.
-    assert "penstock.wire.failpoints" not in sys.modules
+    assert "penstock.common.failpoints" not in sys.modules
 
 
 def say(message: dict[str, Any]) -> None:

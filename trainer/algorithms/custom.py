@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.algorithm_config import CustomFunction
 from penstock.trainer.errors import ConfigInvalid
-from penstock.wire.functions import FunctionInvalid, find_function
 
 
 def load_function(config: CustomFunction, section: str) -> Callable[..., object]:

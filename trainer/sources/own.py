@@ -16,11 +16,11 @@ from typing import Protocol, cast, overload
 
 import xxhash
 
+from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.data_config import PythonConfig
 from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.rows import RowSource, as_json, read_problem
-from penstock.wire.functions import FunctionInvalid, find_function
 
 # What an iterator is known by: it need not end.
 ENTRIES_COMPARED = 64

@@ -24,9 +24,10 @@ import grpc
 from google.protobuf.message import Message
 
 from penstock.client.errors import Overloaded, PenstockError, ServerUnavailable, from_rpc
+from penstock.common import telemetry
 from penstock.v1 import rollout_service_pb2 as rollout
 from penstock.v1 import task_service_pb2 as tasks
-from penstock.wire import codec, telemetry
+from penstock.wire import codec
 from penstock.wire.security import Security, open_channel
 
 M = TypeVar("M", bound=Message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from penstock.wire.functions import FunctionInvalid, find_function
+from penstock.common.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
     from penstock.client.scoring import Agent

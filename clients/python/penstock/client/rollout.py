@@ -22,7 +22,7 @@ from penstock.client.functions import BadFunction, load_function
 from penstock.client.scoring import single_turn
 from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
-from penstock.wire import telemetry
+from penstock.common import telemetry
 from penstock.wire.security import CredentialsUnusable, Security
 
 if TYPE_CHECKING:

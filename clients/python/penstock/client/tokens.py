@@ -20,7 +20,7 @@ from typing import cast
 import click
 import tomli_w
 
-from penstock.wire.token_file import (
+from penstock.common.token_file import (
     NAME,
     TokenFile,
     TokenFileInvalid,

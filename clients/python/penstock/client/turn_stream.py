@@ -56,8 +56,9 @@ from penstock.client.turns import (
     read_segment,
     read_trajectory,
 )
+from penstock.common import telemetry
 from penstock.v1 import rollout_service_pb2, task_service_pb2
-from penstock.wire import codec, telemetry
+from penstock.wire import codec
 from penstock.wire.reasons import Reason
 
 # Resumes in a row that brought no token, after which an aborted turn is given to the caller.

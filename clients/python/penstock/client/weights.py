@@ -16,9 +16,9 @@ import grpc
 from penstock.client.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
 from penstock.client.client import version_of
 from penstock.client.errors import from_rpc
+from penstock.common.memory_file import MemoryFile
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
-from penstock.wire.memory_file import MemoryFile
 from penstock.wire.reasons import Reason
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 

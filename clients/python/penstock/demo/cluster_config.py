@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from penstock.wire.section import Section
+from penstock.common.section import Section
 
 LOOPBACK = "127.0.0.1:0"
 EVERY_INTERFACE = "0.0.0.0:0"

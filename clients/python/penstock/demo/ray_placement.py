@@ -33,13 +33,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.common.parent_death import die_with
 from penstock.demo import children
 from penstock.demo.cluster_config import Cluster, Share
 from penstock.demo.keeper import Keeper, for_nodes
 from penstock.demo.placement import PlacementFailed
 from penstock.demo.processes import THIS_HOST, Command, Running, ending, going_on, log_writer
 from penstock.demo.ranked_process import RankedProcess, rank_environments, rank_name
-from penstock.server.parent_death import die_with
 
 STORE_BYTES = 80 << 20
 """Of a cluster started here: nothing but lines goes through it."""

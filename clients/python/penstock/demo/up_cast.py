@@ -19,7 +19,7 @@ from penstock.demo.supervisor import Cast, Listens
 from penstock.demo.up_config import UpConfig, command_line
 
 if TYPE_CHECKING:
-    from penstock.wire.settings import Table
+    from penstock.common.settings import Table
 
 PENSTOCK = (sys.executable, "-m", "penstock.client")
 

@@ -16,6 +16,8 @@ from typing import cast
 import click
 import tomli_w
 
+from penstock.common.secrets import without_secrets
+from penstock.common.settings import Table
 from penstock.demo import ray_placement
 from penstock.demo.up_cast import Programs
 from penstock.demo.up_config import UpConfig, UpConfigInvalid, command_line
@@ -23,8 +25,6 @@ from penstock.demo.up_state import holds_run, is_running
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.config import load as load_serve
 from penstock.wire.channel import is_loopback
-from penstock.wire.secrets import without_secrets
-from penstock.wire.settings import Table
 
 CHECK_SECONDS = 120.0
 

@@ -36,11 +36,11 @@ from typing import TypeVar, cast
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from penstock.common.secrets import without_passwords
+from penstock.common.section import Section
+from penstock.common.settings import SettingInvalid, Table, apply_setting, read_table
+from penstock.common.token_file import redact
 from penstock.demo.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
-from penstock.wire.secrets import without_passwords
-from penstock.wire.section import Section
-from penstock.wire.settings import SettingInvalid, Table, apply_setting, read_table
-from penstock.wire.token_file import redact
 
 WORKER_PATIENCE = "reconnect-timeout"
 HUBS_OWN = ("model", "tokenizer")

@@ -19,8 +19,8 @@ from penstock.client.environments.environment import (
 from penstock.client.environments.episode import EpisodeLimits, play
 from penstock.client.environments.threads import CallThreads
 from penstock.client.functions import BadFunction
-from penstock.wire.functions import FunctionInvalid, find_function
-from penstock.wire.settings import SettingInvalid, Table, apply_setting
+from penstock.common.functions import FunctionInvalid, find_function
+from penstock.common.settings import SettingInvalid, Table, apply_setting
 
 if TYPE_CHECKING:
     from penstock.client.environments.settings import EnvironmentSettings

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 from penstock.client.environments.environment import EnvironmentInvalid
-from penstock.wire.functions import FunctionInvalid, find_function
+from penstock.common.functions import FunctionInvalid, find_function
 
 Opponent = Callable[[str, random.Random], str]
 """`opponent(observation, rng) -> action`: what it was shown since its last move, and a generator of its

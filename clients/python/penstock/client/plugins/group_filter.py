@@ -35,6 +35,7 @@ from penstock.client.plugins.slime import make_sample
 from penstock.client.plugins.tokenizers import load_tokenizer
 from penstock.client.tasks import read_task
 from penstock.client.values import from_struct
+from penstock.common.functions import FunctionInvalid, find_function
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.agent_marks import (
@@ -44,7 +45,6 @@ from penstock.wire.agent_marks import (
     read_status,
     read_untrained,
 )
-from penstock.wire.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
     from argparse import Namespace

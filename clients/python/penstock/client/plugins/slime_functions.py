@@ -27,7 +27,7 @@ from penstock.client.plugins.sampling import write_sampling_params
 from penstock.client.plugins.tokenizers import load_tokenizer
 from penstock.client.plugins.vllm_route import read_request, write_answer
 from penstock.client.sampling import SamplingParams
-from penstock.wire.functions import find_function
+from penstock.common.functions import find_function
 
 
 class OutsideAttempt(Exception):

@@ -12,7 +12,7 @@ from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
 from penstock.client.plugins.slime import SlimeAgent, takes_evaluation
 from penstock.client.scoring import Agent, group_reward, single_turn
-from penstock.wire.functions import FunctionInvalid, find_function
+from penstock.common.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
     from penstock.client.calls import Calls
