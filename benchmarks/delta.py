@@ -36,9 +36,9 @@ import zstandard
 
 from penstock.demo import settings
 from penstock.demo.model import prepare_model
-from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed, end, explain
-from penstock.demo.supervisor import SERVING
 from penstock.demo.tasks import write_sums
+from penstock.up.processes import Command, FirstMatch, Process, ProcessFailed, end, explain
+from penstock.up.supervisor import SERVING
 from penstock.v1 import weights_pb2
 from penstock.wire import sparse
 from penstock.wire.sparse import Coding, Encoded

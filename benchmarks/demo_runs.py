@@ -17,11 +17,11 @@ import tomli_w
 from penstock.demo import settings
 from penstock.demo.activity import record_activity
 from penstock.demo.model import prepare_model
-from penstock.demo.processes import Command, break_off
 from penstock.demo.settings import SUMS, Plan, Scale
 from penstock.demo.summary import read_lines
-from penstock.demo.supervisor import Cast, Listens, Restarts, Supervisor
 from penstock.demo.tasks import write_sums
+from penstock.up.processes import Command, break_off
+from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 

@@ -39,9 +39,9 @@ from tests.harness import (
 
 from penstock.client import SamplingParams, Task, connect
 from penstock.client.tasks import write_task
-from penstock.demo.processes import Command, FirstMatch, Process
-from penstock.demo.supervisor import SERVING
 from penstock.server.staleness_gate import StalenessContract
+from penstock.up.processes import Command, FirstMatch, Process
+from penstock.up.supervisor import SERVING
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.security import open_channel

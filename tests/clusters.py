@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
-from penstock.demo.processes import Command, Process
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
+from penstock.up.processes import Command, Process
 
 ROLES = ("engine-1", "engine-2", "hub", "worker", "trainer")
 MARK = "PENSTOCK_TEST_MARK"

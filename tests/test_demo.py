@@ -20,7 +20,8 @@ import pytest
 from penstock.client.tasks import Task
 from penstock.demo import model, rewards, settings, tasks
 from penstock.demo.command import main
-from penstock.demo.processes import (
+from penstock.demo.tiny import END_OF_TURN_ID, write_model
+from penstock.up.processes import (
     LONGEST_LINE_BYTES,
     Command,
     FirstMatch,
@@ -30,7 +31,6 @@ from penstock.demo.processes import (
     log_writer,
     write_files,
 )
-from penstock.demo.tiny import END_OF_TURN_ID, write_model
 
 
 class Answer:
@@ -355,7 +355,7 @@ async def test_what_has_ended_is_not_killed_again_for_its_id_may_be_anothers(
 async def test_a_demo_that_is_killed_takes_its_processes_along(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from penstock.demo.processes import Command, Process\n"
+        "from penstock.up.processes import Command, Process\n"
         "async def main():\n"
         f"    command = Command('server', ('sleep', '60'), Path({str(tmp_path / 'log')!r}))\n"
         "    process = Process.start(command)\n"

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from penstock.client import Failed, group_reward
 from penstock.client.__main__ import main
 from penstock.client.external.settings import Keep, SandboxUse, read_size
-from penstock.demo.up_config import command_line
+from penstock.up.config import command_line
 from tests.external_workers import (
     TURN,
     delivered,

@@ -14,11 +14,11 @@ import pytest
 
 from penstock.client import connect
 from penstock.client.__main__ import main
-from penstock.demo.processes import Command, FirstMatch, Process
-from penstock.demo.supervisor import SERVING
 from penstock.server import config
 from penstock.server.config import ConfigError
 from penstock.server.discovery import LOOKS_WITHOUT, Discovery
+from penstock.up.processes import Command, FirstMatch, Process
+from penstock.up.supervisor import SERVING
 from tests.faults.test_f21_killed_engines import FAKE, engine_processes
 from tests.processes import ENVIRONMENT
 from tests.tiny_model import make_tiny_model

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.demo import ranked_process
-from penstock.demo.keeper import WATCH, FolderMissing, Keeper
-from penstock.demo.placement import LocalPlacement
-from penstock.demo.processes import Command, Process
-from penstock.demo.ranked_process import RankedProcess, rank_environments
+from penstock.up import ranked_process
+from penstock.up.keeper import WATCH, FolderMissing, Keeper
+from penstock.up.placement import LocalPlacement
+from penstock.up.processes import Command, Process
+from penstock.up.ranked_process import RankedProcess, rank_environments
 from tests.clusters import is_alive
 
 
@@ -51,8 +51,8 @@ async def test_a_keeper_tells_lines_passes_signals_and_knows_the_end(
 KEEPING = """
 import asyncio, sys
 from pathlib import Path
-from penstock.demo.keeper import Keeper
-from penstock.demo.processes import Command
+from penstock.up.keeper import Keeper
+from penstock.up.processes import Command
 
 async def main():
     keeper = Keeper(".")
@@ -101,7 +101,7 @@ def watchers() -> set[int]:
 ORPHANS = """
 import subprocess
 import psutil
-from penstock.demo import children
+from penstock.up import children
 mine = subprocess.Popen(("sleep", "60"))
 before = children.adopt_orphans()
 subprocess.run(("sh", "-c", "sleep 61 & (sleep 62 & sleep 63) &"))

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.demo.cluster_config import Cluster, Share
-from penstock.demo.placement import PlacementFailed
-from penstock.demo.processes import Command
-from penstock.demo.ray_placement import RayPlacement, RayProcess, open_ray
+from penstock.up.cluster_config import Cluster, Share
+from penstock.up.placement import PlacementFailed
+from penstock.up.processes import Command
+from penstock.up.ray_placement import RayPlacement, RayProcess, open_ray
 from tests.clusters import ROLES, all_gone, cluster, is_alive
 from tests.faults.test_supervised_run import check
 
@@ -124,7 +124,7 @@ async def ranks_are_told_their_places(placement: RayPlacement, folder: Path) -> 
 
 async def room_is_waited_for_and_named() -> None:
     """Beside what the cluster has placed already."""
-    from penstock.demo.ray_placement import _group  # pyright: ignore[reportPrivateUsage]
+    from penstock.up.ray_placement import _group  # pyright: ignore[reportPrivateUsage]
 
     few = Cluster(placement="ray", wait_seconds=0.5)
     with pytest.raises(PlacementFailed, match=r"no room for 0\.5 s.*'CPU': 1000"):

@@ -20,7 +20,7 @@ import launch
 from research import figures, indexes
 from research.settings import VARIABLE, Settings, SettingsInvalid, load
 
-from penstock.demo.processes import ProcessFailed
+from penstock.up.processes import ProcessFailed
 
 # What takes the place of `penstock up`: it shows that it was told the settings, and ends when it may.
 STAND_IN = f"""

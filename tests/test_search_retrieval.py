@@ -25,7 +25,7 @@ from research import indexes
 from research.indexes import Bm25Index, EmbeddingIndex, Hit, Shard, fuse, merge
 from research.retrieval_client import RetrievalClient, RetrievalFailed
 
-from penstock.demo.processes import Command, FirstMatch, Process, end
+from penstock.up.processes import Command, FirstMatch, Process, end
 
 FOLDER = Path(__file__).parents[1] / "examples" / "search"
 SERVING = re.compile(r"^retrieval serving shard \S+ at http://(\S+:\d+)$")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.demo.processes import Command, Process, ProcessFailed, break_off
-from penstock.demo.supervisor import (
+from penstock.up.processes import Command, Process, ProcessFailed, break_off
+from penstock.up.supervisor import (
     Cast,
     RestartBudget,
     Restarts,
@@ -159,7 +159,7 @@ def test_events_are_written_where_they_cannot_be_told(tmp_path: Path) -> None:
 async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.demo.supervisor.WRITE_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("penstock.up.supervisor.WRITE_AGAIN_SECONDS", 0.01)
     write, full = Process.write, True
 
     async def written(process: Process, files: Mapping[Path, str]) -> None:

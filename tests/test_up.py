@@ -14,15 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.client.__main__ import main
-from penstock.demo import up_checks
-from penstock.demo.processes import Command, FirstMatch, Process
-from penstock.demo.supervisor import Listens
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
-from penstock.demo.up import status, up
-from penstock.demo.up_cast import Programs, make_cast
-from penstock.demo.up_config import UpConfigInvalid, command_line, load
-from penstock.demo.up_state import FolderUnusable, locked
+from penstock.up import checks as up_checks
+from penstock.up.cast import Programs, make_cast
+from penstock.up.config import UpConfigInvalid, command_line, load
+from penstock.up.processes import Command, FirstMatch, Process
+from penstock.up.state import FolderUnusable, locked
+from penstock.up.supervisor import Listens
+from penstock.up.up import status, up
 from tests.faults.test_supervised_run import check
 
 FILE = """
@@ -258,7 +258,7 @@ async def test_a_run_goes_on_to_its_end_though_everything_is_killed(
 SHELLS = """
 import sys
 from pathlib import Path
-from penstock.demo.up import Programs, up
+from penstock.up.up import Programs, up
 
 def script(name, first):
     said = f"trap 'echo {name} >> {sys.argv[2]}; exit 0' TERM; {first}; while :; do sleep 0.02; done"

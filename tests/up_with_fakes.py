@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.demo.up import Programs, up
+from penstock.up.up import Programs, up
 
 FAKES = Programs(serve=(sys.executable, "-m", "tests.fake_serve"))
 

@@ -25,7 +25,8 @@ import click
 import tomli_w
 
 from penstock.demo.model import ModelUnavailable, prepare_model
-from penstock.demo.processes import (
+from penstock.up.config import UpConfigInvalid, load
+from penstock.up.processes import (
     Command,
     FirstMatch,
     Process,
@@ -34,8 +35,7 @@ from penstock.demo.processes import (
     ending,
     explain,
 )
-from penstock.demo.supervisor import RestartBudget, Restarts
-from penstock.demo.up_config import UpConfigInvalid, load
+from penstock.up.supervisor import RestartBudget, Restarts
 
 if TYPE_CHECKING:
     from research.settings import Settings

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from penstock.client import Client, Patience, connect
-from penstock.demo.processes import Command, FirstMatch, Process
-from penstock.demo.supervisor import SERVING
+from penstock.up.processes import Command, FirstMatch, Process
+from penstock.up.supervisor import SERVING
 from tests.fakes import expected_tokens
 from tests.faults.report import COUNT, Report
 from tests.ports import HeldPort

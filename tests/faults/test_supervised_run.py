@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.demo.processes import Command, Process
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
+from penstock.up.processes import Command, Process
 from tests.faults.history import lineage, violations
 from tests.faults.history_sources import history_of, without_refusals_of_what_was_trained
 from tests.faults.report import Report

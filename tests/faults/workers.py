@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.demo.processes import Process
+from penstock.up.processes import Process
 from tests.faults.agents import LOG
 from tests.faults.history import read_answers
 from tests.faults.history_sources import check_what_is_left

@@ -31,6 +31,6 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     run before it serves. Ends when the trainer is done.
     """
     if status:
-        exit_with(load("penstock.demo.up", "status", EXTRAS), EXTRAS, config, list(overrides))
-    run = load("penstock.demo.up", "up", EXTRAS)
+        exit_with(load("penstock.up.up", "status", EXTRAS), EXTRAS, config, list(overrides))
+    run = load("penstock.up.up", "up", EXTRAS)
     exit_with(run, EXTRAS, config, list(overrides), resume, dry_run)

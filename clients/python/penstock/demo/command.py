@@ -11,10 +11,10 @@ import click
 from rich.console import Console
 
 from penstock.demo.model import HUB_NAME, ModelUnavailable, prepare_model
-from penstock.demo.processes import ProcessFailed
 from penstock.demo.run import run_plan
 from penstock.demo.settings import PRINTABLE, SUMS, Plan, choose_scale
 from penstock.demo.summary import read_run, summarize, write_summary
+from penstock.up.processes import ProcessFailed
 
 INTERRUPTED = 130
 STEPS = (

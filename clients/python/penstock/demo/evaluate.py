@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 
 from penstock.demo.model import ModelUnavailable, prepare_model
-from penstock.demo.processes import Command, FirstMatch, Process, ProcessFailed, end
 from penstock.demo.settings import SERVER_THREADS, environment, penstock
-from penstock.demo.supervisor import SERVING
+from penstock.up.processes import Command, FirstMatch, Process, ProcessFailed, end
+from penstock.up.supervisor import SERVING
 
 FAILED, INTERRUPTED = 1, 130
 

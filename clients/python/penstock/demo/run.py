@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from penstock.demo import settings
 from penstock.demo.activity import record_activity
-from penstock.demo.processes import Command, break_off, end
-from penstock.demo.supervisor import Cast, Listens, Restarts, Supervisor, log_events
 from penstock.demo.tasks import write_printable, write_sums
+from penstock.up.processes import Command, break_off, end
+from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor, log_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable

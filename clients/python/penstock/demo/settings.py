@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from penstock.demo.supervisor import Listens
+    from penstock.up.supervisor import Listens
 
 SUMS = "sums"
 """The task's name on the command line: "What is a + b?", a and b from 1 to 20."""

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.demo.processes import THIS_HOST, Command, Running
+from penstock.up.processes import THIS_HOST, Command, Running
 
 PARTING_SECONDS = 40.0
 """How long ranks have to end by themselves after the first of them did."""

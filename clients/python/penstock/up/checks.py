@@ -18,12 +18,12 @@ import tomli_w
 
 from penstock.common.secrets import without_secrets
 from penstock.common.settings import Table
-from penstock.demo import ray_placement
-from penstock.demo.up_cast import Programs
-from penstock.demo.up_config import UpConfig, UpConfigInvalid, command_line
-from penstock.demo.up_state import holds_run, is_running
 from penstock.server.config import ConfigError, ServeConfig
 from penstock.server.config import load as load_serve
+from penstock.up import ray_placement
+from penstock.up.cast import Programs
+from penstock.up.config import UpConfig, UpConfigInvalid, command_line
+from penstock.up.state import holds_run, is_running
 from penstock.wire.channel import is_loopback
 
 CHECK_SECONDS = 120.0

@@ -44,8 +44,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.demo.placement import LocalPlacement, Placement
-from penstock.demo.processes import (
+from penstock.up.placement import LocalPlacement, Placement
+from penstock.up.processes import (
     Command,
     FirstMatch,
     ProcessFailed,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, cast
 
 import tomli_w
 
-from penstock.demo.cluster_config import Share
-from penstock.demo.placement import DEVICES, LocalPlacement, share_devices
-from penstock.demo.processes import Command
-from penstock.demo.ranked_process import rank_name
-from penstock.demo.supervisor import Cast, Listens
-from penstock.demo.up_config import UpConfig, command_line
+from penstock.up.cluster_config import Share
+from penstock.up.config import UpConfig, command_line
+from penstock.up.placement import DEVICES, LocalPlacement, share_devices
+from penstock.up.processes import Command
+from penstock.up.ranked_process import rank_name
+from penstock.up.supervisor import Cast, Listens
 
 if TYPE_CHECKING:
     from penstock.common.settings import Table

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.demo.processes import read_tail, write_files
-from penstock.demo.supervisor import Role
+from penstock.up.processes import read_tail, write_files
+from penstock.up.supervisor import Role
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.demo.processes import Command, Process, write_files
+from penstock.up.processes import Command, Process, write_files
 
 LINES_WAITING = 4096
 LINES_AT_ONCE = 512

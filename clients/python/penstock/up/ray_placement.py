@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.common.parent_death import die_with
-from penstock.demo import children
-from penstock.demo.cluster_config import Cluster, Share
-from penstock.demo.keeper import Keeper, for_nodes
-from penstock.demo.placement import PlacementFailed
-from penstock.demo.processes import THIS_HOST, Command, Running, ending, going_on, log_writer
-from penstock.demo.ranked_process import RankedProcess, rank_environments, rank_name
+from penstock.up import children
+from penstock.up.cluster_config import Cluster, Share
+from penstock.up.keeper import Keeper, for_nodes
+from penstock.up.placement import PlacementFailed
+from penstock.up.processes import THIS_HOST, Command, Running, ending, going_on, log_writer
+from penstock.up.ranked_process import RankedProcess, rank_environments, rank_name
 
 STORE_BYTES = 80 << 20
 """Of a cluster started here: nothing but lines goes through it."""

@@ -40,7 +40,7 @@ from penstock.common.secrets import without_passwords
 from penstock.common.section import Section
 from penstock.common.settings import SettingInvalid, Table, apply_setting, read_table
 from penstock.common.token_file import redact
-from penstock.demo.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
+from penstock.up.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
 
 WORKER_PATIENCE = "reconnect-timeout"
 HUBS_OWN = ("model", "tokenizer")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from penstock.demo.processes import THIS_HOST, Command, Process, Running
+from penstock.up.processes import THIS_HOST, Command, Process, Running
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from penstock.demo.placement import Placement, PlacementFailed
-from penstock.demo.processes import ProcessFailed, end_in_turn
-from penstock.demo.ray_placement import open_ray
-from penstock.demo.supervisor import BAD_CONFIGURATION, Restarts, Supervisor, Tell, log_events
-from penstock.demo.up_cast import Programs, local_placement, make_cast, shares
-from penstock.demo.up_checks import check, check_folder, resolve
-from penstock.demo.up_config import UpConfig, UpConfigInvalid, load
-from penstock.demo.up_state import EVENTS, FolderUnusable, locked, show_state, write_state
+from penstock.up.cast import Programs, local_placement, make_cast, shares
+from penstock.up.checks import check, check_folder, resolve
+from penstock.up.config import UpConfig, UpConfigInvalid, load
+from penstock.up.placement import Placement, PlacementFailed
+from penstock.up.processes import ProcessFailed, end_in_turn
+from penstock.up.ray_placement import open_ray
+from penstock.up.state import EVENTS, FolderUnusable, locked, show_state, write_state
+from penstock.up.supervisor import BAD_CONFIGURATION, Restarts, Supervisor, Tell, log_events
 
 if TYPE_CHECKING:
     from rich.console import Console
