@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.__main__ import main
 from penstock.client import Task, connect
-from penstock.client.__main__ import main
 from tests.scripted_server import Script, ScriptedServer
 
 FUNCTIONS = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.client.__main__ import main
+from penstock.cli.__main__ import main
 from penstock.up.cast import Programs, make_cast, shares
 from penstock.up.checks import check_servers
 from penstock.up.config import UpConfig, UpConfigInvalid, load

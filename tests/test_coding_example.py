@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.__main__ import rollout
+from penstock.cli.__main__ import rollout
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data_config import PythonConfig, SamplingConfig
 from penstock.trainer.sources.rows import read_problem

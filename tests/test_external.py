@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.__main__ import main
 from penstock.client import Failed, group_reward
-from penstock.client.__main__ import main
 from penstock.client.external.settings import Keep, SandboxUse, read_size
 from penstock.up.config import command_line
 from tests.external_workers import (

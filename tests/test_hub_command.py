@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.__main__ import main
 from penstock.client import connect
-from penstock.client.__main__ import main
 from penstock.server import config
 from penstock.server.config import ConfigError
 from penstock.server.discovery import LOOKS_WITHOUT, Discovery

@@ -19,7 +19,7 @@ import pyarrow.parquet as parquet
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.client.__main__ import main
+from penstock.cli.__main__ import main
 from penstock.server.journal import JournalRecord, tasks_known
 from penstock.server.journal_files import Reading, find_files, read_records
 from penstock.server.journal_reading import find_writer, open_stored

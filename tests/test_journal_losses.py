@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.client.__main__ import main
+from penstock.cli.__main__ import main
 from penstock.server import log_journal
 from penstock.server.journal import JournalUnreadable, Record, Stored
 from penstock.server.journal_files import Reading, find_files, forget_cached, read_records

@@ -15,7 +15,7 @@ kubernetes_validate: Any = pytest.importorskip(
     "kubernetes_validate", reason="Kubernetes' schemas are not installed"
 )
 
-from penstock.client.__main__ import main  # noqa: E402
+from penstock.cli.__main__ import main  # noqa: E402
 from penstock.server import config as serve_config  # noqa: E402
 from penstock.server.__main__ import serve  # noqa: E402
 from penstock.server.config import ServeConfig  # noqa: E402

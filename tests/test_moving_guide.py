@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.__main__ import rollout
+from penstock.cli.__main__ import rollout
 from penstock.common.settings import apply_setting
 from penstock.trainer.config import TrainerConfig
 

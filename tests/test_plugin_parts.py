@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cli.__main__ import main
 from penstock.client import InvalidRequest, Message, SamplingParams, Task, ToolCall
-from penstock.client.__main__ import main
 from penstock.client.plugins import group_filter, modules
 from penstock.client.plugins.arguments import ArgumentsInvalid, make_arguments, read_arguments
 from penstock.client.plugins.claims import (

@@ -17,8 +17,8 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.__main__ import main
 from penstock.client import AccessDenied, CredentialsUnusable, Overloaded, Patience, Task, connect
-from penstock.client.__main__ import main
 from penstock.common.token_file import (
     Role,
     hash_token,

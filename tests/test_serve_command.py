@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.__main__ import main
+from penstock.cli.__main__ import main
 from penstock.server import config
 from penstock.server.config import ConfigError
 from tests.tiny_model import make_tiny_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from penstock.client.__main__ import main
+from penstock.cli.__main__ import main
 from penstock.common.token_file import (
     Role,
     TokenFileInvalid,
@@ -121,7 +121,7 @@ def test_tokens_are_made_listed_and_revoked(tmp_path: Path):
 
 
 def test_tokens_made_at_the_same_time_are_all_kept(tmp_path: Path):
-    from penstock.client.tokens import create
+    from penstock.cli.tokens import create
 
     file = tmp_path / "tokens.toml"
     threads = [

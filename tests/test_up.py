@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.client.__main__ import main
+from penstock.cli.__main__ import main
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
 from penstock.up import checks as up_checks

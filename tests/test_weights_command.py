@@ -15,9 +15,9 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+from penstock.cli.__main__ import main
+from penstock.cli.checkpoint import CheckpointUnreadable, read_checkpoint
 from penstock.client import connect
-from penstock.client.__main__ import main
-from penstock.client.checkpoint import CheckpointUnreadable, read_checkpoint
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from tests.fakes import TENSORS
 from tests.harness import Harness, sampling, serve

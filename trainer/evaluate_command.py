@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.client.address_type import Address
+from penstock.cli.address_type import Address
+from penstock.cli.security_options import security_options
+from penstock.cli.style_options import style_options
 from penstock.client.environments.settings import environment_options
-from penstock.client.security_options import security_options
-from penstock.client.style_options import style_options
 
 if TYPE_CHECKING:
     from rich.table import Table

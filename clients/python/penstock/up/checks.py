@@ -92,7 +92,7 @@ def check_folder(out: Path, resume: bool) -> None:
 
 def check_workers(config: UpConfig) -> None:
     """Has the command's own parser look at [rollout]."""
-    from penstock.client.__main__ import rollout
+    from penstock.cli.__main__ import rollout
 
     arguments = command_line({"server": "127.0.0.1:0", **config.worker_options})
     try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from penstock.client.address_type import Address
-from penstock.client.security_options import security_options
+from penstock.cli.address_type import Address
+from penstock.cli.security_options import security_options
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security

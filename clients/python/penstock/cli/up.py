@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from penstock.client.loading import exit_with, load
+from penstock.cli.loading import exit_with, load
 
 EXTRAS = "server,trainer,cpu"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import grpc
 
-from penstock.client.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
+from penstock.cli.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
 from penstock.client.client import version_of
 from penstock.client.errors import from_rpc
 from penstock.common.memory_file import MemoryFile

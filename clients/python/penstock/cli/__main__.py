@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.client.address_type import Address
+from penstock.cli.address_type import Address
+from penstock.cli.health import health
+from penstock.cli.loading import exit_with, load
+from penstock.cli.security_options import security_options
+from penstock.cli.style_options import style_options
+from penstock.cli.up import up
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
-from penstock.client.health_command import health
-from penstock.client.loading import exit_with, load
-from penstock.client.security_options import security_options
-from penstock.client.style_options import style_options
-from penstock.client.up_command import up
 
 if TYPE_CHECKING:
     from penstock.client.environments.settings import EnvironmentSettings
@@ -202,10 +202,10 @@ def rollout(
     \b
     $ penstock rollout --server 127.0.0.1:50051 --reward score:reward
     """
+    from penstock.cli.rollout import RolloutOptions
+    from penstock.cli.rollout import rollout as run
     from penstock.client.calls import Patience
     from penstock.client.leases import default_agent_id
-    from penstock.client.rollout import RolloutOptions
-    from penstock.client.rollout import rollout as run
     from penstock.client.tasks import Purpose
     from penstock.client.worker import WorkerSettings
 
@@ -255,7 +255,7 @@ def weights() -> None:
 @security_options
 def show_weights(security: Security, address: str, as_json: bool) -> None:
     """Show what the server at HOST:PORT samples, holds and takes."""
-    from penstock.client.weights import show
+    from penstock.cli.weights import show
 
     sys.exit(show(address, as_json, security))
 
@@ -300,7 +300,7 @@ def push_weights(
     tensors changed. Not while a trainer is connected: versions only grow, and its next would be
     refused.
     """
-    from penstock.client.weights import PushOptions, push
+    from penstock.cli.weights import PushOptions, push
 
     options = PushOptions(
         address, folder.resolve(), weight_version, source, in_flight, stage_only, security
@@ -428,7 +428,7 @@ def token() -> None:
 )
 def create_token(path: Path, name: str, role: str, expires: str) -> None:
     """Make a token. It is printed once, and the file keeps its hash."""
-    run = load("penstock.client.tokens", "create", "server")
+    run = load("penstock.cli.tokens", "create", "server")
     run(path, name, role, expires)
 
 
@@ -436,7 +436,7 @@ def create_token(path: Path, name: str, role: str, expires: str) -> None:
 @_TOKEN_FILE
 def list_tokens(path: Path) -> None:
     """List names, roles and how long they are good for."""
-    load("penstock.client.tokens", "show", "server")(path)
+    load("penstock.cli.tokens", "show", "server")(path)
 
 
 @token.command("revoke")
@@ -444,7 +444,7 @@ def list_tokens(path: Path) -> None:
 @click.option("--name", required=True, help="As it was created.")
 def revoke_token(path: Path, name: str) -> None:
     """Revoke a token: a server that runs refuses it at its next call."""
-    load("penstock.client.tokens", "revoke", "server")(path, name)
+    load("penstock.cli.tokens", "revoke", "server")(path, name)
 
 
 @main.command("version")
