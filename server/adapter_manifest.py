@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.server.core.errors import FieldInvalid
 from penstock.server.engine import EngineDescription, TensorMeta
-from penstock.server.errors import FieldInvalid
 from penstock.v1 import weights_pb2
 
 PREFIX = "base_model.model."

@@ -40,7 +40,9 @@ from opentelemetry import trace
 
 from penstock.server.adapter_folder import AdapterFolders
 from penstock.server.adapter_manifest import AdapterShape
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError
+from penstock.server.core.threads import run_to_its_end
 from penstock.server.engine import (
     Adapter,
     AdapterLimits,
@@ -49,8 +51,6 @@ from penstock.server.engine import (
     EngineLost,
     StagedWeights,
 )
-from penstock.server.errors import DomainError
-from penstock.server.threads import run_to_its_end
 from penstock.server.turns import Turn
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe, ProbeResult, compare

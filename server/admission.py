@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
 from penstock.server.staleness_gate import Selection, StalenessContract, StalenessGate
 
 

@@ -33,7 +33,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from penstock.common.token_file import Role
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.service import Call, Handler
 from penstock.wire.reasons import Reason
 

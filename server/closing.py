@@ -29,7 +29,10 @@ from typing import Any
 from penstock.common.failpoints import hit
 from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Settled
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.memory_budget import MemoryBudget
+from penstock.server.core.own_tasks import OwnTasks
+from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.group_buffer import (
     BufferedGroup,
     DroppedGroup,
@@ -55,10 +58,7 @@ from penstock.server.journal import (
     trajectories_forgotten,
     trajectory_closed,
 )
-from penstock.server.memory_budget import MemoryBudget
-from penstock.server.own_tasks import OwnTasks
 from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
-from penstock.server.reason_counts import ReasonCounts
 from penstock.server.requests import MAX_ID_LENGTH, check_depth
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trajectory_records import trajectory_opened

@@ -34,7 +34,7 @@ from pydantic import (
 from penstock.common.section import Section
 from penstock.common.settings import SettingInvalid, apply_setting, read_table
 from penstock.common.token_file import redact
-from penstock.server.memory_budget import default_bytes
+from penstock.server.core.memory_budget import default_bytes
 from penstock.server.routing import Policy
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from penstock.server.errors import FieldInvalid
+from penstock.server.core.errors import FieldInvalid
 from penstock.server.text_streams import ParsedStream, PlainStream, StreamParser, TurnStream
 
 if TYPE_CHECKING:

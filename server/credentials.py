@@ -41,7 +41,7 @@ from penstock.common.token_file import (
     parse_token_file,
 )
 from penstock.server.config import ConfigError, Security
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

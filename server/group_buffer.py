@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.group_bytes import EncodedGroup, group_in
 from penstock.server.journal import FilePlace, Journal, Stored
-from penstock.server.reason_counts import ReasonCounts
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 MAX_UNREAD_DROPS = 1_000

@@ -37,8 +37,8 @@ from starlette.routing import Route
 from penstock.common import telemetry
 from penstock.server import http_errors
 from penstock.server.authorization import Gate, Presented
+from penstock.server.core.errors import DomainError
 from penstock.server.credentials import AUTHORIZATION
-from penstock.server.errors import DomainError
 from penstock.server.http_reply import Delta, Reply, tell, tell_whole
 from penstock.server.http_server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
 from penstock.server.http_turns import AgentTurns, Asked

@@ -31,7 +31,7 @@ from vllm.entrypoints.serve.engine.protocol import (
 
 from penstock.server import http_errors
 from penstock.server import http_requests as requests
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid
 
 if TYPE_CHECKING:
     from penstock.server.conversation import Message, Tool

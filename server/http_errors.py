@@ -18,7 +18,7 @@ from http import HTTPStatus
 
 import grpc
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
 STATUSES: Mapping[grpc.StatusCode, HTTPStatus] = {

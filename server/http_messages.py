@@ -13,7 +13,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 from penstock.server import http_chat, http_errors
 from penstock.server import http_requests as requests
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid
 
 if TYPE_CHECKING:
     from penstock.server.conversation import Message, Tool

@@ -37,7 +37,7 @@ from vllm.sampling_params import SamplingParams
 from penstock.server import http_chat, http_errors
 from penstock.server import http_requests as requests
 from penstock.server.conversation import Message
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid
 
 if TYPE_CHECKING:
     from penstock.server.conversation import Tool

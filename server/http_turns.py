@@ -44,14 +44,14 @@ from weakref import WeakValueDictionary
 import grpc
 
 from penstock.server.caller_limits import Callers
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.history import Match, MatchKind, hold, match, match_after, tools_digest
 from penstock.server.http_requests import Previous
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.prompts import Said
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.task_queue import TaskQueue
-from penstock.server.telemetry import ServerMetrics
 from penstock.server.trajectory_store import Answered, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import Turn, TurnRunner
 from penstock.v1 import rollout_service_pb2, trajectory_pb2

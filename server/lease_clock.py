@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from penstock.server.attempts import Attempt, Group, LeaseRules
-from penstock.server.broadcast import Broadcast
-from penstock.server.errors import DomainError
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
 MAX_REMEMBERED = 100_000

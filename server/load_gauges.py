@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.caller_limits import Callers
+from penstock.server.core.memory_budget import MemoryBudget
+from penstock.server.core.telemetry import Gauge, ServerMetrics
 from penstock.server.engine import EngineStats
-from penstock.server.memory_budget import MemoryBudget
 from penstock.server.pool import PoolEngine
 from penstock.server.restoring import Parts
-from penstock.server.telemetry import Gauge, ServerMetrics
 
 
 def observe_load(

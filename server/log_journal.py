@@ -53,7 +53,7 @@ from google.protobuf.message import DecodeError
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder
 from penstock.server.compaction_pace import CompactionPace
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.group_bytes import whole_record
 from penstock.server.journal import (
     Appended,

@@ -18,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
 from penstock.server.journal import Journal, leases_expired, trajectories_forgotten
 from penstock.server.lease_clock import LeaseClock
 from penstock.server.trajectory_store import TrajectoryRecord, TrajectoryStore

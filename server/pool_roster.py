@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine import EngineDescription
 from penstock.server.engine_pace import usual_pace
 from penstock.server.engine_server import EngineServer, OutOfTime, Refused, Unanswered
-from penstock.server.own_tasks import OwnTasks
 from penstock.server.pool_member import Member, State, describe, difference
 from penstock.server.pool_rules import PoolRules
 from penstock.v1 import rollout_service_pb2

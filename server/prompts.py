@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.server import requests
 from penstock.server.conversation import Message, Renderer, Tool
-from penstock.server.errors import FieldInvalid
+from penstock.server.core.errors import FieldInvalid
 from penstock.server.history import History, kept_prefix
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
 from penstock.v1 import rollout_service_pb2, task_service_pb2

@@ -15,11 +15,11 @@ from opentelemetry.context import Context
 from penstock.server import requests
 from penstock.server.attempts import Attempt
 from penstock.server.conversation import Message, Renderer
+from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine import Finish
-from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.journal import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
-from penstock.server.own_tasks import OwnTasks
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.policy_messages import PolicyMessages
 from penstock.server.subscription import Subscription

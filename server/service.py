@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from opentelemetry.context import Context
 
 from penstock.common import telemetry
-from penstock.server.errors import DomainError, to_status
+from penstock.server.core.errors import DomainError, to_status
 from penstock.v1 import rollout_service_pb2, task_service_pb2, trainer_service_pb2
 from penstock.wire.codec import MalformedMessage, decoder, encode
 from penstock.wire.reasons import Reason

@@ -30,13 +30,15 @@ from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.admission import Admission
 from penstock.server.attempts import LeaseRules
 from penstock.server.authorization import Gate
-from penstock.server.broadcast import Broadcast
 from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.closing import Closing
 from penstock.server.config import Security, ServeConfig, check_exposure
 from penstock.server.conversation import Renderer
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError
+from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
+from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.engine import Engine
-from penstock.server.errors import DomainError
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
 from penstock.server.journal import (
@@ -47,7 +49,6 @@ from penstock.server.journal import (
     weights_activated,
 )
 from penstock.server.load_gauges import observe_load, observe_pool
-from penstock.server.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.policy_messages import PolicyMessages
@@ -61,7 +62,6 @@ from penstock.server.service import SERVICES, Call, Handler, service_handlers
 from penstock.server.stage_memory import SHARED_MEMORY
 from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
-from penstock.server.telemetry import ServerMetrics
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore

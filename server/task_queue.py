@@ -35,8 +35,8 @@ from itertools import chain
 
 from penstock.server.admission import Admission
 from penstock.server.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
-from penstock.server.broadcast import Broadcast
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.known_tasks import KnownTasks
 from penstock.server.lease_clock import LeaseClock
 from penstock.v1 import task_service_pb2, trajectory_pb2

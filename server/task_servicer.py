@@ -10,11 +10,11 @@ from google.protobuf import duration_pb2
 
 from penstock.server import requests
 from penstock.server.attempts import Holder
-from penstock.server.broadcast import Broadcast
 from penstock.server.closing import Closing
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.journal import Journal, group_changed, task_accepted
-from penstock.server.memory_budget import MemoryBudget
 from penstock.server.task_queue import TaskQueue
 from penstock.v1 import task_service_pb2
 from penstock.wire.codec import twin

@@ -26,8 +26,8 @@ from penstock.common.failpoints import hit
 from penstock.common.memory_file import host_id
 from penstock.server import group_places
 from penstock.server.admission import Admission
-from penstock.server.broadcast import Broadcast
-from penstock.server.errors import DomainError, FieldInvalid, to_rejection
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError, FieldInvalid, to_rejection
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.group_bytes import Delivery
 from penstock.server.journal import (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.codec import LOGPROB, TOKEN, twin
 from penstock.wire.reasons import Reason

@@ -36,7 +36,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError
 from penstock.server.engine import (
     Delta,
     Engine,
@@ -46,7 +47,6 @@ from penstock.server.engine import (
     RequestLost,
     Sampling,
 )
-from penstock.server.errors import DomainError
 from penstock.server.stop_strings import Decode, StopAcrossResume
 from penstock.v1 import trajectory_pb2
 from penstock.wire.reasons import Reason

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
 

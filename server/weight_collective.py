@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.engine import (
     CollectiveUpdate,
     Engine,
@@ -27,7 +28,6 @@ from penstock.server.engine import (
     EngineLoadFailed,
     EngineLost,
 )
-from penstock.server.errors import DomainError, FieldInvalid
 from penstock.server.weight_header import Announced, CollectiveSource
 from penstock.server.weight_manifest import (
     ManifestTensor,

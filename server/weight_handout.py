@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.server.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.weight_upload import Staged, Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import xxhash
 
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.threads import run_to_its_end
 from penstock.server.engine import StagedTensor, StagedWeights
 from penstock.server.intervals import Intervals
 from penstock.server.stage_memory import Buffer
-from penstock.server.threads import run_to_its_end
 from penstock.server.weight_assembly import Part, assemble
 from penstock.server.weight_filling import Filling
 from penstock.server.weight_manifest import ManifestTensor, WeightRefused

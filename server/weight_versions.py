@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.adapter_versions import AdapterVersions
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.errors import DomainError
+from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine import StagedWeights
-from penstock.server.errors import DomainError
 from penstock.server.held_weights import HeldWeights
-from penstock.server.own_tasks import OwnTasks
 from penstock.server.stage_memory import Buffer
 from penstock.server.turns import TurnRunner
 from penstock.server.weight_header import Announced

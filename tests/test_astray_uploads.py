@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server.said_again import said_again
+from penstock.server.core.said_again import said_again
 from penstock.trainer.errors import ServerLost
 from penstock.trainer.transports import Stream
 from penstock.v1 import weights_pb2

@@ -28,7 +28,7 @@ from penstock.client import (
 )
 from penstock.client.scoring import Agent, single_turn
 from penstock.server.attempts import Attempt
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, expected_tokens

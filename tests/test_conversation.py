@@ -18,7 +18,7 @@ from penstock.server.conversation import (
     ToolCall,
     Written,
 )
-from penstock.server.errors import FieldInvalid
+from penstock.server.core.errors import FieldInvalid
 from tests.chat_templates import FAMILIES, make_tokenizer
 from tests.fakes import EOS
 from tests.tiny_model import make_byte_tokenizer

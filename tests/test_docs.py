@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.text_format import Parse
 
 import penstock.v1.task_service_pb2  # noqa: F401
-from penstock.server.errors import STATUS_CODES
+from penstock.server.core.errors import STATUS_CODES
 from penstock.trainer.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from penstock.client.tasks import Purpose
 from penstock.server import config as server_config
 from penstock.server.admission import Admission
 from penstock.server.attempts import Holder, LeaseRules
-from penstock.server.broadcast import Broadcast
+from penstock.server.core.broadcast import Broadcast
 from penstock.server.engine import TensorMeta
 from penstock.server.serving import Serving, bind
 from penstock.server.task_queue import TaskQueue

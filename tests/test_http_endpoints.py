@@ -21,7 +21,7 @@ from openai.types.responses import response_create_params
 from penstock.server import config, http_chat, http_messages, http_responses
 from penstock.server.config import ConfigError
 from penstock.server.conversation import Message, Tool, ToolCall, Written
-from penstock.server.errors import STATUS_CODES
+from penstock.server.core.errors import STATUS_CODES
 from penstock.server.http_errors import STATUSES
 from tests.authorities import client_certificate, make_authorities, write_certificate
 from tests.fakes import ByteRenderer

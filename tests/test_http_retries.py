@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 from tests.fakes import FakeEngine, decode_bytes
 from tests.harness import Harness, serve, until

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire import codec
 from penstock.wire.reasons import Reason
 from tests.fakes import decode_bytes, expected_tokens

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server import compaction_pace, jetstream_journal, jetstream_log, jetstream_stream
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.jetstream_answers import Refused
 from penstock.server.jetstream_frames import (
     Entry,

@@ -18,7 +18,7 @@ pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstrea
 
 from penstock.server import config
 from penstock.server.config import JournalSection
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.journal import JournalUnreadable, MemoryJournal
 from penstock.server.journal_opening import open_journal
 from tests.journal_stores import MEBIBYTE, names_in, record

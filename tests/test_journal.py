@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.server import journal_segment, log_journal
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.journal import (
     JournalRecord,
     JournalUnreadable,

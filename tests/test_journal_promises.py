@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.journal import JournalInUse, JournalRecord, JournalUnreadable, Record, Stored
 from penstock.wire.reasons import Reason
 from tests.journal_stores import (

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.server import compaction_pace, journal_snapshot
 from penstock.server.config import JournalSection
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.journal import Record, Stored
 from penstock.server.log_journal import LogJournal
 from penstock.wire.failure import read_failure

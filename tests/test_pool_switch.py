@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from penstock.server.core.errors import DomainError
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
-from penstock.server.errors import DomainError
 from penstock.server.pool_member import Member, State
 from penstock.server.weight_header import Announced
 from penstock.server.weight_upload import Upload

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.server.attempts import Attempt, Group
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.group_bytes import encode_group, group_finished
 from penstock.server.journal import (
     Deferred,

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.message import DecodeError
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.server.group_bytes import decode_group
 from penstock.server.journal import step_final
 from penstock.server.journal_files import Reading, find_files, read_records

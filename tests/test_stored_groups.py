@@ -11,7 +11,7 @@ import pytest
 
 from penstock.common import memory_file
 from penstock.server import group_places, log_journal
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec

@@ -22,6 +22,8 @@ from penstock.client.calls import Calls
 from penstock.client.scoring import Agent, single_turn
 from penstock.client.tasks import Purpose
 from penstock.server import config as server_config
+from penstock.server.core.errors import DomainError
+from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine import (
     Adapter,
     AdapterLimits,
@@ -29,9 +31,7 @@ from penstock.server.engine import (
     StagedWeights,
     TensorMeta,
 )
-from penstock.server.errors import DomainError
 from penstock.server.journal_opening import open_journal
-from penstock.server.memory_budget import MemoryBudget
 from penstock.server.serving import Serving, bind
 from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.ledger import StepEntry, read_ledger

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from penstock.server.core.errors import DomainError
 from penstock.server.engine import (
     Delta,
     EngineLoadFailed,
@@ -31,7 +32,6 @@ from penstock.server.engine import (
     StagedTensor,
     StagedWeights,
 )
-from penstock.server.errors import DomainError
 from penstock.server.journal import MemoryJournal
 from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore

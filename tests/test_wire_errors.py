@@ -25,7 +25,7 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.server.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
+from penstock.server.core.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
 from penstock.server.http_errors import headers_of, status_of
 from penstock.server.service import SERVICES, refuse
 from penstock.v1 import conversation_pb2

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from tests.harness import (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, expected_tokens

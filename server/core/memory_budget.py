@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.server.errors import DomainError
+from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
 # No group begins beyond this part of the budget.
