@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.nats_server import nats_server
 
-from penstock.server.config import JournalSection
+from penstock.server.config.settings import JournalSection
 from penstock.server.journal import Journal, tasks_known
 from penstock.server.journal_opening import open_journal
 

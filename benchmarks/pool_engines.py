@@ -27,7 +27,7 @@ import numpy as np
 from tests.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
 from penstock.common import allocator
-from penstock.server import config
+from penstock.server.config import settings as config
 from penstock.server.engine import Delta, EngineRequest, EngineStats, Finish
 from penstock.server.journal_opening import open_journal
 from penstock.server.serving import Serving, bind

@@ -14,8 +14,8 @@ import click
 
 from penstock.common.garbage import start_up_kept
 from penstock.common.secrets import without_secrets
-from penstock.server import config as configuration
-from penstock.server.config import ConfigError, ServeConfig
+from penstock.server.config import settings as configuration
+from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.engine_sources import (
     EngineSource,
     HubSource,

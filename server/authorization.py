@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.common.token_file import Role
 from penstock.server.caller_limits import RETRY_SECONDS, VISIT, Callers
-from penstock.server.config import ServeConfig
+from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
 from penstock.server.credentials import AuthContext, Caller, Credentials, host_of
 from penstock.server.service import ServicerContext, linger, refuse

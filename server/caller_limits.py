@@ -38,7 +38,7 @@ from penstock.server.service import Call, Handler
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    from penstock.server.config import CallerLimits
+    from penstock.server.config.settings import CallerLimits
     from penstock.server.credentials import Caller
     from penstock.server.turns import Turn
 

@@ -40,7 +40,7 @@ from penstock.common.token_file import (
     hash_token,
     parse_token_file,
 )
-from penstock.server.config import ConfigError, Security
+from penstock.server.config.settings import ConfigError, Security
 from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from penstock.server.config import ConfigError, Pool, ServeConfig
+from penstock.server.config.settings import ConfigError, Pool, ServeConfig
 from penstock.server.core.own_tasks import OwnTasks
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from penstock.wire.channel import MOST_METADATA_BYTES, split_address
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
-    from penstock.server.config import ServeConfig
+    from penstock.server.config.settings import ServeConfig
     from penstock.server.credentials import Credentials
 
 GRACE_SECONDS = 2

@@ -28,7 +28,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from penstock.server.config import JournalSection
+from penstock.server.config.settings import JournalSection
 from penstock.server.jetstream_answers import (
     Fenced,
     Fetched,

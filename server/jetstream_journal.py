@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from penstock.common.failpoints import hit
 from penstock.server.compaction_pace import CompactionPace
-from penstock.server.config import JournalSection
+from penstock.server.config.settings import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.jetstream_answers import JetStreamError
 from penstock.server.jetstream_frames import PLACE, Entry, FrameCorrupt, Kind, StoredOutside

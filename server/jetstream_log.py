@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from penstock.server.config import JournalSection
+from penstock.server.config.settings import JournalSection
 from penstock.server.jetstream_answers import Fenced, JetStreamError, StreamState
 from penstock.server.jetstream_connection import Connection
 from penstock.server.jetstream_frames import (

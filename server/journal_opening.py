@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.server.config import JournalSection
+from penstock.server.config.settings import JournalSection
 from penstock.server.journal import Journal, JournalUnreadable, MemoryJournal
 from penstock.server.log_journal import LogJournal
 

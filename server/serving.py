@@ -32,7 +32,7 @@ from penstock.server.attempts import LeaseRules
 from penstock.server.authorization import Gate
 from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.closing import Closing
-from penstock.server.config import Security, ServeConfig, check_exposure
+from penstock.server.config.settings import Security, ServeConfig, check_exposure
 from penstock.server.conversation import Renderer
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError

@@ -33,9 +33,9 @@ from typing import Any
 import click
 from safetensors import safe_open
 
-from penstock.server import config as configuration
 from penstock.server.authorization import open_gate
-from penstock.server.config import ConfigError, ServeConfig
+from penstock.server.config import settings as configuration
+from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.engine import AdapterLimits, TensorMeta
 from penstock.server.http_server import HttpAddressInUse, open_http
 from penstock.server.journal import JournalInUse, JournalUnreadable

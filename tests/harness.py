@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 from google.protobuf.message_factory import GetMessageClass
 
-from penstock.server import config
 from penstock.server.authorization import open_gate
+from penstock.server.config import settings as config
 from penstock.server.conversation import Renderer
 from penstock.server.engine import AdapterLimits
 from penstock.server.http_server import open_http

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.server import config
 from penstock.server.authorization import open_gate
+from penstock.server.config import settings as config
 from penstock.server.engine import AdapterLimits
 from penstock.server.journal_opening import open_journal
 from penstock.server.pool import PoolEngine

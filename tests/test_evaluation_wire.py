@@ -17,9 +17,9 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import single_turn
 from penstock.client.tasks import Purpose
-from penstock.server import config as server_config
 from penstock.server.admission import Admission
 from penstock.server.attempts import Holder, LeaseRules
+from penstock.server.config import settings as server_config
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.engine import TensorMeta
 from penstock.server.serving import Serving, bind

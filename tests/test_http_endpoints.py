@@ -18,8 +18,9 @@ from anthropic.types import message_create_params
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from penstock.server import config, http_chat, http_messages, http_responses
-from penstock.server.config import ConfigError
+from penstock.server import http_chat, http_messages, http_responses
+from penstock.server.config import settings as config
+from penstock.server.config.settings import ConfigError
 from penstock.server.conversation import Message, Tool, ToolCall, Written
 from penstock.server.core.errors import STATUS_CODES
 from penstock.server.http_errors import STATUSES

@@ -130,8 +130,8 @@ class Running:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Running]:
-    from penstock.server import config
     from penstock.server.authorization import open_gate
+    from penstock.server.config import settings as config
     from penstock.server.http_server import open_http
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm_engine import VllmEngine, engine_arguments

@@ -14,8 +14,8 @@ import pytest
 
 from penstock.cli.__main__ import main
 from penstock.client import connect
-from penstock.server import config
-from penstock.server.config import ConfigError
+from penstock.server.config import settings as config
+from penstock.server.config.settings import ConfigError
 from penstock.server.discovery import LOOKS_WITHOUT, Discovery
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.supervisor import SERVING

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
-from penstock.server import config
-from penstock.server.config import JournalSection
+from penstock.server.config import settings as config
+from penstock.server.config.settings import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal import JournalUnreadable, MemoryJournal
 from penstock.server.journal_opening import open_journal

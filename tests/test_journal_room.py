@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from penstock.server import compaction_pace, journal_snapshot
-from penstock.server.config import JournalSection
+from penstock.server.config.settings import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal import Record, Stored
 from penstock.server.log_journal import LogJournal

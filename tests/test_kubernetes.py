@@ -16,9 +16,9 @@ kubernetes_validate: Any = pytest.importorskip(
 )
 
 from penstock.cli.__main__ import main  # noqa: E402
-from penstock.server import config as serve_config  # noqa: E402
 from penstock.server.__main__ import serve  # noqa: E402
-from penstock.server.config import ServeConfig  # noqa: E402
+from penstock.server.config import settings as serve_config  # noqa: E402
+from penstock.server.config.settings import ServeConfig  # noqa: E402
 from penstock.trainer.config import load_config  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "kubernetes"

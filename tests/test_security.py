@@ -24,9 +24,9 @@ from penstock.common.token_file import (
     hash_token,
     new_token,
 )
-from penstock.server import config
 from penstock.server.authorization import ALLOWED, ANYBODY
-from penstock.server.config import ConfigError
+from penstock.server.config import settings as config
+from penstock.server.config.settings import ConfigError
 from penstock.server.serving import bind
 from penstock.trainer.config import ServerConfig
 from penstock.trainer.errors import ConfigInvalid

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.__main__ import main
-from penstock.server import config
-from penstock.server.config import ConfigError
+from penstock.server.config import settings as config
+from penstock.server.config.settings import ConfigError
 from tests.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")

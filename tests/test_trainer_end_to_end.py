@@ -21,7 +21,7 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import Agent, single_turn
 from penstock.client.tasks import Purpose
-from penstock.server import config as server_config
+from penstock.server.config import settings as server_config
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine import (

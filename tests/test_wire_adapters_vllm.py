@@ -169,7 +169,7 @@ class Server:
 async def server(
     models: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[Server]:
-    from penstock.server import config
+    from penstock.server.config import settings as config
     from penstock.server.conversation import TokenizerRenderer
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm_engine import VllmEngine, engine_arguments

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.server import config
+from penstock.server.config import settings as config
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from tests.harness import (

@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def wire(models: list[Path]) -> AsyncGenerator[Any]:
     """Raw calls to a real server on real vLLM."""
-    from penstock.server import config
+    from penstock.server.config import settings as config
     from penstock.server.conversation import TokenizerRenderer
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm_engine import VllmEngine, engine_arguments

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.server import config
+from penstock.server.config import settings as config
 from penstock.server.engine import EngineLoadFailed, StagedWeights
 from penstock.server.serving import Serving, bind
 from penstock.wire.channel import client_options

@@ -18,8 +18,8 @@ import tomli_w
 
 from penstock.common.secrets import without_secrets
 from penstock.common.settings import Table
-from penstock.server.config import ConfigError, ServeConfig
-from penstock.server.config import load as load_serve
+from penstock.server.config.settings import ConfigError, ServeConfig
+from penstock.server.config.settings import load as load_serve
 from penstock.up import ray_placement
 from penstock.up.cast import Programs
 from penstock.up.config import UpConfig, UpConfigInvalid, command_line
