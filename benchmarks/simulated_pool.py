@@ -30,7 +30,7 @@ import numpy as np
 from pool_setup import Setup
 from simulated_engine import SimulatedEngine, Turn
 
-from penstock.server.engine import EngineRequest, Sampling
+from penstock.server.engine.protocol import EngineRequest, Sampling
 from penstock.server.engine_pace import usual_pace
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_member import Member, State

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.checkpoint_tensors import DTYPES
-from penstock.server.engine import Adapter, StagedWeights
+from penstock.server.engine.protocol import Adapter, StagedWeights
 from penstock.server.weight_manifest import WeightRefused
 from penstock.wire.reasons import Reason
 

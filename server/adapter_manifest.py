@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.engine import EngineDescription, TensorMeta
+from penstock.server.engine.protocol import EngineDescription, TensorMeta
 from penstock.v1 import weights_pb2
 
 PREFIX = "base_model.model."

@@ -43,7 +43,7 @@ from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.threads import run_to_its_end
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Adapter,
     AdapterLimits,
     Engine,

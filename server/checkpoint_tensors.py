@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from penstock.server.engine import TensorMeta
+from penstock.server.engine.protocol import TensorMeta
 
 INPUT_EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_EMBEDDING = "lm_head.weight"

@@ -15,7 +15,7 @@ from functools import cached_property
 import grpc
 import numpy as np
 
-from penstock.server.engine import Sampling
+from penstock.server.engine.protocol import Sampling
 from penstock.server.requests import sampling_message
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec

@@ -17,7 +17,7 @@ from penstock.server.core.own_tasks import OwnTasks
 
 if TYPE_CHECKING:
     from penstock.server.conversation import OutputParser
-    from penstock.server.engine import Engine
+    from penstock.server.engine.protocol import Engine
     from penstock.server.pool_rules import PoolRules
 
 logger = logging.getLogger(__name__)
@@ -150,9 +150,9 @@ class HubSource:
 
 def pool_rules(pool: Pool) -> PoolRules:
     """How a hub runs them."""
+    from penstock.server.engine.turn_limit import LimitRules
     from penstock.server.pool_rules import PoolRules
     from penstock.server.routing import RoutingRules
-    from penstock.server.turn_limit import LimitRules
 
     return PoolRules(
         RoutingRules(pool.margin, pool.routing),

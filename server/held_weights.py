@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from penstock.server.engine import StagedWeights
+from penstock.server.engine.protocol import StagedWeights
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_upload import Staged

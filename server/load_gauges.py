@@ -8,7 +8,7 @@ from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.caller_limits import Callers
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.telemetry import Gauge, ServerMetrics
-from penstock.server.engine import EngineStats
+from penstock.server.engine.protocol import EngineStats
 from penstock.server.pool import PoolEngine
 from penstock.server.restoring import Parts
 

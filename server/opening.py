@@ -19,7 +19,7 @@ from penstock.server.attempts import Attempt
 from penstock.server.conversation import Renderer
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.engine import WHOLE, Engine
+from penstock.server.engine.protocol import WHOLE, Engine
 from penstock.server.journal import Journal, group_changed
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.prompts import Prompts, Said

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import TYPE_CHECKING
 
 from penstock.server.adapter_manifest import AdapterShape
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Adapter,
     CollectiveUpdate,
     Delta,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class PoolEngine:
-    """See `penstock.server.engine.Engine` for what each method promises."""
+    """See `penstock.server.engine.protocol.Engine` for what each method promises."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.server.engine import EngineRequest
+from penstock.server.engine.protocol import EngineRequest
 from penstock.server.pool_member import Member
 from penstock.server.routing import RoutingRules, place
 

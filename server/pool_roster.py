@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.server.core.own_tasks import OwnTasks
-from penstock.server.engine import EngineDescription
+from penstock.server.engine.protocol import EngineDescription
 from penstock.server.engine_pace import usual_pace
 from penstock.server.engine_server import EngineServer, OutOfTime, Refused, Unanswered
 from penstock.server.pool_member import Member, State, describe, difference

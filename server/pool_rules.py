@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.server.engine import WHOLE
+from penstock.server.engine.protocol import WHOLE
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.routing import RoutingRules
-from penstock.server.turn_limit import LimitRules
 
 
 @dataclass(frozen=True, slots=True)

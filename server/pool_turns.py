@@ -31,7 +31,7 @@ from typing import NoReturn
 import grpc
 import numpy as np
 
-from penstock.server.engine import Delta, EngineRequest, Finish, RequestLost
+from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.engine_server import GenerateRequest, Refused, Unanswered
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_placing import Placing

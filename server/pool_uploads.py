@@ -27,7 +27,7 @@ import xxhash
 
 from penstock.common.memory_file import host_id, host_namespace
 from penstock.server.adapter_manifest import AdapterShape
-from penstock.server.engine import StagedWeights
+from penstock.server.engine.protocol import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_branches import Branches
 from penstock.server.pool_differences import Differing, Sendable

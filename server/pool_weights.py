@@ -37,7 +37,7 @@ from penstock.common.memory_file import host_id
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.errors import DomainError
 from penstock.server.core.own_tasks import OwnTasks
-from penstock.server.engine import StagedWeights
+from penstock.server.engine.protocol import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_differences import Differing
 from penstock.server.pool_member import Member, State

@@ -38,7 +38,7 @@ from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
-from penstock.server.engine import Engine
+from penstock.server.engine.protocol import Engine
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
 from penstock.server.journal import (

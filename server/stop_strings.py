@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from penstock.server.engine import Delta
+from penstock.server.engine.protocol import Delta
 
 if TYPE_CHECKING:
     import numpy as np

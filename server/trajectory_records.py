@@ -14,7 +14,7 @@ from opentelemetry import trace
 
 from penstock.server import group_bytes
 from penstock.server.conversation import Tool
-from penstock.server.engine import Delta, Finish
+from penstock.server.engine.protocol import Delta, Finish
 from penstock.server.history import HeldMessage, History
 from penstock.server.journal import (
     Deferred,

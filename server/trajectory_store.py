@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.server.encoded_trajectory import EncodedTrajectory
-    from penstock.server.engine import Delta
+    from penstock.server.engine.protocol import Delta
     from penstock.server.history import History
     from penstock.server.journal import Stored
     from penstock.server.turns import Turn, TurnSampling

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Delta,
     Engine,
     EngineLost,

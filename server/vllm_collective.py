@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from penstock.server.engine import CollectiveUpdate, EngineLoadFailed, EngineLost
+from penstock.server.engine.protocol import CollectiveUpdate, EngineLoadFailed, EngineLost
 from penstock.server.vllm_weight_engine import ROUND
 from penstock.server.weight_manifest import WeightRefused
 from penstock.wire.reasons import Reason
@@ -40,7 +40,7 @@ class Ask(Protocol):
 
 
 class VllmCollective:
-    """See `penstock.server.engine.Engine` for what each method promises."""
+    """See `penstock.server.engine.protocol.Engine` for what each method promises."""
 
     def __init__(self, llm: AsyncLLM, ask: Ask, give_up: Callable[[str], None]) -> None:
         """`give_up` ends the engine process, with the reason."""

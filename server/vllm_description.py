@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.server import checkpoint_tensors
-from penstock.server.engine import AdapterLimits, EngineDescription
+from penstock.server.engine.protocol import AdapterLimits, EngineDescription
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

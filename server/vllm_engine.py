@@ -36,7 +36,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Adapter,
     CollectiveUpdate,
     Delta,
@@ -81,7 +81,7 @@ FINISHES = {
 
 
 class VllmEngine:
-    """vLLM behind the seam; see `penstock.server.engine.Engine` for what each method promises."""
+    """vLLM behind the seam; see `penstock.server.engine.protocol.Engine` for what each method promises."""
 
     def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: LoadReport) -> None:
         self._owner = owner

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.server.engine import StagedTensor
+from penstock.server.engine.protocol import StagedTensor
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_manifest import FLOATS, WeightRefused
 from penstock.server.weight_verify import Check, pieces, read_into

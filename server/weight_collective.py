@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     CollectiveUpdate,
     Engine,
     EngineDescription,

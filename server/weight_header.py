@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.server.adapter_manifest import AdapterShape, read_adapter
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.engine import EngineDescription
+from penstock.server.engine.protocol import EngineDescription
 from penstock.server.weight_manifest import Encoding, ManifestTensor
 from penstock.server.weight_probe import Probe, read_probe
 from penstock.server.weight_switch import InFlight

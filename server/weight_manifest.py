@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.server.engine import TensorMeta
+from penstock.server.engine.protocol import TensorMeta
 from penstock.wire.reasons import Reason
 from penstock.wire.sparse import SparseCoding
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.engine import EngineDescription
+from penstock.server.engine.protocol import EngineDescription
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.codec import twin

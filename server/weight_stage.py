@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.server.core.threads import run_to_its_end
-from penstock.server.engine import StagedTensor, StagedWeights, TensorMeta
+from penstock.server.engine.protocol import StagedTensor, StagedWeights, TensorMeta
 from penstock.server.shared_memory import SharedFiles
 from penstock.server.stage_memory import Buffer, StageMemory
 from penstock.server.weight_assembly import Part, Patch, assemble, lay_out

@@ -53,7 +53,7 @@ from opentelemetry import trace
 from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.engine import Engine, EngineLoadFailed, EngineLost, StagedWeights
+from penstock.server.engine.protocol import Engine, EngineLoadFailed, EngineLost, StagedWeights
 from penstock.server.turns import Turn
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe, ProbeResult, compare

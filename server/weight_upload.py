@@ -16,7 +16,7 @@ import xxhash
 
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.threads import run_to_its_end
-from penstock.server.engine import StagedTensor, StagedWeights
+from penstock.server.engine.protocol import StagedTensor, StagedWeights
 from penstock.server.intervals import Intervals
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_assembly import Part, assemble

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.said_again import SAY_AGAIN_SECONDS, said_again
-from penstock.server.engine import EngineDescription, EngineLost
+from penstock.server.engine.protocol import EngineDescription, EngineLost
 from penstock.server.upload_slot import Claim, UploadSlot
 from penstock.server.weight_collective import (
     Collective,

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 import numpy as np
 import xxhash
 
-from penstock.server.engine import StagedTensor
+from penstock.server.engine.protocol import StagedTensor
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_manifest import (
     FLOATS,

@@ -22,7 +22,7 @@ from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.own_tasks import OwnTasks
-from penstock.server.engine import StagedWeights
+from penstock.server.engine.protocol import StagedWeights
 from penstock.server.held_weights import HeldWeights
 from penstock.server.stage_memory import Buffer
 from penstock.server.turns import TurnRunner

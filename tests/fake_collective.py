@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from penstock.server.engine import CollectiveUpdate, EngineLoadFailed, EngineLost
+from penstock.server.engine.protocol import CollectiveUpdate, EngineLoadFailed, EngineLost
 from penstock.server.weight_manifest import WeightRefused
 from penstock.wire.reasons import Reason
 

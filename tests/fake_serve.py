@@ -36,7 +36,7 @@ from safetensors import safe_open
 from penstock.server.authorization import open_gate
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import ConfigError, ServeConfig
-from penstock.server.engine import AdapterLimits, TensorMeta
+from penstock.server.engine.protocol import AdapterLimits, TensorMeta
 from penstock.server.http_server import HttpAddressInUse, open_http
 from penstock.server.journal import JournalInUse, JournalUnreadable
 from penstock.server.journal_opening import open_journal

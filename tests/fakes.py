@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from penstock.common.failpoints import hit
 from penstock.server.conversation import Message, Tool, Written
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Adapter,
     AdapterLimits,
     Delta,

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from penstock.server.authorization import open_gate
 from penstock.server.config import settings as config
 from penstock.server.conversation import Renderer
-from penstock.server.engine import AdapterLimits
+from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http_server import open_http
 from penstock.server.journal import EncodedRecord
 from penstock.server.journal_opening import open_journal

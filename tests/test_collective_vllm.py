@@ -312,7 +312,7 @@ async def test_an_engine_that_does_not_come_back_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from penstock.server import vllm_collective
-    from penstock.server.engine import EngineLost
+    from penstock.server.engine.protocol import EngineLost
 
     monkeypatch.setattr(vllm_collective, "GRACE_SECONDS", 0.05)
     dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -21,7 +21,7 @@ from penstock.server.admission import Admission
 from penstock.server.attempts import Holder, LeaseRules
 from penstock.server.config import settings as server_config
 from penstock.server.core.broadcast import Broadcast
-from penstock.server.engine import TensorMeta
+from penstock.server.engine.protocol import TensorMeta
 from penstock.server.serving import Serving, bind
 from penstock.server.task_queue import TaskQueue
 from penstock.trainer.policy import StepResult

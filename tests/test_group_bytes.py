@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.server import group_bytes
-from penstock.server.engine import Delta
+from penstock.server.engine.protocol import Delta
 from penstock.server.journal import JournalRecord
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
 from penstock.server.turns import TurnSampling

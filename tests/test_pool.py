@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.engine_server import EngineServer, Refused, StagedThere, Unanswered
 from penstock.server.pool_member import Member, State
-from penstock.server.turn_limit import LimitRules
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_branches import PEERS_TRIED, Branches
 from penstock.server.pool_member import Member, State
-from penstock.server.turn_limit import LimitRules
 from penstock.server.weight_header import Announced, InlineSource, PeerSource, SharedSource
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_upload import Upload

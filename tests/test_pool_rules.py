@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.server.engine import WHOLE
+from penstock.server.engine.protocol import WHOLE
 from penstock.server.opening import StreamRules
 from penstock.server.pool_rules import PoolRules
 

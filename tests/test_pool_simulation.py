@@ -16,9 +16,9 @@ from pool_simulation import Group, Simulation, Stuck, simulate
 from simulate_validation import Pair, errors
 from simulated_engine import EngineTimes, SimulatedEngine, Turn
 
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool_rules import PoolRules
 from penstock.server.staleness_gate import LatePolicy, StalenessContract
-from penstock.server.turn_limit import LimitRules
 
 STEP = 0.02
 TOKENS = 50

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.server import group_bytes, log_journal
-from penstock.server.engine import Delta
+from penstock.server.engine.protocol import Delta
 from penstock.server.group_buffer import InJournal
 from penstock.server.journal import JournalRecord, JournalUnreadable, Stored, trajectory_closed
 from penstock.server.journal_contents import read_contents

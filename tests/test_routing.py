@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.server.engine.turn_limit import LimitRules, LoadReport, TurnLimit
 from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds, widest_limit
-from penstock.server.turn_limit import LimitRules, LoadReport, TurnLimit
 
 RULES = RoutingRules(margin=0.25)
 

@@ -24,7 +24,7 @@ from penstock.client.tasks import Purpose
 from penstock.server.config import settings as server_config
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Adapter,
     AdapterLimits,
     EngineDescription,

@@ -30,7 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from penstock.client import Task, Trajectory
 from penstock.server.core.errors import DomainError
-from penstock.server.engine import AdapterLimits
+from penstock.server.engine.protocol import AdapterLimits
 from penstock.trainer.checkpoint import TrainerState, restore, save_checkpoint, verify
 from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
 from penstock.trainer.exchange import Contract, Exchange

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.server.core.errors import DomainError
-from penstock.server.engine import (
+from penstock.server.engine.protocol import (
     Delta,
     EngineLoadFailed,
     EngineLost,

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.common.memory_file import MemoryFile
-from penstock.server.engine import TensorMeta
+from penstock.server.engine.protocol import TensorMeta
 from penstock.server.stage_memory import Buffer
 from penstock.server.weight_filling import Filling
 from penstock.server.weight_manifest import ManifestTensor, WeightRefused

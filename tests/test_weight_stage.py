@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from penstock.common.memory_file import MemoryFile
 from penstock.server import shared_memory, stage_memory, weight_upload
-from penstock.server.engine import TensorMeta
+from penstock.server.engine.protocol import TensorMeta
 from penstock.server.weight_manifest import Encoding, ManifestTensor, WeightRefused
 from penstock.server.weight_stage import WeightStage
 from penstock.server.weight_upload import Staged, Upload

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from penstock.server.adapter_folder import NAME
-from penstock.server.engine import AdapterLimits
+from penstock.server.engine.protocol import AdapterLimits
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure

@@ -16,7 +16,7 @@ import xxhash
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from penstock.server.engine import Adapter, EngineLoadFailed
+from penstock.server.engine.protocol import Adapter, EngineLoadFailed
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.server.engine import EngineLost, StagedWeights
+from penstock.server.engine.protocol import EngineLost, StagedWeights
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from tests.fakes import TENSORS

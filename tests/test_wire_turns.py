@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import pytest
 
-from penstock.server.engine import Delta, EngineRequest
+from penstock.server.engine.protocol import Delta, EngineRequest
 from penstock.server.subscription import Subscription
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import codec

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.server.engine import Delta, EngineRequest
+from penstock.server.engine.protocol import Delta, EngineRequest
 from tests.fakes import EOS, FakeEngine
 from tests.merging_tokenizers import control_tokens, make_merging_tokenizer
 

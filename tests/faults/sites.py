@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from penstock.server.config import settings as config
-from penstock.server.engine import EngineLoadFailed, StagedWeights
+from penstock.server.engine.protocol import EngineLoadFailed, StagedWeights
 from penstock.server.serving import Serving, bind
 from penstock.wire.channel import client_options
 from tests import harness
