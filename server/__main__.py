@@ -166,10 +166,10 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 async def _serve(config: ServeConfig, source: EngineSource) -> int:
     """From the first bind to the last answer; see `serving` for the order."""
     from penstock.server.authorization import open_gate
-    from penstock.server.conversation import TokenizerRenderer
     from penstock.server.http_server import open_http
     from penstock.server.journal_opening import open_journal
     from penstock.server.serving import Serving, bind
+    from penstock.server.text.renderer import TokenizerRenderer
 
     # First the port: one in use must not cost the minutes a model takes to load.
     gate = open_gate(config)

@@ -16,9 +16,9 @@ from penstock.server.config.settings import ConfigError, Pool, ServeConfig
 from penstock.server.core.own_tasks import OwnTasks
 
 if TYPE_CHECKING:
-    from penstock.server.conversation import OutputParser
     from penstock.server.engine.protocol import Engine
     from penstock.server.pool_rules import PoolRules
+    from penstock.server.text.renderer import OutputParser
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class VllmSource:
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
         """The model's, as soon as it is known which it is."""
-        from penstock.server.conversation import load_tokenizer
+        from penstock.server.text.renderer import load_tokenizer
 
         return load_tokenizer(str(self._arguments.tokenizer or self._arguments.model))
 
@@ -114,7 +114,7 @@ class HubSource:
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
         """That of its own settings at once, else what the engines name."""
-        from penstock.server.conversation import load_tokenizer
+        from penstock.server.text.renderer import load_tokenizer
 
         named = self._config.engine.get("tokenizer") or self._config.engine.get("model")
         if named is None and engine is not None:

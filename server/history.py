@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from penstock.server.conversation import Message, Tool
+from penstock.server.text.renderer import Message, Tool
 
 if TYPE_CHECKING:
     from penstock.server.trajectory_store import TrajectoryRecord

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock.server.conversation import Message, Renderer, Tool
     from penstock.server.http_requests import Previous
+    from penstock.server.text.renderer import Message, Renderer, Tool
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from penstock.server import http_requests as requests
 from penstock.server.core.errors import DomainError, FieldInvalid
 
 if TYPE_CHECKING:
-    from penstock.server.conversation import Message, Tool
     from penstock.server.http_reply import Delta, Reply
+    from penstock.server.text.renderer import Message, Tool
 
 SAMPLING = {
     "temperature": "temperature",

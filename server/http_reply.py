@@ -16,12 +16,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.server.conversation import Message, ToolCall
+from penstock.server.text.renderer import Message, ToolCall
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 
 if TYPE_CHECKING:
     from penstock.server.http_turns import AgentTurns, Answer
-    from penstock.server.text_streams import TurnStream
+    from penstock.server.text.streaming import TurnStream
     from penstock.server.turns import Turn, TurnSampling
 
 logger = logging.getLogger(__name__)

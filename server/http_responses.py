@@ -36,12 +36,12 @@ from vllm.sampling_params import SamplingParams
 
 from penstock.server import http_chat, http_errors
 from penstock.server import http_requests as requests
-from penstock.server.conversation import Message
 from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.text.renderer import Message
 
 if TYPE_CHECKING:
-    from penstock.server.conversation import Tool
     from penstock.server.http_reply import Delta, Reply
+    from penstock.server.text.renderer import Tool
 
 PREVIOUS = "previous_response_id"
 ID_PREFIX = "resp_"

@@ -61,7 +61,7 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from penstock.server.conversation import Message, Tool
+    from penstock.server.text.renderer import Message, Tool
 
 MAX_REFUSED = 4_096
 """Refused requests that are remembered; their agents come back in seconds."""

@@ -16,7 +16,6 @@ from opentelemetry.context import Context
 from penstock.common import telemetry
 from penstock.server import requests
 from penstock.server.attempts import Attempt
-from penstock.server.conversation import Renderer
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import WHOLE, Engine
@@ -24,6 +23,7 @@ from penstock.server.journal import Journal, group_changed
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.prompts import Prompts, Said
 from penstock.server.task_queue import TaskQueue
+from penstock.server.text.renderer import Renderer
 from penstock.server.trajectory_store import (
     BYTES_PER_TOKEN,
     TrajectoryRecord,

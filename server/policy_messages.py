@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from penstock.server.conversation import Renderer, Written
+from penstock.server.text.renderer import Renderer, Written
 from penstock.server.trajectory_store import TrajectoryRecord
 from penstock.server.turns import Turn, TurnAttempt
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.server import requests
-from penstock.server.conversation import Message, Renderer, Tool
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.history import History, kept_prefix
+from penstock.server.text.renderer import Message, Renderer, Tool
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
 from penstock.v1 import rollout_service_pb2, task_service_pb2
 

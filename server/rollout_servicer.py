@@ -14,7 +14,6 @@ from opentelemetry.context import Context
 
 from penstock.server import requests
 from penstock.server.attempts import Attempt
-from penstock.server.conversation import Message, Renderer
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import Finish
@@ -24,6 +23,7 @@ from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.policy_messages import PolicyMessages
 from penstock.server.subscription import Subscription
 from penstock.server.task_queue import TaskQueue
+from penstock.server.text.renderer import Message, Renderer
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import Turn, TurnAttempt, TurnRunner
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2

@@ -33,7 +33,6 @@ from penstock.server.authorization import Gate
 from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.closing import Closing
 from penstock.server.config.settings import Security, ServeConfig, check_exposure
-from penstock.server.conversation import Renderer
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
@@ -62,6 +61,7 @@ from penstock.server.service import SERVICES, Call, Handler, service_handlers
 from penstock.server.stage_memory import SHARED_MEMORY
 from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
+from penstock.server.text.renderer import Renderer
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore

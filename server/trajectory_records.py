@@ -13,7 +13,6 @@ from google.protobuf import json_format
 from opentelemetry import trace
 
 from penstock.server import group_bytes
-from penstock.server.conversation import Tool
 from penstock.server.engine.protocol import Delta, Finish
 from penstock.server.history import HeldMessage, History
 from penstock.server.journal import (
@@ -25,6 +24,7 @@ from penstock.server.journal import (
     Stored,
 )
 from penstock.server.requests import MIN_TEMPERATURE, sampling_message
+from penstock.server.text.renderer import Tool
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2

@@ -47,7 +47,7 @@ from penstock.server.engine.protocol import (
     RequestLost,
     Sampling,
 )
-from penstock.server.stop_strings import Decode, StopAcrossResume
+from penstock.server.text.stop_strings import Decode, StopAcrossResume
 from penstock.v1 import trajectory_pb2
 from penstock.wire.reasons import Reason
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from opentelemetry.trace import Span
 
-    from penstock.server.conversation import Written
+    from penstock.server.text.renderer import Written
     from penstock.server.trajectory_store import TrajectoryRecord
 
 logger = logging.getLogger(__name__)

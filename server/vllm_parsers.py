@@ -23,8 +23,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from penstock.server.conversation import Parsed, ParsedCall, Tool
-from penstock.server.text_streams import StreamParser
+from penstock.server.text.renderer import Parsed, ParsedCall, Tool
+from penstock.server.text.streaming import StreamParser
 
 # Where the parsers say what begins a call; what each calls it.
 _MARK_NAMES = re.compile(r"tool_calls?_(start|begin)(_token)?|tool_start_token|bot_token")

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from penstock.common.failpoints import hit
-from penstock.server.conversation import Message, Tool, Written
 from penstock.server.engine.protocol import (
     Adapter,
     AdapterLimits,
@@ -33,7 +32,8 @@ from penstock.server.engine.protocol import (
     StagedWeights,
     TensorMeta,
 )
-from penstock.server.text_streams import PlainStream, TurnStream
+from penstock.server.text.renderer import Message, Tool, Written
+from penstock.server.text.streaming import PlainStream, TurnStream
 from tests.fake_collective import FakeCollective
 
 VOCAB_SIZE = 300

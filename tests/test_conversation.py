@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.server.conversation import (
+from penstock.server.core.errors import FieldInvalid
+from penstock.server.text.renderer import (
     PROBE,
     Message,
     Parsed,
@@ -18,7 +19,6 @@ from penstock.server.conversation import (
     ToolCall,
     Written,
 )
-from penstock.server.core.errors import FieldInvalid
 from tests.chat_templates import FAMILIES, make_tokenizer
 from tests.fakes import EOS
 from tests.tiny_model import make_byte_tokenizer

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from opentelemetry import trace
 
-from penstock.server.conversation import Message, Tool, ToolCall
 from penstock.server.engine.protocol import Finish
 from penstock.server.history import History, Match, MatchKind, kept_prefix, match
+from penstock.server.text.renderer import Message, Tool, ToolCall
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
 from penstock.server.turns import Turn, TurnAttempt, TurnSampling
 

@@ -21,9 +21,9 @@ from openai.types.responses import response_create_params
 from penstock.server import http_chat, http_messages, http_responses
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
-from penstock.server.conversation import Message, Tool, ToolCall, Written
 from penstock.server.core.errors import STATUS_CODES
 from penstock.server.http_errors import STATUSES
+from penstock.server.text.renderer import Message, Tool, ToolCall, Written
 from tests.authorities import client_certificate, make_authorities, write_certificate
 from tests.fakes import ByteRenderer
 from tests.harness import GetServerInfoRequest, Harness, serve, until

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from penstock.server.conversation import Message, TokenizerRenderer
 from penstock.server.opening import StreamRules
+from penstock.server.text.renderer import Message, TokenizerRenderer
 from penstock.server.vllm_parsers import VllmParsers
 from tests.chat_templates import make_tokenizer
 from tests.fakes import EOS, FakeEngine

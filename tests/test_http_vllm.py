@@ -20,7 +20,7 @@ import torch
 import xxhash
 from transformers import AutoModelForCausalLM
 
-from penstock.server.conversation import Message, TokenizerRenderer, Tool, load_tokenizer
+from penstock.server.text.renderer import Message, TokenizerRenderer, Tool, load_tokenizer
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from tests.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages

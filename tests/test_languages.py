@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.conversation import Message, Tool, Written
+from penstock.server.text.renderer import Message, Tool, Written
 from penstock.v1 import trajectory_pb2
 from tests.fakes import ByteRenderer
 from tests.faults.proxy import Proxy, proxying

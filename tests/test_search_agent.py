@@ -53,7 +53,7 @@ from penstock.client import (
     Turn,
     connect,
 )
-from penstock.server import conversation
+from penstock.server.text import renderer as conversation
 from penstock.trainer.batching import read_group
 from penstock.trainer.config import TrainerConfig
 from penstock.v1 import trajectory_pb2

@@ -25,7 +25,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from penstock.server.conversation import TokenizerRenderer
+from penstock.server.text.renderer import TokenizerRenderer
 from penstock.server.vllm_parsers import VllmParsers
 from penstock.trainer.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2

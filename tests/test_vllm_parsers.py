@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from penstock.server.__main__ import main as serve
-from penstock.server.conversation import ParsedCall, Tool
+from penstock.server.text.renderer import ParsedCall, Tool
 from penstock.server.vllm_parsers import ParserUnknown, VllmParsers, check_names
 from tests.chat_templates import make_tokenizer
 

@@ -170,8 +170,8 @@ async def server(
     models: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[Server]:
     from penstock.server.config import settings as config
-    from penstock.server.conversation import TokenizerRenderer
     from penstock.server.serving import Serving, bind
+    from penstock.server.text.renderer import TokenizerRenderer
     from penstock.server.vllm_engine import VllmEngine, engine_arguments
 
     stage = tmp_path_factory.mktemp("stage")

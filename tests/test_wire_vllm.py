@@ -55,8 +55,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 async def wire(models: list[Path]) -> AsyncGenerator[Any]:
     """Raw calls to a real server on real vLLM."""
     from penstock.server.config import settings as config
-    from penstock.server.conversation import TokenizerRenderer
     from penstock.server.serving import Serving, bind
+    from penstock.server.text.renderer import TokenizerRenderer
     from penstock.server.vllm_engine import VllmEngine, engine_arguments
 
     loaded = config.load(None, ["listen=127.0.0.1:0"])

@@ -235,7 +235,7 @@ OPTIONS += ("--max-num-batched-tokens", "16384", "--kv-cache-memory-bytes", str(
 async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     """A server around real vLLM, with a tied model; every version has weights of its own."""
     pytest.importorskip("vllm")
-    from penstock.server.conversation import TokenizerRenderer
+    from penstock.server.text.renderer import TokenizerRenderer
     from penstock.server.vllm_engine import VllmEngine, engine_arguments
 
     path = make_tiny_model(folder / "model", tied=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.text_streams import ParsedStream, PlainStream, StreamParser, TurnStream
+from penstock.server.text.streaming import ParsedStream, PlainStream, StreamParser, TurnStream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
