@@ -47,7 +47,7 @@ from penstock.server.group_bytes import (
     encode_group,
     group_finished,
 )
-from penstock.server.journal import (
+from penstock.server.journal.records import (
     Appended,
     Journal,
     Record,

@@ -19,7 +19,7 @@ from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import WHOLE, Engine
-from penstock.server.journal import Journal, group_changed
+from penstock.server.journal.records import Journal, group_changed
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.prompts import Prompts, Said
 from penstock.server.task_queue import TaskQueue

@@ -19,9 +19,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.server import journal as records
 from penstock.server.attempts import Attempt, Group
-from penstock.server.journal import (
+from penstock.server.journal import records
+from penstock.server.journal.records import (
     Deferred,
     Journal,
     JournalUnreadable,

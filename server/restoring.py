@@ -10,7 +10,7 @@ from itertools import chain
 from penstock.server.admission import Admission
 from penstock.server.closing import Closing
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer, InJournal, KeptGroups
-from penstock.server.journal import Journal, SnapshotItem, Stored
+from penstock.server.journal.records import Journal, SnapshotItem, Stored
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.task_queue import TaskQueue

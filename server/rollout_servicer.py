@@ -17,7 +17,7 @@ from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import Finish
-from penstock.server.journal import Journal, trajectories_forgotten
+from penstock.server.journal.records import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.policy_messages import PolicyMessages

@@ -40,7 +40,7 @@ from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.engine.protocol import Engine
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.held_weights import HeldWeights
-from penstock.server.journal import (
+from penstock.server.journal.records import (
     Journal,
     MemoryJournal,
     SnapshotItem,

@@ -14,7 +14,7 @@ from penstock.server.closing import Closing
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.journal import Journal, group_changed, task_accepted
+from penstock.server.journal.records import Journal, group_changed, task_accepted
 from penstock.server.task_queue import TaskQueue
 from penstock.v1 import task_service_pb2
 from penstock.wire.codec import twin

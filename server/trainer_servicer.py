@@ -30,7 +30,7 @@ from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid, to_rejection
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
 from penstock.server.group_bytes import Delivery
-from penstock.server.journal import (
+from penstock.server.journal.records import (
     Journal,
     Record,
     group_dropped,

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from penstock.server import group_bytes
 from penstock.server.engine.protocol import Delta, Finish
 from penstock.server.history import HeldMessage, History
-from penstock.server.journal import (
+from penstock.server.journal.records import (
     Deferred,
     EncodedRecord,
     Journal,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.server.encoded_trajectory import EncodedTrajectory
     from penstock.server.engine.protocol import Delta
     from penstock.server.history import History
-    from penstock.server.journal import Stored
+    from penstock.server.journal.records import Stored
     from penstock.server.turns import Turn, TurnSampling
     from penstock.v1 import rollout_service_pb2
 

@@ -21,8 +21,8 @@ from penstock.server.authorization import open_gate
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http_server import open_http
-from penstock.server.journal import EncodedRecord
-from penstock.server.journal_opening import open_journal
+from penstock.server.journal.factory import open_journal
+from penstock.server.journal.records import EncodedRecord
 from penstock.server.service import SERVICES
 from penstock.server.serving import Serving, bind
 from penstock.server.text.renderer import Renderer

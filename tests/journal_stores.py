@@ -13,9 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.server import journal_snapshot, log_journal
-from penstock.server.journal import Journal, JournalRecord, Record, Stored, tasks_known
-from penstock.server.log_journal import LogJournal
+from penstock.server.journal.disk import journal as log_journal
+from penstock.server.journal.disk import snapshot as journal_snapshot
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.records import Journal, JournalRecord, Record, Stored, tasks_known
 from tests.nats_server import NatsServer
 
 MEBIBYTE = 1 << 20
@@ -124,14 +125,14 @@ class JetStreamStore(Store):
     """A stream."""
 
     def __init__(self, nats: NatsServer) -> None:
-        from penstock.server import jetstream_journal
+        from penstock.server.journal.jetstream import journal as jetstream_journal
 
         self.modules = (jetstream_journal,)
         self.nats = nats
         self.stream = f"TEST_{next(STREAMS)}"
 
     async def make(self, *, max_bytes: int = 64 * MEBIBYTE, **settings: object) -> Any:
-        from penstock.server.jetstream_journal import JetStreamJournal
+        from penstock.server.journal.jetstream.journal import JetStreamJournal
 
         section = self.nats.section(
             self.stream, max_bytes=max_bytes, segment_bytes=MEBIBYTE, **settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.server.authorization import open_gate
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
-from penstock.server.journal_opening import open_journal
+from penstock.server.journal.factory import open_journal
 from penstock.server.pool import PoolEngine
 from penstock.server.pool_member import Member, State
 from penstock.server.pool_rules import PoolRules

@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.server import group_bytes
 from penstock.server.engine.protocol import Delta
-from penstock.server.journal import JournalRecord
+from penstock.server.journal.records import JournalRecord
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
 from penstock.server.turns import TurnSampling
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2

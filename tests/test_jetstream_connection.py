@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server.config.settings import JournalSection
-from penstock.server.jetstream_answers import Refused, Unreachable
-from penstock.server.jetstream_connection import Connection
+from penstock.server.journal.jetstream.answers import Refused, Unreachable
+from penstock.server.journal.jetstream.connection import Connection
 
 INFO = {
     "server_id": "S",

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
-from penstock.server import compaction_pace, jetstream_journal, jetstream_log, jetstream_stream
 from penstock.server.core.errors import DomainError
-from penstock.server.jetstream_answers import Refused
-from penstock.server.jetstream_frames import (
+from penstock.server.journal import compaction_pace
+from penstock.server.journal.jetstream import journal as jetstream_journal
+from penstock.server.journal.jetstream import log as jetstream_log
+from penstock.server.journal.jetstream import stream as jetstream_stream
+from penstock.server.journal.jetstream.answers import Refused
+from penstock.server.journal.jetstream.frames import (
     Entry,
     FrameCorrupt,
     Kind,
@@ -28,9 +31,9 @@ from penstock.server.jetstream_frames import (
     Subjects,
     read_message,
 )
-from penstock.server.jetstream_journal import JetStreamJournal
-from penstock.server.jetstream_stream import open_stream
-from penstock.server.journal import JournalInUse, JournalUnreadable
+from penstock.server.journal.jetstream.journal import JetStreamJournal
+from penstock.server.journal.jetstream.stream import open_stream
+from penstock.server.journal.records import JournalInUse, JournalUnreadable
 from penstock.wire.reasons import Reason
 from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
 from tests.nats_server import NatsServer, nats_server

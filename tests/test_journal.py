@@ -14,20 +14,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.server import journal_segment, log_journal
 from penstock.server.core.errors import DomainError
-from penstock.server.journal import (
+from penstock.server.journal.disk import journal as log_journal
+from penstock.server.journal.disk import segment as journal_segment
+from penstock.server.journal.disk.files import find_files
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.disk.segment import NOWHERE, SegmentCorrupt, SegmentWriter
+from penstock.server.journal.disk.segment_reader import SegmentReader
+from penstock.server.journal.disk.writing import Durability
+from penstock.server.journal.records import (
     JournalRecord,
     JournalUnreadable,
     Record,
     Stored,
     tasks_known,
 )
-from penstock.server.journal_files import find_files
-from penstock.server.journal_segment import NOWHERE, SegmentCorrupt, SegmentWriter
-from penstock.server.journal_segment_reader import SegmentReader
-from penstock.server.journal_writing import Durability
-from penstock.server.log_journal import LogJournal
 from penstock.trainer.ledger import Ledger
 from penstock.wire.reasons import Reason
 

@@ -20,10 +20,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.__main__ import main
-from penstock.server.journal import JournalRecord, tasks_known
-from penstock.server.journal_files import Reading, find_files, read_records
-from penstock.server.journal_reading import find_writer, open_stored
-from penstock.server.journal_segment import (
+from penstock.server.journal.disk.files import Reading, find_files, read_records
+from penstock.server.journal.disk.reading import find_writer, open_stored
+from penstock.server.journal.disk.segment import (
     FIRST_HEADER,
     FIRST_MAGIC,
     HEADER,
@@ -32,6 +31,7 @@ from penstock.server.journal_segment import (
     SegmentCorrupt,
     SegmentWriter,
 )
+from penstock.server.journal.records import JournalRecord, tasks_known
 from penstock.wire.frames import FRAME, MARK, frame_length
 from tests.harness import CompleteTrajectoryRequest, Exchange, Harness, Turn, hello, sampling, serve
 from tests.test_recovery import killed, lease, on_disk, submit, work
@@ -558,5 +558,5 @@ def test_neither_help_nor_the_command_loads_what_is_heavy(tmp_path: Path, comman
         check=True,
     )
     loaded = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if "|" in line}
-    assert "penstock.server.journal_contents" in loaded
+    assert "penstock.server.journal.tools.contents" in loaded
     assert not [name for name in loaded if name.startswith(("torch", "vllm", "transformers"))]

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.__main__ import main
-from penstock.server import log_journal
-from penstock.server.journal import JournalUnreadable, Record, Stored
-from penstock.server.journal_files import Reading, find_files, forget_cached, read_records
-from penstock.server.journal_writing import Durability
-from penstock.server.log_journal import LogJournal
+from penstock.server.journal.disk import journal as log_journal
+from penstock.server.journal.disk.files import Reading, find_files, forget_cached, read_records
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.disk.writing import Durability
+from penstock.server.journal.records import JournalUnreadable, Record, Stored
 from tests.journal_stores import MEBIBYTE, names_in, record
 
 

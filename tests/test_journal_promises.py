@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from penstock.server.core.errors import DomainError
-from penstock.server.journal import JournalInUse, JournalRecord, JournalUnreadable, Record, Stored
+from penstock.server.journal.records import (
+    JournalInUse,
+    JournalRecord,
+    JournalUnreadable,
+    Record,
+    Stored,
+)
 from penstock.wire.reasons import Reason
 from tests.journal_stores import (
     MEBIBYTE,
@@ -43,7 +49,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """Each of them, empty; whoever opens it again is not kept waiting."""
     if request.param == "log":
         return LogStore(tmp_path)
-    from penstock.server import jetstream_log
+    from penstock.server.journal.jetstream import log as jetstream_log
 
     monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
     return JetStreamStore(request.getfixturevalue("nats"))

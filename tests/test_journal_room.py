@@ -12,11 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.server import compaction_pace, journal_snapshot
 from penstock.server.config.settings import JournalSection
 from penstock.server.core.errors import DomainError
-from penstock.server.journal import Record, Stored
-from penstock.server.log_journal import LogJournal
+from penstock.server.journal import compaction_pace
+from penstock.server.journal.disk import snapshot as journal_snapshot
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.records import Record, Stored
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 from tests.harness import SubmitTasksRequest, Task, sampling, sequence, serve

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server import compaction_pace
+from penstock.server.journal import compaction_pace
 from penstock.wire.failure import read_failure
 from tests.harness import (
     AbortRequest,

@@ -20,7 +20,8 @@ import pytest
 from penstock.server.attempts import Attempt, Group
 from penstock.server.core.errors import DomainError
 from penstock.server.group_bytes import encode_group, group_finished
-from penstock.server.journal import (
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.records import (
     Deferred,
     EncodedRecord,
     JournalRecord,
@@ -28,7 +29,6 @@ from penstock.server.journal import (
     group_changed,
     tasks_known,
 )
-from penstock.server.log_journal import LogJournal
 from penstock.server.recovery import Recovered
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec

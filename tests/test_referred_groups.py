@@ -11,14 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.server import group_bytes, log_journal
+from penstock.server import group_bytes
 from penstock.server.engine.protocol import Delta
 from penstock.server.group_buffer import InJournal
-from penstock.server.journal import JournalRecord, JournalUnreadable, Stored, trajectory_closed
-from penstock.server.journal_contents import read_contents
-from penstock.server.journal_files import Reading, find_files, read_records
-from penstock.server.journal_reading import open_stored
-from penstock.server.log_journal import LogJournal
+from penstock.server.journal.disk import journal as log_journal
+from penstock.server.journal.disk.files import Reading, find_files, read_records
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.disk.reading import open_stored
+from penstock.server.journal.records import (
+    JournalRecord,
+    JournalUnreadable,
+    Stored,
+    trajectory_closed,
+)
+from penstock.server.journal.tools.contents import read_contents
 from penstock.server.recovery import recover
 from penstock.server.trajectory_records import trajectory_opened, turn_changed
 from penstock.server.trajectory_store import PromptKind, TrajectoryRecord

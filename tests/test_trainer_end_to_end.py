@@ -31,7 +31,7 @@ from penstock.server.engine.protocol import (
     StagedWeights,
     TensorMeta,
 )
-from penstock.server.journal_opening import open_journal
+from penstock.server.journal.factory import open_journal
 from penstock.server.serving import Serving, bind
 from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.ledger import StepEntry, read_ledger

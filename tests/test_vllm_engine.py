@@ -32,7 +32,7 @@ from penstock.server.engine.protocol import (
     StagedTensor,
     StagedWeights,
 )
-from penstock.server.journal import MemoryJournal
+from penstock.server.journal.records import MemoryJournal
 from penstock.server.trajectory_records import TurnRecorder
 from penstock.server.trajectory_store import TrajectoryStore
 from penstock.server.turns import TurnRunner

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from penstock.common.failpoints import VARIABLE
-from penstock.server.journal_files import Reading, find_files, read_records
+from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from tests.faults.report import Report

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from penstock.server import journal_segment
-from penstock.server.journal import Record, Stored, tasks_known
-from penstock.server.journal_files import Reading, find_files, read_records
-from penstock.server.journal_segment import SegmentCorrupt
-from penstock.server.log_journal import LogJournal
+from penstock.server.journal.disk import segment as journal_segment
+from penstock.server.journal.disk.files import Reading, find_files, read_records
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.disk.segment import SegmentCorrupt
+from penstock.server.journal.records import Record, Stored, tasks_known
 from tests.faults.report import Report
 
 SECTOR = 512

@@ -135,7 +135,7 @@ async def check_stream(nats: NatsServer, stream: str, trained: set[str]) -> None
 
     One that was may still be there: that it was used nobody was told who lived.
     """
-    from penstock.server.jetstream_journal import JetStreamJournal
+    from penstock.server.journal.jetstream.journal import JetStreamJournal
 
     journal = JetStreamJournal(nats.section(stream, max_bytes=1 << 30))
     await journal.open()

@@ -23,9 +23,9 @@ import pytest
 
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
-from penstock.server import jetstream_log
-from penstock.server.jetstream_frames import StoredOutside
-from penstock.server.journal import Stored
+from penstock.server.journal.jetstream import log as jetstream_log
+from penstock.server.journal.jetstream.frames import StoredOutside
+from penstock.server.journal.records import Stored
 from tests.faults.report import COUNT, Report
 from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, record
 from tests.nats_server import NatsServer, find_program, nats_server

@@ -356,7 +356,7 @@ def journal() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_journal(folder: Path, as_json: bool) -> None:
     """List what the journal in FOLDER holds: tasks, groups, open trajectories."""
-    run = load("penstock.server.journal_command", "list_stored", "server")
+    run = load("penstock.server.journal.tools.command", "list_stored", "server")
     exit_with(run, "server", folder, as_json)
 
 
@@ -369,7 +369,7 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     The status is 0 where all is whole, 1 where a record is corrupt, 2 where there is no journal. A
     torn end is not corrupt: it was never acknowledged.
     """
-    run = load("penstock.server.journal_command", "verify", "server")
+    run = load("penstock.server.journal.tools.command", "verify", "server")
     exit_with(run, "server", folder, as_json)
 
 
@@ -388,7 +388,7 @@ def export_journal(folder: Path, out: Path, state: str) -> None:
 
     One row per trajectory; docs/journal.md names the columns.
     """
-    run = load("penstock.server.journal_command", "export", "server")
+    run = load("penstock.server.journal.tools.command", "export", "server")
     exit_with(run, "server", folder, out, state)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.server.config.settings import JournalSection
-from penstock.server.journal import Journal, JournalUnreadable, MemoryJournal
-from penstock.server.log_journal import LogJournal
+from penstock.server.journal.disk.journal import LogJournal
+from penstock.server.journal.records import Journal, JournalUnreadable, MemoryJournal
 
 
 async def open_journal(section: JournalSection) -> Journal:
@@ -32,7 +32,7 @@ async def open_journal(section: JournalSection) -> Journal:
 async def _open_stream(section: JournalSection) -> Journal:
     try:
         # An extra of its own.
-        from penstock.server.jetstream_journal import JetStreamJournal
+        from penstock.server.journal.jetstream.journal import JetStreamJournal
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "nats":
             raise

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.common.failpoints import hit
-from penstock.server.journal import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
-from penstock.server.journal_segment import (
+from penstock.server.journal.disk.segment import (
     HEADER,
     Payload,
     Place,
@@ -16,6 +15,7 @@ from penstock.server.journal_segment import (
     SegmentWriter,
     payload_length,
 )
+from penstock.server.journal.records import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
 from penstock.wire.frames import frame_length
 
 BATCH_BYTES = 1 << 20

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.server.journal import JournalRecord, Record
-from penstock.server.journal_segment import (
+from penstock.server.journal.disk.segment import (
     COUNT,
     HEADER,
     NOWHERE,
@@ -26,6 +25,7 @@ from penstock.server.journal_segment import (
     read_frame,
     read_header,
 )
+from penstock.server.journal.records import JournalRecord, Record
 from penstock.wire.frames import ALIGNMENT, CLOSING_MARK, FRAME, MARK, MAX_PAYLOAD
 
 READ_BYTES = 64 << 10

@@ -28,14 +28,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from penstock.common.failpoints import hit
-from penstock.server.compaction_pace import CompactionPace
 from penstock.server.config.settings import JournalSection
 from penstock.server.core.errors import DomainError
-from penstock.server.jetstream_answers import JetStreamError
-from penstock.server.jetstream_frames import PLACE, Entry, FrameCorrupt, Kind, StoredOutside
-from penstock.server.jetstream_log import StreamLog
-from penstock.server.jetstream_snapshot import entry_bytes, entry_of, slice_snapshot
-from penstock.server.journal import (
+from penstock.server.journal.compaction_pace import CompactionPace
+from penstock.server.journal.jetstream.answers import JetStreamError
+from penstock.server.journal.jetstream.frames import PLACE, Entry, FrameCorrupt, Kind, StoredOutside
+from penstock.server.journal.jetstream.log import StreamLog
+from penstock.server.journal.jetstream.snapshot import entry_bytes, entry_of, slice_snapshot
+from penstock.server.journal.records import (
     Appended,
     FilePlace,
     Folder,

@@ -29,7 +29,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from penstock.server.config.settings import JournalSection
-from penstock.server.jetstream_answers import (
+from penstock.server.journal.jetstream.answers import (
     Fenced,
     Fetched,
     Refused,
@@ -37,7 +37,7 @@ from penstock.server.jetstream_answers import (
     Unreachable,
     state_in,
 )
-from penstock.server.jetstream_frames import Message, Subjects
+from penstock.server.journal.jetstream.frames import Message, Subjects
 
 logger = logging.getLogger(__name__)
 

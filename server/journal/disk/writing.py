@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.common.failpoints import hit
-from penstock.server.journal import Stored
-from penstock.server.journal_room import Room
-from penstock.server.journal_segment import (
+from penstock.server.journal.disk.room import Room
+from penstock.server.journal.disk.segment import (
     CLOSING_BYTES,
     HEADER,
     NOWHERE,
@@ -24,6 +23,7 @@ from penstock.server.journal_segment import (
     SegmentWriter,
     payload_length,
 )
+from penstock.server.journal.records import Stored
 from penstock.wire.frames import frame_length
 
 logger = logging.getLogger(__name__)

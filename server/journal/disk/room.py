@@ -15,7 +15,7 @@ appended meanwhile has all the room that it leaves.
 
 from __future__ import annotations
 
-from penstock.server.journal_segment import HEADER
+from penstock.server.journal.disk.segment import HEADER
 
 SMALLEST_SHARE = 16
 MOST_HEADROOM_BYTES = 1 << 20

@@ -18,9 +18,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from penstock.server.jetstream_answers import Fetched
-from penstock.server.jetstream_connection import Connection
-from penstock.server.jetstream_frames import (
+from penstock.server.journal.jetstream.answers import Fetched
+from penstock.server.journal.jetstream.connection import Connection
+from penstock.server.journal.jetstream.frames import (
     IN_SNAPSHOT,
     MESSAGE_OVERHEAD,
     PLACE,
@@ -31,7 +31,7 @@ from penstock.server.jetstream_frames import (
     read_at,
     read_message,
 )
-from penstock.server.journal import JournalRecord, Record, Stored
+from penstock.server.journal.records import JournalRecord, Record, Stored
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import socket
 from collections.abc import AsyncIterator
 
 from penstock.server.config.settings import JournalSection
-from penstock.server.jetstream_answers import Fenced, JetStreamError, StreamState
-from penstock.server.jetstream_connection import Connection
-from penstock.server.jetstream_frames import (
+from penstock.server.journal.jetstream.answers import Fenced, JetStreamError, StreamState
+from penstock.server.journal.jetstream.connection import Connection
+from penstock.server.journal.jetstream.frames import (
     MESSAGE_OVERHEAD,
     Entry,
     FrameCorrupt,
@@ -28,9 +28,14 @@ from penstock.server.jetstream_frames import (
     StoredOutside,
     outside_bytes,
 )
-from penstock.server.jetstream_reading import Reading, begin_of, read_stored, replay_messages
-from penstock.server.jetstream_snapshot import entry_bytes
-from penstock.server.jetstream_stream import (
+from penstock.server.journal.jetstream.reading import (
+    Reading,
+    begin_of,
+    read_stored,
+    replay_messages,
+)
+from penstock.server.journal.jetstream.snapshot import entry_bytes
+from penstock.server.journal.jetstream.stream import (
     fit_stream,
     list_outside,
     open_stream,
@@ -38,7 +43,7 @@ from penstock.server.jetstream_stream import (
     purge_outside,
     why_not_synced,
 )
-from penstock.server.journal import JournalInUse, JournalUnreadable, Record, Stored
+from penstock.server.journal.records import JournalInUse, JournalUnreadable, Record, Stored
 
 OWNER_SECONDS = 10.0
 """After which a server that does not say that it writes is taken over from."""

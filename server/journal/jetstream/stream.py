@@ -21,9 +21,9 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any, cast
 
-from penstock.server.jetstream_answers import Refused, StreamState, state_in
-from penstock.server.jetstream_connection import NO_ROOM, STREAM_NOT_FOUND, Connection
-from penstock.server.journal import JournalUnreadable
+from penstock.server.journal.jetstream.answers import Refused, StreamState, state_in
+from penstock.server.journal.jetstream.connection import NO_ROOM, STREAM_NOT_FOUND, Connection
+from penstock.server.journal.records import JournalUnreadable
 
 logger = logging.getLogger(__name__)
 

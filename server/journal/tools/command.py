@@ -16,22 +16,22 @@ from pathlib import Path
 
 import click
 
-from penstock.server.journal import Stored
-from penstock.server.journal_contents import (
-    Contents,
-    FinishedLine,
-    read_contents,
-    recover_stored,
-)
-from penstock.server.journal_export import group_rows, open_writer, state_of
-from penstock.server.journal_reading import NoJournal, StoredJournal, open_stored
-from penstock.server.journal_segment import SegmentCorrupt
-from penstock.server.journal_segment_reader import (
+from penstock.server.journal.disk.reading import NoJournal, StoredJournal, open_stored
+from penstock.server.journal.disk.segment import SegmentCorrupt
+from penstock.server.journal.disk.segment_reader import (
     FileMissing,
     SegmentReader,
     check_last,
     check_order,
 )
+from penstock.server.journal.records import Stored
+from penstock.server.journal.tools.contents import (
+    Contents,
+    FinishedLine,
+    read_contents,
+    recover_stored,
+)
+from penstock.server.journal.tools.export import group_rows, open_writer, state_of
 from penstock.server.recovery import FinishedGroup, Recovered
 from penstock.v1 import journal_pb2
 

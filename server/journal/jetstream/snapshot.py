@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from penstock.server.jetstream_connection import Connection
-from penstock.server.jetstream_frames import Entry, Kind, StoredOutside
-from penstock.server.jetstream_reading import read_stored
-from penstock.server.journal import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
-from penstock.server.journal_segment import payload_length
+from penstock.server.journal.disk.segment import payload_length
+from penstock.server.journal.jetstream.connection import Connection
+from penstock.server.journal.jetstream.frames import Entry, Kind, StoredOutside
+from penstock.server.journal.jetstream.reading import read_stored
+from penstock.server.journal.records import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
 from penstock.wire.frames import frame_length
 
 SLICE_BYTES = 1 << 20

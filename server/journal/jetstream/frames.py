@@ -23,8 +23,8 @@ from enum import IntEnum
 
 import xxhash
 
-from penstock.server.journal import Stored
-from penstock.server.journal_segment import Payload, frame_of, payload_length, read_frame
+from penstock.server.journal.disk.segment import Payload, frame_of, payload_length, read_frame
+from penstock.server.journal.records import Stored
 from penstock.wire.frames import frame_length
 
 REFERENCE = struct.Struct("<QQQQ")

@@ -15,10 +15,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.server.journal import JournalRecord, Record, Stored
-from penstock.server.journal_files import Files, find_files
-from penstock.server.journal_segment import SegmentCorrupt
-from penstock.server.journal_segment_reader import SegmentReader, check_last, check_order
+from penstock.server.journal.disk.files import Files, find_files
+from penstock.server.journal.disk.segment import SegmentCorrupt
+from penstock.server.journal.disk.segment_reader import SegmentReader, check_last, check_order
+from penstock.server.journal.records import JournalRecord, Record, Stored
 from penstock.wire.referred import put_together
 
 MAX_REOPENINGS = 100

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.server.journal import Record, Stored
-from penstock.server.journal_segment_reader import SegmentReader, check_last, check_order
+from penstock.server.journal.disk.segment_reader import SegmentReader, check_last, check_order
+from penstock.server.journal.records import Record, Stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,21 @@ from google.protobuf.message import DecodeError
 
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder
-from penstock.server.compaction_pace import CompactionPace
 from penstock.server.core.errors import DomainError
 from penstock.server.group_bytes import whole_record
-from penstock.server.journal import (
+from penstock.server.journal.compaction_pace import CompactionPace
+from penstock.server.journal.disk.files import Reading, find_files, forget_cached, read_records
+from penstock.server.journal.disk.room import Room
+from penstock.server.journal.disk.segment import (
+    Payload,
+    Place,
+    SegmentCorrupt,
+    payload_length,
+    read_payload,
+)
+from penstock.server.journal.disk.snapshot import Written, payload_of, write_snapshot
+from penstock.server.journal.disk.writing import Durability, NoRoom, Segments
+from penstock.server.journal.records import (
     Appended,
     EncodedRecord,
     FilePlace,
@@ -70,17 +81,6 @@ from penstock.server.journal import (
     Stored,
     no_way_to_give,
 )
-from penstock.server.journal_files import Reading, find_files, forget_cached, read_records
-from penstock.server.journal_room import Room
-from penstock.server.journal_segment import (
-    Payload,
-    Place,
-    SegmentCorrupt,
-    payload_length,
-    read_payload,
-)
-from penstock.server.journal_snapshot import Written, payload_of, write_snapshot
-from penstock.server.journal_writing import Durability, NoRoom, Segments
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 
