@@ -51,7 +51,7 @@ from penstock.server.engine.protocol import (
     EngineLost,
     StagedWeights,
 )
-from penstock.server.turns import Turn
+from penstock.server.turns.runner import Turn
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe, ProbeResult, compare
 from penstock.server.weight_switch import InFlight, ProbeMismatch, Switched

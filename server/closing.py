@@ -40,13 +40,6 @@ from penstock.server.group_buffer import (
     InJournal,
     InMemory,
 )
-from penstock.server.group_bytes import (
-    EncodedGroup,
-    decode_group,
-    encode_early,
-    encode_group,
-    group_finished,
-)
 from penstock.server.journal.records import (
     Appended,
     Journal,
@@ -59,16 +52,23 @@ from penstock.server.journal.records import (
     trajectory_closed,
 )
 from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
-from penstock.server.requests import MAX_ID_LENGTH, check_depth
 from penstock.server.task_queue import TaskQueue
-from penstock.server.trajectory_records import trajectory_opened
-from penstock.server.trajectory_store import (
+from penstock.server.turns.group_bytes import (
+    EncodedGroup,
+    decode_group,
+    encode_early,
+    encode_group,
+    group_finished,
+)
+from penstock.server.turns.records import trajectory_opened
+from penstock.server.turns.requests import MAX_ID_LENGTH, check_depth
+from penstock.server.turns.runner import TurnRunner, TurnSampling
+from penstock.server.turns.store import (
     PromptKind,
     TrajectoryRecord,
     TrajectoryStore,
     outcome_digest,
 )
-from penstock.server.turns import TurnRunner, TurnSampling
 from penstock.v1 import trajectory_pb2
 from penstock.wire.channel import MAX_MESSAGE_BYTES
 from penstock.wire.codec import LOGPROB, TOKEN, twin

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from penstock.server.engine.protocol import Sampling
-from penstock.server.requests import sampling_message
+from penstock.server.turns.requests import sampling_message
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure

@@ -46,14 +46,14 @@ import grpc
 from penstock.server.caller_limits import Callers
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.telemetry import ServerMetrics
-from penstock.server.history import Match, MatchKind, hold, match, match_after, tools_digest
 from penstock.server.http_requests import Previous
 from penstock.server.opening import Opening, StreamWish
-from penstock.server.prompts import Said
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.task_queue import TaskQueue
-from penstock.server.trajectory_store import Answered, TrajectoryRecord, TrajectoryStore
-from penstock.server.turns import Turn, TurnRunner
+from penstock.server.turns.history import Match, MatchKind, hold, match, match_after, tools_digest
+from penstock.server.turns.prompts import Said
+from penstock.server.turns.runner import Turn, TurnRunner
+from penstock.server.turns.store import Answered, TrajectoryRecord, TrajectoryStore
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason

@@ -14,22 +14,22 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from penstock.common import telemetry
-from penstock.server import requests
 from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import WHOLE, Engine
 from penstock.server.journal.records import Journal, group_changed
 from penstock.server.own_trajectories import OwnTrajectories
-from penstock.server.prompts import Prompts, Said
 from penstock.server.task_queue import TaskQueue
 from penstock.server.text.renderer import Renderer
-from penstock.server.trajectory_store import (
+from penstock.server.turns import requests
+from penstock.server.turns.prompts import Prompts, Said
+from penstock.server.turns.runner import Turn, TurnRunner, TurnSampling
+from penstock.server.turns.store import (
     BYTES_PER_TOKEN,
     TrajectoryRecord,
     TrajectoryStore,
 )
-from penstock.server.turns import Turn, TurnRunner, TurnSampling
 from penstock.server.weight_switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason

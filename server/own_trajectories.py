@@ -21,7 +21,7 @@ from collections.abc import Callable
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.journal.records import Journal, leases_expired, trajectories_forgotten
 from penstock.server.lease_clock import LeaseClock
-from penstock.server.trajectory_store import TrajectoryRecord, TrajectoryStore
+from penstock.server.turns.store import TrajectoryRecord, TrajectoryStore
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from penstock.server.pool_member import Member, State
 from penstock.server.pool_placing import Placing
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
-from penstock.server.requests import sampling_message
+from penstock.server.turns.requests import sampling_message
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.reasons import Reason

@@ -29,13 +29,13 @@ from penstock.server.journal.records import (
     SnapshotItem,
     Stored,
 )
-from penstock.server.trajectory_records import (
+from penstock.server.turns.records import (
     apply_turn,
     open_record,
     trajectory_opened,
     whole_turn,
 )
-from penstock.server.trajectory_store import ClosedMark, TrajectoryRecord, outcome_digest
+from penstock.server.turns.store import ClosedMark, TrajectoryRecord, outcome_digest
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 
 

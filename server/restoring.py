@@ -15,7 +15,7 @@ from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.task_queue import TaskQueue
 from penstock.server.trainer_servicer import TrainerServicer
-from penstock.server.trajectory_store import ClosedMark, TrajectoryStore
+from penstock.server.turns.store import ClosedMark, TrajectoryStore
 from penstock.v1 import trajectory_pb2
 
 # Ids of deliveries are above every one that an earlier server gave.

@@ -12,7 +12,6 @@ from typing import TypedDict
 
 from opentelemetry.context import Context
 
-from penstock.server import requests
 from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
@@ -20,12 +19,13 @@ from penstock.server.engine.protocol import Finish
 from penstock.server.journal.records import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.own_trajectories import OwnTrajectories
-from penstock.server.policy_messages import PolicyMessages
-from penstock.server.subscription import Subscription
 from penstock.server.task_queue import TaskQueue
 from penstock.server.text.renderer import Message, Renderer
-from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
-from penstock.server.turns import Turn, TurnAttempt, TurnRunner
+from penstock.server.turns import requests
+from penstock.server.turns.policy_messages import PolicyMessages
+from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
+from penstock.server.turns.store import PromptKind, TrajectoryRecord, TrajectoryStore
+from penstock.server.turns.subscription import Subscription
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 

@@ -10,7 +10,7 @@ from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.engine.protocol import Engine
 from penstock.server.group_buffer import GroupBuffer
 from penstock.server.pool import PoolEngine
-from penstock.server.trajectory_store import TrajectoryStore
+from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weight_switch import WeightSwitch
 from penstock.server.weight_versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2

@@ -50,7 +50,6 @@ from penstock.server.journal.records import (
 from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.own_trajectories import OwnTrajectories
-from penstock.server.policy_messages import PolicyMessages
 from penstock.server.pool import PoolEngine
 from penstock.server.recovery import recover_from
 from penstock.server.reflection import add_reflection
@@ -63,9 +62,10 @@ from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
 from penstock.server.text.renderer import Renderer
 from penstock.server.trainer_servicer import TrainerServicer
-from penstock.server.trajectory_records import TurnRecorder
-from penstock.server.trajectory_store import TrajectoryStore
-from penstock.server.turns import Turn, TurnAttempt, TurnRunner
+from penstock.server.turns.policy_messages import PolicyMessages
+from penstock.server.turns.records import TurnRecorder
+from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
+from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weight_collective import Collective
 from penstock.server.weight_handout import WeightHandout
 from penstock.server.weight_peers import Peers

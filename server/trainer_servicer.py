@@ -29,7 +29,6 @@ from penstock.server.admission import Admission
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid, to_rejection
 from penstock.server.group_buffer import BufferedGroup, GroupBuffer
-from penstock.server.group_bytes import Delivery
 from penstock.server.journal.records import (
     Journal,
     Record,
@@ -42,8 +41,9 @@ from penstock.server.journal.records import (
 )
 from penstock.server.staleness_gate import LatePolicy, StalenessContract
 from penstock.server.task_queue import TaskQueue
-from penstock.server.trajectory_store import TrajectoryStore
-from penstock.server.turns import TurnRunner
+from penstock.server.turns.group_bytes import Delivery
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weight_header import read_in_flight
 from penstock.server.weight_switch import InFlight, ProbeMismatch, Switched
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2

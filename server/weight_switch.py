@@ -54,7 +54,7 @@ from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import Engine, EngineLoadFailed, EngineLost, StagedWeights
-from penstock.server.turns import Turn
+from penstock.server.turns.runner import Turn
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe, ProbeResult, compare
 from penstock.wire.reasons import Reason

@@ -25,7 +25,7 @@ from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import StagedWeights
 from penstock.server.held_weights import HeldWeights
 from penstock.server.stage_memory import Buffer
-from penstock.server.turns import TurnRunner
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.weight_header import Announced
 from penstock.server.weight_manifest import WeightRefused
 from penstock.server.weight_probe import Probe

@@ -9,10 +9,10 @@ import pytest
 from opentelemetry import trace
 
 from penstock.server.engine.protocol import Finish
-from penstock.server.history import History, Match, MatchKind, kept_prefix, match
 from penstock.server.text.renderer import Message, Tool, ToolCall
-from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
-from penstock.server.turns import Turn, TurnAttempt, TurnSampling
+from penstock.server.turns.history import History, Match, MatchKind, kept_prefix, match
+from penstock.server.turns.runner import Turn, TurnAttempt, TurnSampling
+from penstock.server.turns.store import PromptKind, TrajectoryRecord
 
 SYSTEM = Message("system", "Be brief.")
 ASK = Message("user", "What is 2 + 2?")

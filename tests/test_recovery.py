@@ -19,7 +19,6 @@ import pytest
 
 from penstock.server.attempts import Attempt, Group
 from penstock.server.core.errors import DomainError
-from penstock.server.group_bytes import encode_group, group_finished
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import (
     Deferred,
@@ -30,6 +29,7 @@ from penstock.server.journal.records import (
     tasks_known,
 )
 from penstock.server.recovery import Recovered
+from penstock.server.turns.group_bytes import encode_group, group_finished
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure

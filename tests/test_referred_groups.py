@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.server import group_bytes
 from penstock.server.engine.protocol import Delta
 from penstock.server.group_buffer import InJournal
 from penstock.server.journal.disk import journal as log_journal
@@ -26,9 +25,10 @@ from penstock.server.journal.records import (
 )
 from penstock.server.journal.tools.contents import read_contents
 from penstock.server.recovery import recover
-from penstock.server.trajectory_records import trajectory_opened, turn_changed
-from penstock.server.trajectory_store import PromptKind, TrajectoryRecord
-from penstock.server.turns import TurnAttempt, TurnSampling
+from penstock.server.turns import group_bytes
+from penstock.server.turns.records import trajectory_opened, turn_changed
+from penstock.server.turns.runner import TurnAttempt, TurnSampling
+from penstock.server.turns.store import PromptKind, TrajectoryRecord
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec

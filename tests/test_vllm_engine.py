@@ -33,9 +33,9 @@ from penstock.server.engine.protocol import (
     StagedWeights,
 )
 from penstock.server.journal.records import MemoryJournal
-from penstock.server.trajectory_records import TurnRecorder
-from penstock.server.trajectory_store import TrajectoryStore
-from penstock.server.turns import TurnRunner
+from penstock.server.turns.records import TurnRecorder
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore
 from penstock.server.vllm_engine import (
     VllmEngine,
     describe_options,

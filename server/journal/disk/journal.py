@@ -53,7 +53,6 @@ from google.protobuf.message import DecodeError
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder
 from penstock.server.core.errors import DomainError
-from penstock.server.group_bytes import whole_record
 from penstock.server.journal.compaction_pace import CompactionPace
 from penstock.server.journal.disk.files import Reading, find_files, forget_cached, read_records
 from penstock.server.journal.disk.room import Room
@@ -81,6 +80,7 @@ from penstock.server.journal.records import (
     Stored,
     no_way_to_give,
 )
+from penstock.server.turns.group_bytes import whole_record
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 

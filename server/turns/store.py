@@ -30,11 +30,11 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.server.encoded_trajectory import EncodedTrajectory
     from penstock.server.engine.protocol import Delta
-    from penstock.server.history import History
     from penstock.server.journal.records import Stored
-    from penstock.server.turns import Turn, TurnSampling
+    from penstock.server.turns.encoded_trajectory import EncodedTrajectory
+    from penstock.server.turns.history import History
+    from penstock.server.turns.runner import Turn, TurnSampling
     from penstock.v1 import rollout_service_pb2
 
 Segment = twin(trajectory_pb2.Segment)

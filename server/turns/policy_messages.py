@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterable
 
 from penstock.server.text.renderer import Renderer, Written
-from penstock.server.trajectory_store import TrajectoryRecord
-from penstock.server.turns import Turn, TurnAttempt
+from penstock.server.turns.runner import Turn, TurnAttempt
+from penstock.server.turns.store import TrajectoryRecord
 
 LONG_TURN = 2_048
 """Tokens from which on a turn is read off the event loop."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from penstock.server.text.renderer import Written
-    from penstock.server.trajectory_store import TrajectoryRecord
+    from penstock.server.turns.store import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
 

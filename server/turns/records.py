@@ -12,9 +12,7 @@ from collections.abc import Awaitable
 from google.protobuf import json_format
 from opentelemetry import trace
 
-from penstock.server import group_bytes
 from penstock.server.engine.protocol import Delta, Finish
-from penstock.server.history import HeldMessage, History
 from penstock.server.journal.records import (
     Deferred,
     EncodedRecord,
@@ -23,10 +21,12 @@ from penstock.server.journal.records import (
     Record,
     Stored,
 )
-from penstock.server.requests import MIN_TEMPERATURE, sampling_message
 from penstock.server.text.renderer import Tool
-from penstock.server.trajectory_store import PromptKind, TrajectoryRecord, TrajectoryStore
-from penstock.server.turns import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
+from penstock.server.turns import group_bytes
+from penstock.server.turns.history import HeldMessage, History
+from penstock.server.turns.requests import MIN_TEMPERATURE, sampling_message
+from penstock.server.turns.runner import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
+from penstock.server.turns.store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING
 from penstock.server.text.renderer import Message, Tool
 
 if TYPE_CHECKING:
-    from penstock.server.trajectory_store import TrajectoryRecord
-    from penstock.server.turns import Turn
+    from penstock.server.turns.runner import Turn
+    from penstock.server.turns.store import TrajectoryRecord
 
 DIGEST_BYTES = 16
 HELD_MESSAGE_BYTES = 320
