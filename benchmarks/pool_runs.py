@@ -39,7 +39,7 @@ from tests.harness import (
 
 from penstock.client import SamplingParams, Task, connect
 from penstock.client.tasks import write_task
-from penstock.server.staleness_gate import StalenessContract
+from penstock.server.groups.staleness_gate import StalenessContract
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.supervisor import SERVING
 from penstock.v1 import trajectory_pb2

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from simulated_engine import EngineTimes
 
+from penstock.server.groups.staleness_gate import StalenessContract
 from penstock.server.pool_rules import PoolRules
-from penstock.server.staleness_gate import StalenessContract
 
 
 @dataclass(frozen=True, slots=True)

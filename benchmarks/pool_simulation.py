@@ -30,7 +30,7 @@ from pool_setup import Setup, Tally, TurnPlan
 from simulated_engine import SimulatedEngine, Turn
 from simulated_pool import Clock, SimulatedPool
 
-from penstock.server.staleness_gate import LatePolicy, StalenessGate
+from penstock.server.groups.staleness_gate import LatePolicy, StalenessGate
 from penstock.wire.staleness import lag
 
 

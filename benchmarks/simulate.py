@@ -47,7 +47,7 @@ from pool_setup import Setup, Tally, TrainerTimes, Workload
 from pool_simulation import simulate
 from simulated_engine import EngineTimes
 
-from penstock.server.staleness_gate import StalenessContract
+from penstock.server.groups.staleness_gate import StalenessContract
 
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_LAGS = (0, 1, 2, 4, 8)

@@ -33,7 +33,7 @@ from pool_simulation import simulate
 from simulated_engine import EngineTimes
 
 from penstock.client import connect
-from penstock.server.staleness_gate import StalenessContract
+from penstock.server.groups.staleness_gate import StalenessContract
 
 SHORTEST, LONGEST = 3, 10
 PROMPTS = (8, 400, 800, 1_200)

@@ -37,7 +37,7 @@ from statistics import NormalDist, fmean
 
 from staleness_simulation import Attempt, Load, Simulation, Tally
 
-from penstock.server.staleness_gate import LatePolicy, StalenessContract
+from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
 
 GROUPS_PER_STEP = 16
 SIBLINGS = 8

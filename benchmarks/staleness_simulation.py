@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from penstock.server.staleness_gate import Selection, StalenessContract, StalenessGate
+from penstock.server.groups.staleness_gate import Selection, StalenessContract, StalenessGate
 from penstock.wire.staleness import lag
 
 

@@ -27,19 +27,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.common.failpoints import hit
-from penstock.server.admission import Admission
-from penstock.server.attempts import Attempt, Group, Settled
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.reason_counts import ReasonCounts
-from penstock.server.group_buffer import (
+from penstock.server.groups.admission import Admission
+from penstock.server.groups.attempts import Attempt, Group, Settled
+from penstock.server.groups.buffer import (
     BufferedGroup,
     DroppedGroup,
     GroupBuffer,
     InJournal,
     InMemory,
 )
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import (
     Appended,
     Journal,
@@ -52,7 +53,6 @@ from penstock.server.journal.records import (
     trajectory_closed,
 )
 from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
-from penstock.server.task_queue import TaskQueue
 from penstock.server.turns.group_bytes import (
     EncodedGroup,
     decode_group,

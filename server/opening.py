@@ -14,13 +14,13 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from penstock.common import telemetry
-from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import WHOLE, Engine
+from penstock.server.groups.attempts import Attempt
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, group_changed
 from penstock.server.own_trajectories import OwnTrajectories
-from penstock.server.task_queue import TaskQueue
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.prompts import Prompts, Said

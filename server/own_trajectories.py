@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from penstock.server.core.broadcast import Broadcast
+from penstock.server.groups.lease_clock import LeaseClock
 from penstock.server.journal.records import Journal, leases_expired, trajectories_forgotten
-from penstock.server.lease_clock import LeaseClock
 from penstock.server.turns.store import TrajectoryRecord, TrajectoryStore
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,14 @@ from typing import TypedDict
 
 from opentelemetry.context import Context
 
-from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import Finish
+from penstock.server.groups.attempts import Attempt
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, trajectories_forgotten
 from penstock.server.opening import Opening, StreamWish
 from penstock.server.own_trajectories import OwnTrajectories
-from penstock.server.task_queue import TaskQueue
 from penstock.server.text.renderer import Message, Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.policy_messages import PolicyMessages

@@ -27,8 +27,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from penstock.server.adapter_folder import AdapterFolders
 from penstock.server.adapter_versions import AdapterVersions
-from penstock.server.admission import Admission
-from penstock.server.attempts import LeaseRules
 from penstock.server.authorization import Gate
 from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.closing import Closing
@@ -38,7 +36,11 @@ from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.engine.protocol import Engine
-from penstock.server.group_buffer import BufferedGroup, GroupBuffer
+from penstock.server.groups.admission import Admission
+from penstock.server.groups.attempts import LeaseRules
+from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
+from penstock.server.groups.recovery import recover_from
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.held_weights import HeldWeights
 from penstock.server.journal.records import (
     Journal,
@@ -51,14 +53,12 @@ from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.pool import PoolEngine
-from penstock.server.recovery import recover_from
 from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
 from penstock.server.stage_memory import SHARED_MEMORY
-from penstock.server.task_queue import TaskQueue
 from penstock.server.task_servicer import TaskServicer
 from penstock.server.text.renderer import Renderer
 from penstock.server.trainer_servicer import TrainerServicer

@@ -24,11 +24,13 @@ from typing import Protocol
 
 from penstock.common.failpoints import hit
 from penstock.common.memory_file import host_id
-from penstock.server import group_places
-from penstock.server.admission import Admission
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid, to_rejection
-from penstock.server.group_buffer import BufferedGroup, GroupBuffer
+from penstock.server.groups import places as group_places
+from penstock.server.groups.admission import Admission
+from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
+from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import (
     Journal,
     Record,
@@ -39,8 +41,6 @@ from penstock.server.journal.records import (
     step_final,
     task_accepted,
 )
-from penstock.server.staleness_gate import LatePolicy, StalenessContract
-from penstock.server.task_queue import TaskQueue
 from penstock.server.turns.group_bytes import Delivery
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore

@@ -27,8 +27,8 @@ from penstock.client import (
     group_reward,
 )
 from penstock.client.scoring import Agent, single_turn
-from penstock.server.attempts import Attempt
 from penstock.server.core.errors import DomainError
+from penstock.server.groups.attempts import Attempt
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, expected_tokens

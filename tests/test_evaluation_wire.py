@@ -17,13 +17,13 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import single_turn
 from penstock.client.tasks import Purpose
-from penstock.server.admission import Admission
-from penstock.server.attempts import Holder, LeaseRules
 from penstock.server.config import settings as server_config
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.engine.protocol import TensorMeta
+from penstock.server.groups.admission import Admission
+from penstock.server.groups.attempts import Holder, LeaseRules
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.serving import Serving, bind
-from penstock.server.task_queue import TaskQueue
 from penstock.trainer.policy import StepResult
 from penstock.trainer.sender import Sender
 from penstock.v1 import task_service_pb2, trajectory_pb2

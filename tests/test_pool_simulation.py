@@ -17,8 +17,8 @@ from simulate_validation import Pair, errors
 from simulated_engine import EngineTimes, SimulatedEngine, Turn
 
 from penstock.server.engine.turn_limit import LimitRules
+from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
 from penstock.server.pool_rules import PoolRules
-from penstock.server.staleness_gate import LatePolicy, StalenessContract
 
 STEP = 0.02
 TOKENS = 50

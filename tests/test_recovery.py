@@ -17,8 +17,9 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.server.attempts import Attempt, Group
 from penstock.server.core.errors import DomainError
+from penstock.server.groups.attempts import Attempt, Group
+from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import (
     Deferred,
@@ -28,7 +29,6 @@ from penstock.server.journal.records import (
     group_changed,
     tasks_known,
 )
-from penstock.server.recovery import Recovered
 from penstock.server.turns.group_bytes import encode_group, group_finished
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec

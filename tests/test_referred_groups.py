@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.server.engine.protocol import Delta
-from penstock.server.group_buffer import InJournal
+from penstock.server.groups.buffer import InJournal
+from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
@@ -24,7 +25,6 @@ from penstock.server.journal.records import (
     trajectory_closed,
 )
 from penstock.server.journal.tools.contents import read_contents
-from penstock.server.recovery import recover
 from penstock.server.turns import group_bytes
 from penstock.server.turns.records import trajectory_opened, turn_changed
 from penstock.server.turns.runner import TurnAttempt, TurnSampling

@@ -15,9 +15,9 @@ from google.protobuf import json_format, struct_pb2
 from google.protobuf.message import DecodeError
 
 from penstock.server.core.errors import DomainError
+from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.records import step_final
-from penstock.server.recovery import Recovered
 from penstock.server.turns.group_bytes import decode_group
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure

@@ -21,12 +21,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.server.freshness_controller import (
+from penstock.server.groups.freshness_controller import (
     TOLERATED_WAIT,
     FreshnessController,
     StepObservation,
 )
-from penstock.server.staleness_gate import LatePolicy, Selection, StalenessContract, StalenessGate
+from penstock.server.groups.staleness_gate import (
+    LatePolicy,
+    Selection,
+    StalenessContract,
+    StalenessGate,
+)
 from penstock.wire.staleness import lag
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.common import memory_file
-from penstock.server import group_places
 from penstock.server.core.errors import DomainError
+from penstock.server.groups import places as group_places
 from penstock.server.journal.disk import journal as log_journal
 from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2

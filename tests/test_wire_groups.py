@@ -12,10 +12,10 @@ import pytest
 from google.protobuf import struct_pb2
 
 from penstock.server import closing
-from penstock.server.admission import Admission
-from penstock.server.attempts import Holder, LeaseRules
 from penstock.server.core.broadcast import Broadcast
-from penstock.server.task_queue import TaskQueue
+from penstock.server.groups.admission import Admission
+from penstock.server.groups.attempts import Holder, LeaseRules
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from penstock.server.attempts import Group
+from penstock.server.groups.attempts import Group
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 

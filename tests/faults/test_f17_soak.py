@@ -41,11 +41,11 @@ from penstock.client.leases import Attempt
 from penstock.client.outcome import Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.tasks import Task
-from penstock.server import known_tasks, task_queue
+from penstock.server.groups import known_tasks, task_queue
+from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import groups_ended, tasks_known, trajectory_closed
-from penstock.server.recovery import recover
 from penstock.trainer.exchange import Exchange
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import open_channel

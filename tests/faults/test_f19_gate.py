@@ -15,7 +15,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from penstock.server.staleness_gate import LatePolicy
+from penstock.server.groups.staleness_gate import LatePolicy
 from tests.faults.report import Report
 from tests.test_staleness_gate import random_run
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.recovery import recover_from
+from penstock.server.groups.recovery import recover_from
 from tests.faults.report import COUNT, Report
 from tests.faults.test_f2_killed_server import POINTS, kill_at
 from tests.faults.test_f13_disk import ENDED, submit_known, submit_until_refused

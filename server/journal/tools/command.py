@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from penstock.server.groups.recovery import FinishedGroup, Recovered
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal, open_stored
 from penstock.server.journal.disk.segment import SegmentCorrupt
 from penstock.server.journal.disk.segment_reader import (
@@ -32,7 +33,6 @@ from penstock.server.journal.tools.contents import (
     recover_stored,
 )
 from penstock.server.journal.tools.export import group_rows, open_writer, state_of
-from penstock.server.recovery import FinishedGroup, Recovered
 from penstock.v1 import journal_pb2
 
 EXPORTS = (".jsonl", ".parquet")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.server.groups.recovery import FinishedGroup, Recovered, recover
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal
 from penstock.server.journal.records import JournalUnreadable, Record, Stored
 from penstock.server.journal.tools.export import State, purpose_name, state_of
-from penstock.server.recovery import FinishedGroup, Recovered, recover
 from penstock.wire import codec
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from google.protobuf import struct_pb2
 
-from penstock.server.recovery import FinishedGroup
+from penstock.server.groups.recovery import FinishedGroup
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 

@@ -79,7 +79,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.server.freshness_controller import FreshnessController, StepObservation
+from penstock.server.groups.freshness_controller import FreshnessController, StepObservation
 from penstock.wire.staleness import lag
 
 

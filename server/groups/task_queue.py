@@ -33,12 +33,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from penstock.server.admission import Admission
-from penstock.server.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.known_tasks import KnownTasks
-from penstock.server.lease_clock import LeaseClock
+from penstock.server.groups.admission import Admission
+from penstock.server.groups.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
+from penstock.server.groups.known_tasks import KnownTasks
+from penstock.server.groups.lease_clock import LeaseClock
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.reasons import Reason
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.server.core.broadcast import Broadcast
-from penstock.server.staleness_gate import Selection, StalenessContract, StalenessGate
+from penstock.server.groups.staleness_gate import Selection, StalenessContract, StalenessGate
 
 
 @dataclass(slots=True)

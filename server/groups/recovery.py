@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.server.attempts import Attempt, Group
+from penstock.server.groups.attempts import Attempt, Group
 from penstock.server.journal import records
 from penstock.server.journal.records import (
     Deferred,
