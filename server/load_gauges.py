@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.caller_limits import Callers
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.telemetry import Gauge, ServerMetrics
 from penstock.server.engine.protocol import EngineStats
 from penstock.server.pool import PoolEngine
 from penstock.server.restoring import Parts
+from penstock.server.weights.adapter_versions import AdapterVersions
 
 
 def observe_load(

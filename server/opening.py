@@ -30,7 +30,7 @@ from penstock.server.turns.store import (
     TrajectoryRecord,
     TrajectoryStore,
 )
-from penstock.server.weight_switch import WeightSwitch
+from penstock.server.weights.switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine.protocol import (
     Adapter,
     CollectiveUpdate,
@@ -31,10 +30,11 @@ from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
 from penstock.server.pool_turns import PoolTurns
 from penstock.server.pool_weights import PoolWeights
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_probe import Probe
-from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
-from penstock.server.weight_upload import Staged
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.probe import Probe
+from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
+from penstock.server.weights.upload.incoming import Staged
+from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security

@@ -48,7 +48,7 @@ from penstock.server.pool_member import Member, State
 from penstock.server.pool_roster import Roster
 from penstock.server.pool_rules import PoolRules
 from penstock.server.pool_uploads import POLICIES, Fanout, not_taken
-from penstock.server.weight_switch import InFlight
+from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
 from penstock.wire.reasons import Reason

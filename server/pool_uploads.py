@@ -26,15 +26,15 @@ from dataclasses import dataclass
 import xxhash
 
 from penstock.common.memory_file import host_id, host_namespace
-from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.engine.protocol import StagedWeights
 from penstock.server.engine_server import Refused, StagedThere, Unanswered
 from penstock.server.pool_branches import Branches
 from penstock.server.pool_differences import Differing, Sendable
 from penstock.server.pool_member import Member
 from penstock.server.pool_rules import PoolRules
-from penstock.server.weight_assembly import lay_out
-from penstock.server.weight_probe import Probe
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.probe import Probe
+from penstock.server.weights.upload.assembly import lay_out
 from penstock.v1 import weights_pb2
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.reasons import Reason

@@ -34,7 +34,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
 from penstock.common.memory_file import host_id
-from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.errors import DomainError
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import StagedWeights
@@ -46,9 +45,10 @@ from penstock.server.pool_rules import PoolRules
 from penstock.server.pool_sharing import Sharing
 from penstock.server.pool_switch import PoolSwitch
 from penstock.server.pool_uploads import Fanout, Payload, not_taken
-from penstock.server.weight_probe import Probe, ProbeResult
-from penstock.server.weight_switch import InFlight, PoolUpdate, Switched
-from penstock.server.weight_upload import Staged
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.probe import Probe, ProbeResult
+from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
+from penstock.server.weights.upload.incoming import Staged
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 

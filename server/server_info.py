@@ -6,13 +6,13 @@ import uuid
 from importlib import metadata
 
 from penstock.common.memory_file import host_id
-from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.engine.protocol import Engine
 from penstock.server.groups.buffer import GroupBuffer
 from penstock.server.pool import PoolEngine
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.weight_switch import WeightSwitch
-from penstock.server.weight_versions import WeightVersions
+from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.switch import WeightSwitch
+from penstock.server.weights.versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
 

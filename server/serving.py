@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from penstock.server.adapter_folder import AdapterFolders
-from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.authorization import Gate
 from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.closing import Closing
@@ -41,7 +39,6 @@ from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.recovery import recover_from
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.held_weights import HeldWeights
 from penstock.server.journal.records import (
     Journal,
     MemoryJournal,
@@ -58,7 +55,6 @@ from penstock.server.restoring import Parts
 from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
-from penstock.server.stage_memory import SHARED_MEMORY
 from penstock.server.task_servicer import TaskServicer
 from penstock.server.text.renderer import Renderer
 from penstock.server.trainer_servicer import TrainerServicer
@@ -66,13 +62,17 @@ from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.records import TurnRecorder
 from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.weight_collective import Collective
-from penstock.server.weight_handout import WeightHandout
-from penstock.server.weight_peers import Peers
-from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import InFlight, Switched, WeightSwitch
-from penstock.server.weight_uploads import WeightUploads
-from penstock.server.weight_versions import WeightVersions
+from penstock.server.weights.adapter_folder import AdapterFolders
+from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.held import HeldWeights
+from penstock.server.weights.switch import InFlight, Switched, WeightSwitch
+from penstock.server.weights.upload.collective import Collective
+from penstock.server.weights.upload.handout import WeightHandout
+from penstock.server.weights.upload.peers import Peers
+from penstock.server.weights.upload.service import WeightUploads
+from penstock.server.weights.upload.stage import WeightStage
+from penstock.server.weights.upload.stage_memory import SHARED_MEMORY
+from penstock.server.weights.versions import WeightVersions
 from penstock.wire import staleness
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import Reason

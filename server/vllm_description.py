@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.server import checkpoint_tensors
 from penstock.server.engine.protocol import AdapterLimits, EngineDescription
+from penstock.server.weights.upload import checkpoint_tensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -51,7 +51,7 @@ from penstock.server import (
 )
 from penstock.server.vllm_preparation import Preparation, has_room, why_not
 from penstock.server.vllm_reload import ProcessesWeights, forget_reload, reload_model
-from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weights.upload.manifest import WeightRefused
 
 logger = logging.getLogger(__name__)
 

@@ -141,7 +141,7 @@ async def test_an_answer_is_never_cut_off_nor_begun_within_another() -> None:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.weight_uploads.SAY_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("penstock.server.weights.upload.service.SAY_AGAIN_SECONDS", 0.05)
 
 
 async def answers(harness: Harness, requests: list[Any], pause: float) -> list[int]:

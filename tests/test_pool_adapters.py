@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.server.adapter_manifest import read_adapter
 from penstock.server.engine.protocol import Adapter, AdapterLimits, EngineDescription, StagedWeights
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_member import KNOWN_VERSIONS, Member, State
-from penstock.server.weight_header import Announced
-from penstock.server.weight_upload import Upload
+from penstock.server.weights.adapter_manifest import read_adapter
+from penstock.server.weights.upload.header import Announced
+from penstock.server.weights.upload.incoming import Upload
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security

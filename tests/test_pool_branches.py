@@ -16,9 +16,9 @@ from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool_branches import PEERS_TRIED, Branches
 from penstock.server.pool_member import Member, State
-from penstock.server.weight_header import Announced, InlineSource, PeerSource, SharedSource
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_upload import Upload
+from penstock.server.weights.upload.header import Announced, InlineSource, PeerSource, SharedSource
+from penstock.server.weights.upload.incoming import Upload
+from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
 from tests.harness import Harness, serve, until

@@ -14,8 +14,8 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from penstock.server.adapter_manifest import adapter_tensors
 from penstock.server.engine.protocol import AdapterLimits
+from penstock.server.weights.adapter_manifest import adapter_tensors
 from penstock.trainer.adapter import check_taken
 from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig, load_config

@@ -42,11 +42,11 @@ from penstock.server.vllm_engine import (
     engine_arguments,
     version_pieces,
 )
-from penstock.server.weight_manifest import Encoding, ManifestTensor
-from penstock.server.weight_probe import Probe
-from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import InFlight, ProbeMismatch, WeightSwitch
-from penstock.server.weight_upload import Staged
+from penstock.server.weights.probe import Probe
+from penstock.server.weights.switch import InFlight, ProbeMismatch, WeightSwitch
+from penstock.server.weights.upload.incoming import Staged
+from penstock.server.weights.upload.manifest import Encoding, ManifestTensor
+from penstock.server.weights.upload.stage import WeightStage
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
 from tests.processes import engines_of

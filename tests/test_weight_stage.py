@@ -21,11 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.common.memory_file import MemoryFile
-from penstock.server import shared_memory, stage_memory, weight_upload
 from penstock.server.engine.protocol import TensorMeta
-from penstock.server.weight_manifest import Encoding, ManifestTensor, WeightRefused
-from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_upload import Staged, Upload
+from penstock.server.weights.upload import incoming as weight_upload
+from penstock.server.weights.upload import shared_memory, stage_memory
+from penstock.server.weights.upload.incoming import Staged, Upload
+from penstock.server.weights.upload.manifest import Encoding, ManifestTensor, WeightRefused
+from penstock.server.weights.upload.stage import WeightStage
 from penstock.wire.reasons import Reason
 
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from penstock.server.adapter_folder import NAME
 from penstock.server.engine.protocol import AdapterLimits
+from penstock.server.weights.adapter_folder import NAME
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure

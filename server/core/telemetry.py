@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from penstock.server.weight_switch import Switched
+from penstock.server.weights.switch import Switched
 
 Gauge = Callable[[], float]
 Breakdown = Callable[[], Mapping[str, float]]

@@ -33,7 +33,7 @@ import xxhash
 from penstock.server.engine_server import EngineServer
 from penstock.server.pool import PoolEngine
 from penstock.server.pool_rules import PoolRules
-from penstock.server.weight_upload import Staged
+from penstock.server.weights.upload.incoming import Staged
 from penstock.trainer.ledger import StepEntry, read_ledger
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec

@@ -38,8 +38,6 @@ from typing import Protocol
 
 from opentelemetry import trace
 
-from penstock.server.adapter_folder import AdapterFolders
-from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.threads import run_to_its_end
@@ -52,9 +50,11 @@ from penstock.server.engine.protocol import (
     StagedWeights,
 )
 from penstock.server.turns.runner import Turn
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_probe import Probe, ProbeResult, compare
-from penstock.server.weight_switch import InFlight, ProbeMismatch, Switched
+from penstock.server.weights.adapter_folder import AdapterFolders
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.probe import Probe, ProbeResult, compare
+from penstock.server.weights.switch import InFlight, ProbeMismatch, Switched
+from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ import xxhash
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.threads import run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights
-from penstock.server.intervals import Intervals
-from penstock.server.stage_memory import Buffer
-from penstock.server.weight_assembly import Part, assemble
-from penstock.server.weight_filling import Filling
-from penstock.server.weight_manifest import ManifestTensor, WeightRefused
-from penstock.server.weight_verify import RunningCheck, pieces, verify_tensors
+from penstock.server.weights.upload.assembly import Part, assemble
+from penstock.server.weights.upload.filling import Filling
+from penstock.server.weights.upload.intervals import Intervals
+from penstock.server.weights.upload.manifest import ManifestTensor, WeightRefused
+from penstock.server.weights.upload.stage_memory import Buffer
+from penstock.server.weights.upload.verify import RunningCheck, pieces, verify_tensors
 from penstock.wire.reasons import Reason
 
 

@@ -50,13 +50,13 @@ from typing import Protocol
 
 from opentelemetry import trace
 
-from penstock.server.adapter_manifest import AdapterShape
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import Engine, EngineLoadFailed, EngineLost, StagedWeights
 from penstock.server.turns.runner import Turn
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_probe import Probe, ProbeResult, compare
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.probe import Probe, ProbeResult, compare
+from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

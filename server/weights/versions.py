@@ -17,21 +17,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from penstock.server.adapter_manifest import AdapterShape
-from penstock.server.adapter_versions import AdapterVersions
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.held_weights import HeldWeights
-from penstock.server.stage_memory import Buffer
 from penstock.server.turns.runner import TurnRunner
-from penstock.server.weight_header import Announced
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_probe import Probe
-from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import InFlight, Load, PoolUpdate, Switched, WeightSwitch
-from penstock.server.weight_upload import Staged
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.held import HeldWeights
+from penstock.server.weights.probe import Probe
+from penstock.server.weights.switch import InFlight, Load, PoolUpdate, Switched, WeightSwitch
+from penstock.server.weights.upload.header import Announced
+from penstock.server.weights.upload.incoming import Staged
+from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.upload.stage import WeightStage
+from penstock.server.weights.upload.stage_memory import Buffer
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

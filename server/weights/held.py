@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_upload import Staged
+from penstock.server.weights.upload.incoming import Staged
+from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.upload.stage import WeightStage
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

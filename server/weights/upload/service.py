@@ -25,15 +25,15 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.said_again import SAY_AGAIN_SECONDS, said_again
 from penstock.server.engine.protocol import EngineDescription, EngineLost
-from penstock.server.upload_slot import Claim, UploadSlot
-from penstock.server.weight_collective import (
+from penstock.server.weights.switch import InFlight, Switched
+from penstock.server.weights.upload.collective import (
     Collective,
     Join,
     Rounds,
     check_announced,
     read_join,
 )
-from penstock.server.weight_header import (
+from penstock.server.weights.upload.header import (
     Announced,
     CheckpointSource,
     CollectiveSource,
@@ -43,12 +43,12 @@ from penstock.server.weight_header import (
     read_header,
     read_in_flight,
 )
-from penstock.server.weight_manifest import WeightRefused
-from penstock.server.weight_peers import Peers
-from penstock.server.weight_stage import WeightStage
-from penstock.server.weight_switch import InFlight, Switched
-from penstock.server.weight_upload import Staged, Upload
-from penstock.server.weight_versions import Version, WeightVersions
+from penstock.server.weights.upload.incoming import Staged, Upload
+from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.upload.peers import Peers
+from penstock.server.weights.upload.slot import Claim, UploadSlot
+from penstock.server.weights.upload.stage import WeightStage
+from penstock.server.weights.versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason

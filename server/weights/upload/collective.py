@@ -28,8 +28,8 @@ from penstock.server.engine.protocol import (
     EngineLoadFailed,
     EngineLost,
 )
-from penstock.server.weight_header import Announced, CollectiveSource
-from penstock.server.weight_manifest import (
+from penstock.server.weights.upload.header import Announced, CollectiveSource
+from penstock.server.weights.upload.manifest import (
     ManifestTensor,
     WeightRefused,
     check_collective,

@@ -14,10 +14,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from penstock.server.adapter_manifest import AdapterShape
-from penstock.server.checkpoint_tensors import DTYPES
 from penstock.server.engine.protocol import Adapter, StagedWeights
-from penstock.server.weight_manifest import WeightRefused
+from penstock.server.weights.adapter_manifest import AdapterShape
+from penstock.server.weights.upload.checkpoint_tensors import DTYPES
+from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 # torch's name -> safetensors' name

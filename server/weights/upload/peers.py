@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import grpc
 
-from penstock.server.weight_header import PeerSource
-from penstock.server.weight_manifest import ManifestTensor, WeightRefused
-from penstock.server.weight_upload import Upload
+from penstock.server.weights.upload.header import PeerSource
+from penstock.server.weights.upload.incoming import Upload
+from penstock.server.weights.upload.manifest import ManifestTensor, WeightRefused
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
