@@ -53,7 +53,7 @@ from rich.table import Table
 
 from penstock.common.arithmetic import computes_bfloat16
 from penstock.demo.model import prepare_model
-from penstock.server import vllm_environment
+from penstock.server.vllm import environment as vllm_environment
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.security import Security, open_channel
@@ -121,7 +121,7 @@ async def raw_main(model: str) -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from penstock.server.vllm_options import engine_arguments
+    from penstock.server.vllm.options import engine_arguments
 
     engine = AsyncLLM.from_engine_args(engine_arguments(["--model", model, *ENGINE]))
     count = 0

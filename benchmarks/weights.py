@@ -45,7 +45,7 @@ from update import EPOCH, PROMPT, Exchange, Server, load_model, moved, serve, te
 from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
 
 from penstock.demo.model import prepare_model
-from penstock.server import vllm_environment
+from penstock.server.vllm import environment as vllm_environment
 from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.compute import ComputeThread
 from penstock.trainer.parcel import Delta

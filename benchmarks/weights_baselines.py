@@ -167,7 +167,7 @@ class _Bare:
     """vLLM's AsyncLLM with the options and the weight loader that `penstock serve` gives its own."""
 
     def __init__(self, model: str, options: Sequence[str]) -> None:
-        from penstock.server.vllm_options import engine_arguments
+        from penstock.server.vllm.options import engine_arguments
 
         self._arguments = engine_arguments(["--model", model, *options])
         self._count = 0
@@ -239,7 +239,7 @@ async def _engine_main(model: str, options: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from penstock.server import vllm_environment
+    from penstock.server.vllm import environment as vllm_environment
 
     vllm_environment.set_cpu_defaults()
     asyncio.run(_engine_main(sys.argv[1], sys.argv[2:]))

@@ -55,7 +55,7 @@ class VllmSource:
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
         """Raises ConfigError."""
         # Imports vllm, which takes seconds: only now that it is certain to be needed.
-        from penstock.server.vllm_options import describe_options, engine_arguments
+        from penstock.server.vllm.options import describe_options, engine_arguments
 
         _check_parsers(config)
         try:
@@ -82,7 +82,7 @@ class VllmSource:
 
     async def start(self) -> Engine:
         """Loads the model."""
-        from penstock.server.vllm_engine import VllmEngine
+        from penstock.server.vllm.engine import VllmEngine
 
         return await VllmEngine.start(self._arguments)
 
@@ -173,7 +173,7 @@ def _check_parsers(config: ServeConfig) -> None:
     names = config.conversation.tool_parser, config.conversation.reasoning_parser
     if not any(names):
         return
-    from penstock.server.vllm_parsers import ParserUnknown, check_names
+    from penstock.server.vllm.parsers import ParserUnknown, check_names
 
     try:
         check_names(*names)
@@ -186,7 +186,7 @@ def make_parser(config: ServeConfig, tokenizer: object) -> OutputParser | None:
     names = config.conversation.tool_parser, config.conversation.reasoning_parser
     if not any(names):
         return None
-    from penstock.server.vllm_parsers import ParserUnknown, VllmParsers
+    from penstock.server.vllm.parsers import ParserUnknown, VllmParsers
 
     try:
         return VllmParsers(tokenizer, *names)

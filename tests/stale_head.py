@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.server import vllm_weight_engine
+from penstock.server.vllm.worker import weight_engine as vllm_weight_engine
 
 
 class WorkerExtension(vllm_weight_engine.WorkerExtension):

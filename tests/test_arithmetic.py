@@ -12,8 +12,8 @@ import torch
 from penstock.common import arithmetic
 from penstock.common.arithmetic import computes_bfloat16
 from penstock.demo import settings
-from penstock.server import vllm_options
-from penstock.server.vllm_options import describe_options, engine_arguments
+from penstock.server.vllm import options as vllm_options
+from penstock.server.vllm.options import describe_options, engine_arguments
 from penstock.trainer import loading
 from penstock.trainer.config import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy

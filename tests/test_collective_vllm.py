@@ -311,8 +311,8 @@ async def test_a_trainer_that_nobody_joins_hears_why(stand: Stand) -> None:
 async def test_an_engine_that_does_not_come_back_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from penstock.server import vllm_collective
     from penstock.server.engine.protocol import EngineLost
+    from penstock.server.vllm import collective as vllm_collective
 
     monkeypatch.setattr(vllm_collective, "GRACE_SECONDS", 0.05)
     dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from penstock.server.opening import StreamRules
 from penstock.server.text.renderer import Message, TokenizerRenderer
-from penstock.server.vllm_parsers import VllmParsers
+from penstock.server.vllm.parsers import VllmParsers
 from tests.chat_templates import make_tokenizer
 from tests.fakes import EOS, FakeEngine
 from tests.harness import Harness, serve

@@ -134,8 +134,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     from penstock.server.config import settings as config
     from penstock.server.http_server import open_http
     from penstock.server.serving import Serving, bind
-    from penstock.server.vllm_engine import VllmEngine, engine_arguments
-    from penstock.server.vllm_parsers import VllmParsers
+    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.parsers import VllmParsers
 
     model = taught(tmp_path_factory.mktemp("model"))
     loaded = config.load(None, ["listen=127.0.0.1:0"])

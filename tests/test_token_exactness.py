@@ -26,7 +26,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from penstock.server.text.renderer import TokenizerRenderer
-from penstock.server.vllm_parsers import VllmParsers
+from penstock.server.vllm.parsers import VllmParsers
 from penstock.trainer.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec

@@ -36,7 +36,7 @@ from penstock.server.journal.records import MemoryJournal
 from penstock.server.turns.records import TurnRecorder
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.vllm_engine import (
+from penstock.server.vllm.engine import (
     VllmEngine,
     describe_options,
     engine_arguments,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
-from penstock.server.vllm_sampling import BLOCK, draw
+from penstock.server.vllm.worker.sampling import BLOCK, draw
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 

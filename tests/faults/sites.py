@@ -236,7 +236,7 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     """A server around real vLLM, with a tied model; every version has weights of its own."""
     pytest.importorskip("vllm")
     from penstock.server.text.renderer import TokenizerRenderer
-    from penstock.server.vllm_engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.engine import VllmEngine, engine_arguments
 
     path = make_tiny_model(folder / "model", tied=True)
     tensors = versions_of(path)

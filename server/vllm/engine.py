@@ -18,7 +18,7 @@ it, so the deltas of a request that an adapter samples carry the adapter's versi
 from __future__ import annotations
 
 # First, because vLLM reads the environment when it is imported.
-import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
 import asyncio
@@ -49,10 +49,10 @@ from penstock.server.engine.protocol import (
     Sampling,
     StagedWeights,
 )
-from penstock.server.vllm_collective import VllmCollective
-from penstock.server.vllm_description import describe
-from penstock.server.vllm_options import describe_options, engine_arguments
-from penstock.server.vllm_process import EngineOwner, LoadReport, shut_down
+from penstock.server.vllm.collective import VllmCollective
+from penstock.server.vllm.description import describe
+from penstock.server.vllm.options import describe_options, engine_arguments
+from penstock.server.vllm.process import EngineOwner, LoadReport, shut_down
 
 if TYPE_CHECKING:
     import zmq

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # First, because vLLM reads the environment when it is imported.
-import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
 import argparse
@@ -23,7 +23,7 @@ from penstock.common.arithmetic import computes_bfloat16
 
 __all__ = ["AsyncEngineArgs", "describe_options", "engine_arguments"]
 
-WORKER_EXTENSION = "penstock.server.vllm_weight_engine.WorkerExtension"
+WORKER_EXTENSION = "penstock.server.vllm.worker.weight_engine.WorkerExtension"
 WEIGHT_TRANSFER_BACKEND = "penstock"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 1 << 30

@@ -7,7 +7,7 @@ back as content, with the reason, which the parsers themselves only log.
 from __future__ import annotations
 
 # First, because vLLM reads the environment when it is imported.
-import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
 import json

@@ -44,13 +44,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from penstock.common.failpoints import hit
 
 # Imported for what they register: the backend "gloo", what vLLM's LoRA lacks, and a faster draw.
-from penstock.server import (
-    gloo_weight_engine,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    vllm_lora,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    vllm_sampling,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-)
-from penstock.server.vllm_preparation import Preparation, has_room, why_not
-from penstock.server.vllm_reload import ProcessesWeights, forget_reload, reload_model
+from penstock.server.vllm.worker.preparation import Preparation, has_room, why_not
+from penstock.server.vllm.worker.reload import ProcessesWeights, forget_reload, reload_model
 from penstock.server.weights.upload.manifest import WeightRefused
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ of its own builds the engine, while the event loop goes on, and then only waits 
 from __future__ import annotations
 
 # First, because vLLM reads the environment when it is imported.
-from penstock.server import vllm_environment
+from penstock.server.vllm import environment as vllm_environment
 
 # isort: split
 import asyncio

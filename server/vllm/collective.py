@@ -9,7 +9,7 @@ shorter one and never come to that.
 from __future__ import annotations
 
 # First, because vLLM reads the environment when it is imported.
-import penstock.server.vllm_environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
 import asyncio
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from penstock.server.engine.protocol import CollectiveUpdate, EngineLoadFailed, EngineLost
-from penstock.server.vllm_weight_engine import ROUND
+from penstock.server.vllm.worker.weight_engine import ROUND
 from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 

@@ -42,7 +42,7 @@ from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from penstock.common.failpoints import hit
-from penstock.server.vllm_reload import LoadsWeights, ProcessesWeights
+from penstock.server.vllm.worker.reload import LoadsWeights, ProcessesWeights
 
 PORTION_BYTES = 8 << 20
 """What is packed in one go, in bytes of the upload: 10 ms on two cores. A larger tensor is one go."""
