@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from simulated_engine import EngineTimes
 
 from penstock.server.groups.staleness_gate import StalenessContract
-from penstock.server.pool_rules import PoolRules
+from penstock.server.pool.rules import PoolRules
 
 
 @dataclass(frozen=True, slots=True)

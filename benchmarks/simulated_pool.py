@@ -1,4 +1,4 @@
-"""The hub's engines on a virtual clock: `server/pool.py` without the wire.
+"""The hub's engines on a virtual clock: `server/pool/engine.py` without the wire.
 
 The rules are the server's own objects: `Placing` with `routing.place` and its memory of homes, `Member`
 with its `TurnLimit`. What is here is when the server calls them:
@@ -31,11 +31,11 @@ from pool_setup import Setup
 from simulated_engine import SimulatedEngine, Turn
 
 from penstock.server.engine.protocol import EngineRequest, Sampling
-from penstock.server.engine_pace import usual_pace
-from penstock.server.engine_server import EngineServer
-from penstock.server.pool_member import Member, State
-from penstock.server.pool_placing import Placing
-from penstock.server.pool_roster import LOOKS_PER_SECOND
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.pace import usual_pace
+from penstock.server.pool.placing import Placing
+from penstock.server.pool.remote import EngineServer
+from penstock.server.pool.roster import LOOKS_PER_SECOND
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.codec import twin
 from penstock.wire.security import Security

@@ -17,7 +17,7 @@ from penstock.server.core.own_tasks import OwnTasks
 
 if TYPE_CHECKING:
     from penstock.server.engine.protocol import Engine
-    from penstock.server.pool_rules import PoolRules
+    from penstock.server.pool.rules import PoolRules
     from penstock.server.text.renderer import OutputParser
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class HubSource:
 
     async def start(self) -> Engine:
         """Waits for the first engine server that answers. Raises CredentialsUnusable."""
-        from penstock.server.discovery import Discovery
-        from penstock.server.pool import PoolEngine
+        from penstock.server.pool.discovery import Discovery
+        from penstock.server.pool.engine import PoolEngine
         from penstock.wire.security import CredentialsUnusable
 
         pool = self._config.pool
@@ -151,8 +151,8 @@ class HubSource:
 def pool_rules(pool: Pool) -> PoolRules:
     """How a hub runs them."""
     from penstock.server.engine.turn_limit import LimitRules
-    from penstock.server.pool_rules import PoolRules
-    from penstock.server.routing import RoutingRules
+    from penstock.server.pool.routing import RoutingRules
+    from penstock.server.pool.rules import PoolRules
 
     return PoolRules(
         RoutingRules(pool.margin, pool.routing),

@@ -8,7 +8,7 @@ from importlib import metadata
 from penstock.common.memory_file import host_id
 from penstock.server.engine.protocol import Engine
 from penstock.server.groups.buffer import GroupBuffer
-from penstock.server.pool import PoolEngine
+from penstock.server.pool.engine import PoolEngine
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.switch import WeightSwitch

@@ -49,7 +49,7 @@ from penstock.server.journal.records import (
 from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.opening import Opening, StreamRules
 from penstock.server.own_trajectories import OwnTrajectories
-from penstock.server.pool import PoolEngine
+from penstock.server.pool.engine import PoolEngine
 from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
 from penstock.server.rollout_servicer import RolloutServicer

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import grpc
 import pytest
 
-from penstock.server.engine_server import EngineServer, Unanswered
+from penstock.server.pool.remote import EngineServer, Unanswered
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.security import Security
 from tests.scripted_trainer_server import refuse

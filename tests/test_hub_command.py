@@ -16,7 +16,7 @@ from penstock.cli.__main__ import main
 from penstock.client import connect
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
-from penstock.server.discovery import LOOKS_WITHOUT, Discovery
+from penstock.server.pool.discovery import LOOKS_WITHOUT, Discovery
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.supervisor import SERVING
 from tests.faults.test_f21_killed_engines import FAKE, engine_processes

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from penstock.server.engine.turn_limit import LimitRules
-from penstock.server.engine_server import EngineServer, Refused, StagedThere, Unanswered
-from penstock.server.pool_member import Member, State
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.remote import EngineServer, Refused, StagedThere, Unanswered
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security
@@ -192,7 +192,7 @@ async def test_a_turn_of_which_only_the_end_is_lost_ends_as_it_had(
             async def without_end(message, metadata, original=original):  # type: ignore[no-untyped-def]
                 async for event in original(message, metadata):
                     if event.WhichOneof("event") == "finished":
-                        from penstock.server.engine_server import Unanswered
+                        from penstock.server.pool.remote import Unanswered
 
                         raise Unanswered("gone")
                     yield event
@@ -486,7 +486,7 @@ async def test_engines_of_another_host_take_a_version_from_the_first_of_them(
         return stage(server, header, payload)
 
     monkeypatch.setattr(EngineServer, "stage", note)
-    monkeypatch.setattr("penstock.server.pool_uploads.host_id", lambda: "elsewhere")
+    monkeypatch.setattr("penstock.server.pool.uploads.host_id", lambda: "elsewhere")
     # Where the first of them stages it has to be memory.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         async with serve_pool(Path(folder), 3) as pool:

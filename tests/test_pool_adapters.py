@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from penstock.server.engine.protocol import Adapter, AdapterLimits, EngineDescription, StagedWeights
 from penstock.server.engine.turn_limit import LimitRules
-from penstock.server.engine_server import EngineServer
-from penstock.server.pool_member import KNOWN_VERSIONS, Member, State
+from penstock.server.pool.member import KNOWN_VERSIONS, Member, State
+from penstock.server.pool.remote import EngineServer
 from penstock.server.weights.adapter_manifest import read_adapter
 from penstock.server.weights.upload.header import Announced
 from penstock.server.weights.upload.incoming import Upload

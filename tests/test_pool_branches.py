@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.server.engine.turn_limit import LimitRules
-from penstock.server.engine_server import EngineServer
-from penstock.server.pool_branches import PEERS_TRIED, Branches
-from penstock.server.pool_member import Member, State
+from penstock.server.pool.branches import PEERS_TRIED, Branches
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.remote import EngineServer
 from penstock.server.weights.upload.header import Announced, InlineSource, PeerSource, SharedSource
 from penstock.server.weights.upload.incoming import Upload
 from penstock.server.weights.upload.manifest import WeightRefused

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.server import pool_differences
-from penstock.server.pool_member import Member
+from penstock.server.pool import differences as pool_differences
+from penstock.server.pool.member import Member
 from tests.harness import (
     InlineSource,
     Tensors,

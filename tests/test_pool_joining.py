@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.server.pool_member import State
+from penstock.server.pool.member import State
 from tests.harness import GetServerInfoRequest, Harness, serve, until
 from tests.pools import QUICK, Pool, serve_pool
 from tests.test_pool_branches import sources

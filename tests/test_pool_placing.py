@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.server import pool_placing
 from penstock.server.engine.protocol import EngineRequest, Sampling
 from penstock.server.engine.turn_limit import LimitRules
-from penstock.server.engine_server import EngineServer
-from penstock.server.pool_member import Member, State
-from penstock.server.pool_placing import BETWEEN_SECONDS, Placing
-from penstock.server.routing import RoutingRules
+from penstock.server.pool import placing as pool_placing
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.placing import BETWEEN_SECONDS, Placing
+from penstock.server.pool.remote import EngineServer
+from penstock.server.pool.routing import RoutingRules
 from penstock.wire.security import Security
 from tests.harness import until
 from tests.pools import QUICK, serve_pool

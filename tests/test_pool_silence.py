@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.server import engine_server
-from penstock.server.engine_silence import Silence
-from penstock.server.pool_member import State
+from penstock.server.pool import remote as engine_server
+from penstock.server.pool.member import State
+from penstock.server.pool.silence import Silence
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from tests.fakes import FakeEngine, expected_tokens
 from tests.harness import GetServerInfoRequest, Turn, sampling, until

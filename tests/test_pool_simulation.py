@@ -18,7 +18,7 @@ from simulated_engine import EngineTimes, SimulatedEngine, Turn
 
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
-from penstock.server.pool_rules import PoolRules
+from penstock.server.pool.rules import PoolRules
 
 STEP = 0.02
 TOKENS = 50

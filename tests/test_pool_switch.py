@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from penstock.server.core.errors import DomainError
-from penstock.server.engine_server import Refused, StagedThere, Unanswered
-from penstock.server.pool_member import Member, State
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.remote import Refused, StagedThere, Unanswered
 from penstock.server.weights.upload.header import Announced
 from penstock.server.weights.upload.incoming import Upload
 from penstock.v1 import weights_pb2

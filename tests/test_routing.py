@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.server.engine.turn_limit import LimitRules, LoadReport, TurnLimit
-from penstock.server.routing import EngineLoad, RoutingRules, place, retry_seconds, widest_limit
+from penstock.server.pool.routing import (
+    EngineLoad,
+    RoutingRules,
+    place,
+    retry_seconds,
+    widest_limit,
+)
 
 RULES = RoutingRules(margin=0.25)
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from benchmarks.scale import DEPLOYMENTS, GPU, Measured, load, tree
 
-from penstock.server.pool_branches import Branches
-from penstock.server.pool_member import Member
+from penstock.server.pool.branches import Branches
+from penstock.server.pool.member import Member
 
 
 class Host:

@@ -35,7 +35,7 @@ from penstock.common.section import Section
 from penstock.common.settings import SettingInvalid, apply_setting, read_table
 from penstock.common.token_file import redact
 from penstock.server.core.memory_budget import default_bytes
-from penstock.server.routing import Policy
+from penstock.server.pool.routing import Policy
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
 
 if TYPE_CHECKING:

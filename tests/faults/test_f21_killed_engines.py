@@ -30,9 +30,9 @@ import psutil
 import pytest
 import xxhash
 
-from penstock.server.engine_server import EngineServer
-from penstock.server.pool import PoolEngine
-from penstock.server.pool_rules import PoolRules
+from penstock.server.pool.engine import PoolEngine
+from penstock.server.pool.remote import EngineServer
+from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.upload.incoming import Staged
 from penstock.trainer.ledger import StepEntry, read_ledger
 from penstock.v1 import trajectory_pb2

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 
-from penstock.server.pool_uploads import Fanout
+from penstock.server.pool.uploads import Fanout
 
 Opening = AbstractAsyncContextManager[Fanout | None]
 

@@ -29,10 +29,10 @@ from enum import Enum
 
 from penstock.server.engine.protocol import AdapterLimits, EngineDescription, TensorMeta
 from penstock.server.engine.turn_limit import LimitRules, LoadReport, TurnLimit
-from penstock.server.engine_pace import Pace
-from penstock.server.engine_server import EngineServer
-from penstock.server.engine_silence import Silence
-from penstock.server.routing import EngineLoad, retry_seconds
+from penstock.server.pool.pace import Pace
+from penstock.server.pool.remote import EngineServer
+from penstock.server.pool.routing import EngineLoad, retry_seconds
+from penstock.server.pool.silence import Silence
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
 

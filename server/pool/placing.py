@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.server.engine.protocol import EngineRequest
-from penstock.server.pool_member import Member
-from penstock.server.routing import RoutingRules, place
+from penstock.server.pool.member import Member
+from penstock.server.pool.routing import RoutingRules, place
 
 HOMES = 200_000
 """Trajectories and groups whose engine is remembered."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
-from penstock.server.routing import retry_seconds
+from penstock.server.pool.routing import retry_seconds
 
 FIRST_SECONDS = 10.0
 """From the last measurement to a trial."""

@@ -27,11 +27,11 @@ import xxhash
 
 from penstock.common.memory_file import host_id, host_namespace
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.engine_server import Refused, StagedThere, Unanswered
-from penstock.server.pool_branches import Branches
-from penstock.server.pool_differences import Differing, Sendable
-from penstock.server.pool_member import Member
-from penstock.server.pool_rules import PoolRules
+from penstock.server.pool.branches import Branches
+from penstock.server.pool.differences import Differing, Sendable
+from penstock.server.pool.member import Member
+from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe
 from penstock.server.weights.upload.assembly import lay_out

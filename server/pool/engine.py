@@ -24,12 +24,12 @@ from penstock.server.engine.protocol import (
     EngineStats,
     StagedWeights,
 )
-from penstock.server.pool_member import Member
-from penstock.server.pool_placing import Placing
-from penstock.server.pool_roster import Roster
-from penstock.server.pool_rules import PoolRules
-from penstock.server.pool_turns import PoolTurns
-from penstock.server.pool_weights import PoolWeights
+from penstock.server.pool.member import Member
+from penstock.server.pool.placing import Placing
+from penstock.server.pool.roster import Roster
+from penstock.server.pool.rules import PoolRules
+from penstock.server.pool.turns import PoolTurns
+from penstock.server.pool.weights import PoolWeights
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe
 from penstock.server.weights.switch import InFlight, PoolUpdate, Switched

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.server.engine.protocol import WHOLE
 from penstock.server.engine.turn_limit import LimitRules
-from penstock.server.routing import RoutingRules
+from penstock.server.pool.routing import RoutingRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ import grpc
 import numpy as np
 
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
-from penstock.server.engine_server import GenerateRequest, Refused, Unanswered
-from penstock.server.pool_member import Member, State
-from penstock.server.pool_placing import Placing
-from penstock.server.pool_roster import Roster
-from penstock.server.pool_rules import PoolRules
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.placing import Placing
+from penstock.server.pool.remote import GenerateRequest, Refused, Unanswered
+from penstock.server.pool.roster import Roster
+from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec

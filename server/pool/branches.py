@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from penstock.server.pool_member import Member
+from penstock.server.pool.member import Member
 
 PEERS_TRIED = 2
 """Hosts that are asked before the hub sends by itself."""

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import EngineDescription
-from penstock.server.engine_pace import usual_pace
-from penstock.server.engine_server import EngineServer, OutOfTime, Refused, Unanswered
-from penstock.server.pool_member import Member, State, describe, difference
-from penstock.server.pool_rules import PoolRules
+from penstock.server.pool.member import Member, State, describe, difference
+from penstock.server.pool.pace import usual_pace
+from penstock.server.pool.remote import EngineServer, OutOfTime, Refused, Unanswered
+from penstock.server.pool.rules import PoolRules
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.security import Security
 

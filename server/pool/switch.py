@@ -43,11 +43,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from penstock.server.engine_server import Refused, StagedThere, Unanswered
-from penstock.server.pool_member import Member, State
-from penstock.server.pool_roster import Roster
-from penstock.server.pool_rules import PoolRules
-from penstock.server.pool_uploads import POLICIES, Fanout, not_taken
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.roster import Roster
+from penstock.server.pool.rules import PoolRules
+from penstock.server.pool.uploads import POLICIES, Fanout, not_taken
 from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure

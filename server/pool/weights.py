@@ -37,14 +37,14 @@ from penstock.common.memory_file import host_id
 from penstock.server.core.errors import DomainError
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.engine_server import Refused, StagedThere, Unanswered
-from penstock.server.pool_differences import Differing
-from penstock.server.pool_member import Member, State
-from penstock.server.pool_roster import Roster
-from penstock.server.pool_rules import PoolRules
-from penstock.server.pool_sharing import Sharing
-from penstock.server.pool_switch import PoolSwitch
-from penstock.server.pool_uploads import Fanout, Payload, not_taken
+from penstock.server.pool.differences import Differing
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.roster import Roster
+from penstock.server.pool.rules import PoolRules
+from penstock.server.pool.sharing import Sharing
+from penstock.server.pool.switch import PoolSwitch
+from penstock.server.pool.uploads import Fanout, Payload, not_taken
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
 from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
