@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from penstock.server.closing import Closing
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer, InJournal, KeptGroups
 from penstock.server.groups.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, SnapshotItem, Stored
-from penstock.server.own_trajectories import OwnTrajectories
+from penstock.server.rollouts.complete import Closing
+from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.turns.store import ClosedMark, TrajectoryStore
 from penstock.v1 import trajectory_pb2

@@ -18,8 +18,8 @@ from penstock.server.engine.protocol import Finish
 from penstock.server.groups.attempts import Attempt
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, trajectories_forgotten
-from penstock.server.opening import Opening, StreamWish
-from penstock.server.own_trajectories import OwnTrajectories
+from penstock.server.rollouts.start import Opening, StreamWish
+from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.text.renderer import Message, Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.policy_messages import PolicyMessages

@@ -27,7 +27,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from penstock.server.authorization import Gate
 from penstock.server.caller_limits import COPIES, Callers
-from penstock.server.closing import Closing
 from penstock.server.config.settings import Security, ServeConfig, check_exposure
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
@@ -47,12 +46,13 @@ from penstock.server.journal.records import (
     weights_activated,
 )
 from penstock.server.load_gauges import observe_load, observe_pool
-from penstock.server.opening import Opening, StreamRules
-from penstock.server.own_trajectories import OwnTrajectories
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
 from penstock.server.rollout_servicer import RolloutServicer
+from penstock.server.rollouts.complete import Closing
+from penstock.server.rollouts.start import Opening, StreamRules
+from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.server_info import ServerInfo
 from penstock.server.service import SERVICES, Call, Handler, service_handlers
 from penstock.server.task_servicer import TaskServicer

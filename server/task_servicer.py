@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 
 from google.protobuf import duration_pb2
 
-from penstock.server.closing import Closing
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.attempts import Holder
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, group_changed, task_accepted
+from penstock.server.rollouts.complete import Closing
 from penstock.server.turns import requests
 from penstock.v1 import task_service_pb2
 from penstock.wire.codec import twin

@@ -844,7 +844,7 @@ async def test_one_trace_leads_from_the_attempt_to_the_turns_and_the_server(
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from penstock.client import turn_stream, worker
-    from penstock.server import opening
+    from penstock.server.rollouts import start as opening
 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from penstock.server.opening import StreamRules
+from penstock.server.rollouts.start import StreamRules
 from penstock.server.text.renderer import Message, TokenizerRenderer
 from penstock.server.vllm.parsers import VllmParsers
 from tests.chat_templates import make_tokenizer

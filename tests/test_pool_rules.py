@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.server.engine.protocol import WHOLE
-from penstock.server.opening import StreamRules
 from penstock.server.pool.rules import PoolRules
+from penstock.server.rollouts.start import StreamRules
 
 RULES = PoolRules(flush_seconds=0.2, whole_flush_seconds=1.0, segments_per_second=2_000.0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server import closing
+from penstock.server.rollouts import complete as closing
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from tests.harness import (

@@ -11,11 +11,11 @@ import grpc
 import pytest
 from google.protobuf import struct_pb2
 
-from penstock.server import closing
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Holder, LeaseRules
 from penstock.server.groups.task_queue import TaskQueue
+from penstock.server.rollouts import complete as closing
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure

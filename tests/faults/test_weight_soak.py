@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 import pytest
 
-from penstock.server.own_trajectories import KEPT_CLOSED
+from penstock.server.rollouts.unleased import KEPT_CLOSED
 from tests.faults.attempts import POLICIES, Attempt, Source
 from tests.faults.footprint import Footprint, footprint
 from tests.faults.report import Report, growth, percentile

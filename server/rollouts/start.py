@@ -20,7 +20,7 @@ from penstock.server.engine.protocol import WHOLE, Engine
 from penstock.server.groups.attempts import Attempt
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, group_changed
-from penstock.server.own_trajectories import OwnTrajectories
+from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.prompts import Prompts, Said

@@ -52,7 +52,7 @@ from penstock.server.journal.records import (
     trajectories_forgotten,
     trajectory_closed,
 )
-from penstock.server.own_trajectories import STOOD_STILL_SECONDS, OwnTrajectories
+from penstock.server.rollouts.unleased import STOOD_STILL_SECONDS, OwnTrajectories
 from penstock.server.turns.group_bytes import (
     EncodedGroup,
     decode_group,
