@@ -37,7 +37,7 @@ from penstock.server.caller_limits import RETRY_SECONDS, VISIT, Callers
 from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
 from penstock.server.credentials import AuthContext, Caller, Credentials, host_of
-from penstock.server.service import ServicerContext, linger, refuse
+from penstock.server.rpc.boundary import ServicerContext, linger, refuse
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.reasons import Reason
 

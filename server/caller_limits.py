@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.common.token_file import Role
 from penstock.server.core.errors import DomainError
-from penstock.server.service import Call, Handler
+from penstock.server.rpc.boundary import Call, Handler
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, SnapshotItem, Stored
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.trainer_servicer import TrainerServicer
+from penstock.server.rpc.trainer_servicer import TrainerServicer
 from penstock.server.turns.store import ClosedMark, TrajectoryStore
 from penstock.v1 import trajectory_pb2
 

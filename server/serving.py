@@ -47,17 +47,17 @@ from penstock.server.journal.records import (
 )
 from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.pool.engine import PoolEngine
-from penstock.server.reflection import add_reflection
 from penstock.server.restoring import Parts
-from penstock.server.rollout_servicer import RolloutServicer
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.server_info import ServerInfo
-from penstock.server.service import SERVICES, Call, Handler, service_handlers
-from penstock.server.task_servicer import TaskServicer
+from penstock.server.rpc.boundary import SERVICES, Call, Handler, service_handlers
+from penstock.server.rpc.reflection import add_reflection
+from penstock.server.rpc.rollout_servicer import RolloutServicer
+from penstock.server.rpc.server_info import ServerInfo
+from penstock.server.rpc.task_servicer import TaskServicer
+from penstock.server.rpc.trainer_servicer import TrainerServicer
 from penstock.server.text.renderer import Renderer
-from penstock.server.trainer_servicer import TrainerServicer
 from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.records import TurnRecorder
 from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner

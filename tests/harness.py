@@ -23,7 +23,7 @@ from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http_server import open_http
 from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import EncodedRecord
-from penstock.server.service import SERVICES
+from penstock.server.rpc.boundary import SERVICES
 from penstock.server.serving import Serving, bind
 from penstock.server.text.renderer import Renderer
 from penstock.v1 import (

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from penstock.server.core.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
 from penstock.server.http_errors import headers_of, status_of
-from penstock.server.service import SERVICES, refuse
+from penstock.server.rpc.boundary import SERVICES, refuse
 from penstock.v1 import conversation_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -381,7 +381,7 @@ def test_a_status_carries_what_its_message_says() -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=200), which=st.integers(0, len(RPCS) - 1))
 def test_raw_bytes_never_reach_unknown_or_internal(body: bytes, which: int) -> None:
-    from penstock.server.service import _checked, _deserializer
+    from penstock.server.rpc.boundary import _checked, _deserializer
 
     service, method = RPCS[which]
     name = f"{service.full_name}/{method.name}"

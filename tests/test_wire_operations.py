@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.server.service import SERVICES
+from penstock.server.rpc.boundary import SERVICES
 from penstock.server.serving import AddressInUse, bind
 from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure

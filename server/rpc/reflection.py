@@ -15,7 +15,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from penstock.server.service import SERVICES
+from penstock.server.rpc.boundary import SERVICES
 
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 
