@@ -36,12 +36,12 @@ from starlette.routing import Route
 
 from penstock.common import telemetry
 from penstock.server import http_errors
-from penstock.server.authorization import Gate, Presented
 from penstock.server.core.errors import DomainError
-from penstock.server.credentials import AUTHORIZATION
 from penstock.server.http_reply import Delta, Reply, tell, tell_whole
 from penstock.server.http_server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
 from penstock.server.http_turns import AgentTurns, Asked
+from penstock.server.security.credentials import AUTHORIZATION
+from penstock.server.security.gate import Gate, Presented
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
     from penstock.server.config.settings import ServeConfig
-    from penstock.server.credentials import Credentials
+    from penstock.server.security.credentials import Credentials
 
 GRACE_SECONDS = 2
 KEEP_ALIVE_SECONDS = 75

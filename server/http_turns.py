@@ -43,13 +43,13 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from penstock.server.caller_limits import Callers
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.http_requests import Previous
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rpc.rollout_servicer import RolloutServicer
+from penstock.server.security.callers import Callers
 from penstock.server.turns.history import Match, MatchKind, hold, match, match_after, tools_digest
 from penstock.server.turns.prompts import Said
 from penstock.server.turns.runner import Turn, TurnRunner

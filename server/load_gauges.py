@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.server.caller_limits import Callers
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.telemetry import Gauge, ServerMetrics
 from penstock.server.engine.protocol import EngineStats
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.restoring import Parts
+from penstock.server.security.callers import Callers
 from penstock.server.weights.adapter_versions import AdapterVersions
 
 

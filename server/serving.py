@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from penstock.server.authorization import Gate
-from penstock.server.caller_limits import COPIES, Callers
 from penstock.server.config.settings import Security, ServeConfig, check_exposure
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
@@ -57,6 +55,8 @@ from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.rpc.server_info import ServerInfo
 from penstock.server.rpc.task_servicer import TaskServicer
 from penstock.server.rpc.trainer_servicer import TrainerServicer
+from penstock.server.security.callers import COPIES, Callers
+from penstock.server.security.gate import Gate
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.records import TurnRecorder

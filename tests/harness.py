@@ -17,13 +17,13 @@ import numpy as np
 import xxhash
 from google.protobuf.message_factory import GetMessageClass
 
-from penstock.server.authorization import open_gate
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http_server import open_http
 from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import EncodedRecord
 from penstock.server.rpc.boundary import SERVICES
+from penstock.server.security.gate import open_gate
 from penstock.server.serving import Serving, bind
 from penstock.server.text.renderer import Renderer
 from penstock.v1 import (

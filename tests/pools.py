@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.server.authorization import open_gate
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.journal.factory import open_journal
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.rules import PoolRules
+from penstock.server.security.gate import open_gate
 from penstock.server.serving import Serving, bind
 from penstock.wire.security import open_channel
 from tests.fakes import ByteRenderer, FakeEngine

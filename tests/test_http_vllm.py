@@ -130,9 +130,9 @@ class Running:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Running]:
-    from penstock.server.authorization import open_gate
     from penstock.server.config import settings as config
     from penstock.server.http_server import open_http
+    from penstock.server.security.gate import open_gate
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm.engine import VllmEngine, engine_arguments
     from penstock.server.vllm.parsers import VllmParsers

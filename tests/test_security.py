@@ -24,9 +24,9 @@ from penstock.common.token_file import (
     hash_token,
     new_token,
 )
-from penstock.server.authorization import ALLOWED, ANYBODY
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
+from penstock.server.security.gate import ALLOWED, ANYBODY
 from penstock.server.serving import bind
 from penstock.trainer.config import ServerConfig
 from penstock.trainer.errors import ConfigInvalid
@@ -249,7 +249,7 @@ async def test_a_server_without_a_gate_binds_to_loopback_only():
 
 
 def test_an_insecure_server_says_so_loudly(caplog: Any):
-    from penstock.server.authorization import open_gate
+    from penstock.server.security.gate import open_gate
 
     open_gate(config.load(None, ["listen=0.0.0.0:1", "security.insecure=true"]))
     assert "in plaintext from anybody who reaches it" in caplog.text
@@ -267,7 +267,7 @@ def test_a_token_in_the_place_of_a_file_is_not_told_on():
 async def test_a_file_that_cannot_be_read_is_named_at_the_start(
     made: Authorities, tmp_path: Path, name: str
 ):
-    from penstock.server.authorization import open_gate
+    from penstock.server.security.gate import open_gate
 
     settings = [*made.settings(mutual=True), f"security.{name}={tmp_path / 'none'}"]
     with pytest.raises(ConfigError, match="none: No such file"):

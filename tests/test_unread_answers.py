@@ -15,8 +15,8 @@ import pytest
 
 from penstock.client import Patience, connect
 from penstock.common.token_file import hash_token, new_token
-from penstock.server import authorization
-from penstock.server.caller_limits import COPIES
+from penstock.server.security import gate as authorization
+from penstock.server.security.callers import COPIES
 from penstock.v1 import task_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security, open_channel

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from penstock.common.token_file import Role, new_token
-from penstock.server.authorization import ALLOWED, ANYBODY
+from penstock.server.security.gate import ALLOWED, ANYBODY
 from penstock.wire.failure import Failure
 from penstock.wire.security import Security, open_channel
 from tests.authorities import COMMON_NAMES, Authorities, make_authorities

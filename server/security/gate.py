@@ -33,11 +33,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.common.token_file import Role
-from penstock.server.caller_limits import RETRY_SECONDS, VISIT, Callers
 from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
-from penstock.server.credentials import AuthContext, Caller, Credentials, host_of
 from penstock.server.rpc.boundary import ServicerContext, linger, refuse
+from penstock.server.security.callers import RETRY_SECONDS, VISIT, Callers
+from penstock.server.security.credentials import AuthContext, Caller, Credentials, host_of
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.reasons import Reason
 

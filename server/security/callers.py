@@ -39,7 +39,7 @@ from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
     from penstock.server.config.settings import CallerLimits
-    from penstock.server.credentials import Caller
+    from penstock.server.security.credentials import Caller
     from penstock.server.turns.runner import Turn
 
 RETRY_SECONDS = 1.0
