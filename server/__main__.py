@@ -137,7 +137,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
     from penstock.common import allocator, telemetry
     from penstock.common.models import missing_folder
-    from penstock.server.http_server import HttpAddressInUse
+    from penstock.server.http.server import HttpAddressInUse
     from penstock.server.journal.records import JournalInUse, JournalUnreadable
     from penstock.server.serving import AddressInUse
     from penstock.wire.security import CredentialsUnusable
@@ -165,7 +165,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
 async def _serve(config: ServeConfig, source: EngineSource) -> int:
     """From the first bind to the last answer; see `serving` for the order."""
-    from penstock.server.http_server import open_http
+    from penstock.server.http.server import open_http
     from penstock.server.journal.factory import open_journal
     from penstock.server.security.gate import open_gate
     from penstock.server.serving import Serving, bind

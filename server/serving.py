@@ -80,7 +80,7 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from penstock.server.http_server import HttpServer
+    from penstock.server.http.server import HttpServer
 
 
 class AddressInUse(Exception):
@@ -430,11 +430,11 @@ class Serving:
     def _endpoints(self) -> Starlette:
         """The endpoints that are served beside gRPC's."""
         # Import vllm, which takes seconds: only where they are served.
-        from penstock.server.http_app import Endpoints
-        from penstock.server.http_chat import ChatCompletions
-        from penstock.server.http_messages import Messages
-        from penstock.server.http_responses import Responses
-        from penstock.server.http_turns import AgentTurns
+        from penstock.server.http.app import Endpoints
+        from penstock.server.http.chat import ChatCompletions
+        from penstock.server.http.messages import Messages
+        from penstock.server.http.responses import Responses
+        from penstock.server.http.turns import AgentTurns
 
         assert self._gate is not None, "HTTP is served behind a gate only"
         turns = AgentTurns(

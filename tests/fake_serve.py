@@ -36,7 +36,7 @@ from safetensors import safe_open
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.engine.protocol import AdapterLimits, TensorMeta
-from penstock.server.http_server import HttpAddressInUse, open_http
+from penstock.server.http.server import HttpAddressInUse, open_http
 from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import JournalInUse, JournalUnreadable
 from penstock.server.security.gate import open_gate

@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
-from penstock.server.http_server import open_http
+from penstock.server.http.server import open_http
 from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import EncodedRecord
 from penstock.server.rpc.boundary import SERVICES

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.server import http_chat
-from penstock.server.http_server import MOST_PIPELINED
+from penstock.server.http import chat as http_chat
+from penstock.server.http.server import MOST_PIPELINED
 from tests.harness import Harness, serve, until
 
 MOST = 1 << 20

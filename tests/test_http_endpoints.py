@@ -18,11 +18,13 @@ from anthropic.types import message_create_params
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from penstock.server import http_chat, http_messages, http_responses
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
 from penstock.server.core.errors import STATUS_CODES
-from penstock.server.http_errors import STATUSES
+from penstock.server.http import chat as http_chat
+from penstock.server.http import messages as http_messages
+from penstock.server.http import responses as http_responses
+from penstock.server.http.errors import STATUSES
 from penstock.server.text.renderer import Message, Tool, ToolCall, Written
 from tests.authorities import client_certificate, make_authorities, write_certificate
 from tests.fakes import ByteRenderer

@@ -131,7 +131,7 @@ class Running:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Running]:
     from penstock.server.config import settings as config
-    from penstock.server.http_server import open_http
+    from penstock.server.http.server import open_http
     from penstock.server.security.gate import open_gate
     from penstock.server.serving import Serving, bind
     from penstock.server.vllm.engine import VllmEngine, engine_arguments

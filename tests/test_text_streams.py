@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from penstock.server.http_reply import _Sent  # pyright: ignore[reportPrivateUsage]
+from penstock.server.http.reply import _Sent  # pyright: ignore[reportPrivateUsage]
 from penstock.server.text.streaming import ParsedStream, PlainStream, TextStream
 from tests.fakes import decode_bytes
 

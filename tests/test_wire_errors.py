@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.server.core.errors import STATUS_CODES, DomainError, FieldInvalid, to_status
-from penstock.server.http_errors import headers_of, status_of
+from penstock.server.http.errors import headers_of, status_of
 from penstock.server.rpc.boundary import SERVICES, refuse
 from penstock.v1 import conversation_pb2
 from penstock.wire import codec

@@ -35,11 +35,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from penstock.common import telemetry
-from penstock.server import http_errors
 from penstock.server.core.errors import DomainError
-from penstock.server.http_reply import Delta, Reply, tell, tell_whole
-from penstock.server.http_server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
-from penstock.server.http_turns import AgentTurns, Asked
+from penstock.server.http import errors as http_errors
+from penstock.server.http.reply import Delta, Reply, tell, tell_whole
+from penstock.server.http.server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
+from penstock.server.http.turns import AgentTurns, Asked
 from penstock.server.security.credentials import AUTHORIZATION
 from penstock.server.security.gate import Gate, Presented
 from penstock.wire.reasons import Reason
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock.server.http_requests import Previous
+    from penstock.server.http.requests import Previous
     from penstock.server.text.renderer import Message, Renderer, Tool
 
 T = TypeVar("T")

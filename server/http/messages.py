@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-from penstock.server import http_chat, http_errors
-from penstock.server import http_requests as requests
 from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.http import chat as http_chat
+from penstock.server.http import errors as http_errors
+from penstock.server.http import requests
 
 if TYPE_CHECKING:
-    from penstock.server.http_reply import Delta, Reply
+    from penstock.server.http.reply import Delta, Reply
     from penstock.server.text.renderer import Message, Tool
 
 SAMPLING = {

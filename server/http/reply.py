@@ -20,7 +20,7 @@ from penstock.server.text.renderer import Message, ToolCall
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 
 if TYPE_CHECKING:
-    from penstock.server.http_turns import AgentTurns, Answer
+    from penstock.server.http.turns import AgentTurns, Answer
     from penstock.server.text.streaming import TurnStream
     from penstock.server.turns.runner import Turn, TurnSampling
 

@@ -29,12 +29,12 @@ from vllm.entrypoints.serve.engine.protocol import (
     UsageInfo,
 )
 
-from penstock.server import http_errors
-from penstock.server import http_requests as requests
 from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.http import errors as http_errors
+from penstock.server.http import requests
 
 if TYPE_CHECKING:
-    from penstock.server.http_reply import Delta, Reply
+    from penstock.server.http.reply import Delta, Reply
     from penstock.server.text.renderer import Message, Tool
 
 SAMPLING = {

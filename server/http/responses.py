@@ -34,13 +34,14 @@ from vllm.entrypoints.openai.responses.utils import (
 )
 from vllm.sampling_params import SamplingParams
 
-from penstock.server import http_chat, http_errors
-from penstock.server import http_requests as requests
 from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.http import chat as http_chat
+from penstock.server.http import errors as http_errors
+from penstock.server.http import requests
 from penstock.server.text.renderer import Message
 
 if TYPE_CHECKING:
-    from penstock.server.http_reply import Delta, Reply
+    from penstock.server.http.reply import Delta, Reply
     from penstock.server.text.renderer import Tool
 
 PREVIOUS = "previous_response_id"

@@ -46,7 +46,7 @@ import grpc
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.http_requests import Previous
+from penstock.server.http.requests import Previous
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.security.callers import Callers
