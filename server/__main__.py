@@ -16,7 +16,7 @@ from penstock.common.garbage import start_up_kept
 from penstock.common.secrets import without_secrets
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import ConfigError, ServeConfig
-from penstock.server.engine_sources import (
+from penstock.server.engines import (
     EngineSource,
     HubSource,
     ParserFailed,

@@ -31,6 +31,7 @@ from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.engine.protocol import Engine
+from penstock.server.gauges import observe_load, observe_pool
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
@@ -43,9 +44,7 @@ from penstock.server.journal.records import (
     server_started,
     weights_activated,
 )
-from penstock.server.load_gauges import observe_load, observe_pool
 from penstock.server.pool.engine import PoolEngine
-from penstock.server.restoring import Parts
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
 from penstock.server.rollouts.unleased import OwnTrajectories
@@ -57,6 +56,7 @@ from penstock.server.rpc.task_servicer import TaskServicer
 from penstock.server.rpc.trainer_servicer import TrainerServicer
 from penstock.server.security.callers import COPIES, Callers
 from penstock.server.security.gate import Gate
+from penstock.server.state import Parts
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.records import TurnRecorder

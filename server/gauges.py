@@ -8,8 +8,8 @@ from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.telemetry import Gauge, ServerMetrics
 from penstock.server.engine.protocol import EngineStats
 from penstock.server.pool.engine import PoolEngine
-from penstock.server.restoring import Parts
 from penstock.server.security.callers import Callers
+from penstock.server.state import Parts
 from penstock.server.weights.adapter_versions import AdapterVersions
 
 
