@@ -34,7 +34,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from penstock.demo.model import prepare_model
-from penstock.trainer.compute import ComputeThread
+from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender
 from penstock.trainer.weight_copy import WeightCopy

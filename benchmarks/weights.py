@@ -47,7 +47,7 @@ from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
 from penstock.demo.model import prepare_model
 from penstock.server.vllm import environment as vllm_environment
 from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
-from penstock.trainer.compute import ComputeThread
+from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.parcel import Delta
 from penstock.trainer.payload import Payload
 from penstock.trainer.payloads import Weights

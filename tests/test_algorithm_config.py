@@ -29,7 +29,7 @@ from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCoun
 from penstock.trainer.algorithms.losses import TokenLoss, loss_function
 from penstock.trainer.algorithms.objective import Objective, PolicyOutput
 from penstock.trainer.config import load_config, render_config
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from tests.test_trainer_config import MINIMAL, write
 
 LOSS, KL, CORRECTION = "algorithm.loss", "algorithm.kl", "algorithm.correction"

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from penstock.server.core.said_again import said_again
-from penstock.trainer.errors import ServerLost
+from penstock.trainer.core.errors import ServerLost
 from penstock.trainer.transports import Stream
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure

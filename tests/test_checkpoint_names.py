@@ -14,7 +14,7 @@ from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config import ModelConfig, TrainConfig
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from tests.test_trainer_algorithms import step_of
 from tests.test_trainer_checkpoint import state, weights

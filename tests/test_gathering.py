@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.division import Division
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.group_policies import NO_SPREAD

@@ -21,7 +21,7 @@ from penstock.trainer.algorithms.correction import correct
 from penstock.trainer.algorithms.kl import estimate_kl, kl_loss
 from penstock.trainer.algorithms.losses import TokenLoss, loss_function
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.token_model import at_temperatures, entropies, token_logprobs
 
 

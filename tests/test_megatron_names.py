@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from penstock.trainer import megatron_hook
-from penstock.trainer.errors import BackendUnusable
+from penstock.trainer.core.errors import BackendUnusable
 from penstock.trainer.megatron_names import (
     Cut,
     Shape,

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from penstock.common.memory_file import MemoryFile
-from penstock.trainer.compute import ComputeThread
-from penstock.trainer.errors import ServerLost, WeightsRefused
+from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.errors import ServerLost, WeightsRefused
 from penstock.trainer.payload import Payload
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher

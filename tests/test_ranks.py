@@ -29,7 +29,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.ranks import LOCAL, PORT_BYTES, Leader, Place, join_group, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
 from tests.rank_work import groups_of, plan_for

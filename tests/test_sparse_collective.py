@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
-from penstock.trainer.compute import ComputeThread
+from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender, Sent
 from penstock.trainer.weight_copy import WeightCopy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trainer.errors import StorageFailed
+from penstock.trainer.core.errors import StorageFailed
 from penstock.trainer.start_ids import new_start_id, read_start_id, remove_start_id
 
 

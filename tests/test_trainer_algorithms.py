@@ -17,8 +17,8 @@ from penstock.trainer.algorithms.objective import PolicyOutput
 from penstock.trainer.batching import MAX_TREE_TOKENS
 from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.planning import StepPlan
 from penstock.trainer.sharding import Sharding

@@ -27,8 +27,8 @@ from penstock.trainer.checkpoint import (
     save_checkpoint,
 )
 from penstock.trainer.config import ModelConfig, TrainConfig
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
-from penstock.trainer.figures import aggregate, scalars
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
+from penstock.trainer.core.figures import aggregate, scalars
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.loading import load_model, save_tokenizer
 from penstock.trainer.planning import StepPlan, plan_step

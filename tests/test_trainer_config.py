@@ -11,7 +11,7 @@ from penstock.trainer.__main__ import train
 from penstock.trainer.advice import advise
 from penstock.trainer.algorithm_config import PpoClip
 from penstock.trainer.config import TrainerConfig, load_config, render_config
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 
 MINIMAL = """
 [model]

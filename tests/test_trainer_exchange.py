@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.trainer.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
+from penstock.trainer.core.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.known_groups import KnownGroups
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2

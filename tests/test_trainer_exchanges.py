@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.trainer.core.errors import SessionRefused
 from penstock.trainer.division import Division
-from penstock.trainer.errors import SessionRefused
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.exchanges import Exchanges
 from penstock.v1 import weights_pb2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.trainer.figures import Figure, aggregate, as_json, scalars
+from penstock.trainer.core.figures import Figure, aggregate, as_json, scalars
 from penstock.trainer.step_record import FIGURES, StepRecord
 from tests.write_metrics_page import PAGE, table, with_table
 

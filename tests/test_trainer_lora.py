@@ -19,7 +19,7 @@ from penstock.server.weights.adapter_manifest import adapter_tensors
 from penstock.trainer.adapter import check_taken
 from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig, load_config
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from tests.harness import until
 from tests.pools import serve_hub

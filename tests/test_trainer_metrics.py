@@ -21,10 +21,10 @@ from rich.console import Console
 
 from penstock.common import telemetry
 from penstock.trainer.batch_figures import BatchFigures
-from penstock.trainer.errors import StorageFailed
+from penstock.trainer.core.errors import StorageFailed
+from penstock.trainer.core.figures import as_json
 from penstock.trainer.evaluation_record import make_record
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
-from penstock.trainer.figures import as_json
 from penstock.trainer.metrics import MetricsWriter, keep_until
 from penstock.trainer.policy import StepResult
 from penstock.trainer.step_record import StepRecord

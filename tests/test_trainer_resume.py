@@ -32,7 +32,7 @@ from penstock.client import Task, Trajectory
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.trainer.checkpoint import TrainerState, restore, save_checkpoint, verify
-from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
+from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.ledger import (
     Ledger,

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from penstock.client.values import from_struct
 from penstock.trainer.config import load_config, render_config
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data_config import (
     DataConfig,
     HuggingFaceConfig,
@@ -33,7 +34,6 @@ from penstock.trainer.data_config import (
     ReasoningGymConfig,
     SamplingConfig,
 )
-from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.sources import own
 from penstock.trainer.sources.jsonl import open_jsonl
 from penstock.trainer.sources.mixture import LONGEST_CYCLE, Interleaving, whole_weights

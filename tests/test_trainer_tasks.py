@@ -14,10 +14,10 @@ import pytest
 import reasoning_gym
 from google.protobuf import json_format
 
+from penstock.trainer.core.errors import ServerLost, SessionRefused
 from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, SamplingConfig
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
-from penstock.trainer.errors import ServerLost, SessionRefused
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.sources.opening import open_source

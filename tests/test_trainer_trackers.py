@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.tracker import RunStart
 from penstock.trainer.trackers import TrackedScalars, Trackers, TrackerThread, make_trackers

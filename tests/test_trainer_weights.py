@@ -19,7 +19,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from rich.console import Console
 
-from penstock.trainer.errors import SwitchRejected, WeightsRefused
+from penstock.trainer.core.errors import SwitchRejected, WeightsRefused
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.step_record import StepRecord
 from penstock.v1 import rejection_pb2, rollout_service_pb2, weights_pb2

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.trainer.checkpoint import replace_folder
-from penstock.trainer.compute import ComputeThread
+from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.parcel import difference
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender, Sent

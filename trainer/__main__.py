@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.trainer.config import TrainerConfig, as_shown, load_config, render_config
-from penstock.trainer.errors import ConfigInvalid, TrainerError
+from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.trainer.compute import ComputeThread
+    from penstock.trainer.core.compute import ComputeThread
     from penstock.trainer.ledger import Ledger
     from penstock.trainer.ranks import Leader, LocalRanks, Place
     from penstock.trainer.starting import Start
@@ -163,7 +163,7 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
     """Whether it is done; otherwise it was asked to stop."""
     from penstock.common import allocator, telemetry
-    from penstock.trainer.compute import ComputeThread
+    from penstock.trainer.core.compute import ComputeThread
 
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor, nn
 
 from penstock.trainer.config import LoraConfig
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.sharding import overwrite
 from penstock.v1 import weights_pb2
 

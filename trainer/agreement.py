@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.trainer.adapter import check_taken
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import ConfigInvalid, SessionRefused
+from penstock.trainer.core.errors import ConfigInvalid, SessionRefused
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import Gatherer

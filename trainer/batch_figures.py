@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.figures import MAX, SUM, breakdown, figure, weighted
+from penstock.trainer.core.figures import MAX, SUM, breakdown, figure, weighted
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 

@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder, sync_folder
-from penstock.trainer.errors import CheckpointUnusable, StorageFailed
+from penstock.trainer.core.errors import CheckpointUnusable, StorageFailed
 
 log = logging.getLogger(__name__)
 

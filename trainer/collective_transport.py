@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.parcel import Parcel
 from penstock.trainer.payload import Payload
 from penstock.trainer.weight_sync import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed

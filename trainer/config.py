@@ -15,8 +15,8 @@ from penstock.common.section import Section
 from penstock.common.settings import SettingInvalid, apply_setting, read_table
 from penstock.common.token_file import redact
 from penstock.trainer.algorithm_config import GROUP_RELATIVE, AlgorithmConfig, Reinforce
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data_config import DataConfig
-from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.group_config import GroupsConfig
 from penstock.trainer.metrics_config import MetricsConfig

@@ -29,7 +29,7 @@ from penstock.trainer.algorithms.batches import StepCounts
 from penstock.trainer.algorithms.values import value_loss
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.config import TrainConfig
-from penstock.trainer.errors import CheckpointUnusable
+from penstock.trainer.core.errors import CheckpointUnusable
 from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
 from penstock.trainer.sharding import Sharding, overwrite
 from penstock.trainer.token_model import CausalModel, Output, TokenModel

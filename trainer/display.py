@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.trainer.figures import Line
+from penstock.trainer.core.figures import Line
 from penstock.trainer.pace import Pace, in_words
 
 ROWS_SHOWN = 16

@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     from penstock.client.errors import PenstockError
     from penstock.client.functions import BadFunction
-    from penstock.trainer.errors import ConfigInvalid
+    from penstock.trainer.core.errors import ConfigInvalid
     from penstock.wire.security import CredentialsUnusable
 
     logging.basicConfig(level=logging.INFO, format="penstock eval: %(message)s", stream=sys.stderr)

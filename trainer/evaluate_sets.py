@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from penstock.client.sampling import SamplingParams
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data_config import (
     JsonlConfig,
     MixableConfig,
@@ -22,7 +23,6 @@ from penstock.trainer.data_config import (
     ReasoningGymConfig,
     SamplingConfig,
 )
-from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluate_alone import Extent
 from penstock.trainer.evaluation_prompts import SEED
 from penstock.trainer.sources.opening import open_source

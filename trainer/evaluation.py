@@ -50,8 +50,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from penstock.trainer.core.errors import ServerFull
+from penstock.trainer.core.stopping import unless
+from penstock.trainer.core.together import together
 from penstock.trainer.data_config import DataConfig
-from penstock.trainer.errors import ServerFull
 from penstock.trainer.evaluation_config import EvaluationConfig, PinnedConfig
 from penstock.trainer.evaluation_prompts import SEED, Asked, Prompts, Schedule, Verdict
 from penstock.trainer.evaluation_record import (
@@ -64,10 +66,8 @@ from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.handover import keep_trying
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Finite, Problem, Source
-from penstock.trainer.stopping import unless
 from penstock.trainer.stored_groups import Delivered
 from penstock.trainer.tasks import describe_problem
-from penstock.trainer.together import together
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)

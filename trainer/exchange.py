@@ -35,10 +35,10 @@ from typing import cast
 import grpc
 
 from penstock.common.failpoints import hit
-from penstock.trainer.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
+from penstock.trainer.core.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
+from penstock.trainer.core.stopping import unless
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.known_groups import KnownGroups
-from penstock.trainer.stopping import unless
 from penstock.trainer.stored_groups import Delivered, GroupUnreadable, StoredGroups
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec

@@ -18,10 +18,10 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from penstock.trainer.core.together import together
 from penstock.trainer.division import Division
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange import Exchange
-from penstock.trainer.together import together
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 Restore = Callable[[int, trainer_service_pb2.Welcome], Awaitable[None]]

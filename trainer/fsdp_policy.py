@@ -45,8 +45,8 @@ from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutp
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.loading import (
     block_names,
     compute_dtype,

@@ -37,9 +37,10 @@ from dataclasses import dataclass, field
 
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching import TrainingGroup, read_group
-from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import EverythingDropped, EverythingFailed
+from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
+from penstock.trainer.core.stopping import unless
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
@@ -53,7 +54,6 @@ from penstock.trainer.group_policies import (
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.step_record import StepRecord
-from penstock.trainer.stopping import unless
 from penstock.trainer.tasks import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.v1 import trajectory_pb2
 

@@ -21,13 +21,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.trainer.errors import ServerFull, ServerLost, SwitchRejected, WeightsRefused
+from penstock.trainer.core.errors import ServerFull, ServerLost, SwitchRejected, WeightsRefused
+from penstock.trainer.core.stopping import unless
+from penstock.trainer.core.together import together
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Announcement, Sent, largest, merge
-from penstock.trainer.stopping import unless
-from penstock.trainer.together import together
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 

@@ -40,7 +40,7 @@ from typing import cast
 
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder, sync_folder
-from penstock.trainer.errors import CheckpointUnusable, RunFolderInUse, storing
+from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, storing
 
 FILE = "ledger.jsonl"
 UNFINISHED = ".unfinished-ledger.jsonl"

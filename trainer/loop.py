@@ -67,12 +67,13 @@ from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batch_figures import describe_batch
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.figures import as_json
+from penstock.trainer.core.together import together
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
-from penstock.trainer.figures import as_json
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
@@ -84,7 +85,6 @@ from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import TaskFeeder
-from penstock.trainer.together import together
 from penstock.v1 import trainer_service_pb2, weights_pb2
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from penstock.trainer.errors import CheckpointUnusable
+from penstock.trainer.core.errors import CheckpointUnusable
 
 FOLDER = "megatron"
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from penstock.trainer.config import MegatronBackend
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.loading import SavedTokenizer, cannot_load, load_config
 from penstock.trainer.megatron_names import SUPPORTED, Shape
 

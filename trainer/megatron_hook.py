@@ -25,7 +25,7 @@ from types import CodeType, ModuleType
 import torch
 from torch import Tensor
 
-from penstock.trainer.errors import BackendUnusable
+from penstock.trainer.core.errors import BackendUnusable
 
 VERSION = "0.16.1"
 PACKAGE = "megatron.core"

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import distributed
 
 from penstock.trainer.config import MegatronBackend
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
 from penstock.trainer.batching import EMPTY, MicroBatch
 from penstock.trainer.config import MegatronBackend, ModelConfig, TrainConfig
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, learning_rate
 from penstock.trainer.loading import (
     SavedTokenizer,

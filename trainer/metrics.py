@@ -15,9 +15,9 @@ from opentelemetry.trace import Link, Span
 from rich.console import Console
 
 from penstock.common import telemetry
+from penstock.trainer.core.errors import storing
+from penstock.trainer.core.figures import MOMENT, Line, aggregate, as_json, scalars
 from penstock.trainer.display import Display
-from penstock.trainer.errors import storing
-from penstock.trainer.figures import MOMENT, Line, aggregate, as_json, scalars
 from penstock.trainer.pace import Pace
 from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.step_record import FIGURES, StepRecord

@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor, nn, optim
 
 from penstock.trainer.config import TrainConfig
-from penstock.trainer.errors import CheckpointUnusable
+from penstock.trainer.core.errors import CheckpointUnusable
 from penstock.trainer.sharding import share_of
 
 

@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.common.memory_file import MemoryFile
-from penstock.trainer.errors import WeightsRefused
+from penstock.trainer.core.errors import WeightsRefused
 from penstock.v1 import weights_pb2
 from penstock.wire.upload import CHUNK_BYTES
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.trainer.algorithms.batches import RewardBatch
 from penstock.trainer.algorithms.objective import Figures, add_known
-from penstock.trainer.figures import LAST, MAX, MEAN, SUM, figure, weighted
+from penstock.trainer.core.figures import LAST, MAX, MEAN, SUM, figure, weighted
 from penstock.trainer.planning import StepPlan
 from penstock.v1 import weights_pb2
 

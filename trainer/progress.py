@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from penstock.trainer.errors import CheckpointUnusable
+from penstock.trainer.core.errors import CheckpointUnusable
 
 FILE = "optimizer.json"
 

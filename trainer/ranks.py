@@ -60,7 +60,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from penstock.trainer.errors import ConfigInvalid, TrainerError
+from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import grpc
 
-from penstock.trainer.errors import ServerFull, ServerLost, WeightsRefused
+from penstock.trainer.core.errors import ServerFull, ServerLost, WeightsRefused
 from penstock.trainer.parcel import Delta, Parcel, can_differ, whole
 from penstock.trainer.payload import Payload
 from penstock.trainer.transports import Ahead, SharedMemory, Stream, Transport

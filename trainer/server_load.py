@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from penstock.trainer.figures import SUM, figure, weighted
+from penstock.trainer.core.figures import SUM, figure, weighted
 from penstock.v1 import rollout_service_pb2
 from penstock.wire import codec
 

@@ -24,7 +24,7 @@ import uuid
 from pathlib import Path
 
 from penstock.common.folders import sync_folder
-from penstock.trainer.errors import storing
+from penstock.trainer.core.errors import storing
 
 FILE = "start"
 # Not one of the unfinished folders, which whoever writes the next one removes.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_writer import last_steps
 from penstock.trainer.ledger import Ledger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.trainer.batch_figures import BatchFigures
-from penstock.trainer.figures import (
+from penstock.trainer.core.figures import (
     LAST,
     MAX,
     MEAN,

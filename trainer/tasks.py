@@ -26,10 +26,10 @@ from itertools import islice
 import grpc
 from google.protobuf import json_format
 
+from penstock.trainer.core.errors import ServerFull, ServerLost, SessionRefused
 from penstock.trainer.data_config import DataConfig, SamplingConfig
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
-from penstock.trainer.errors import ServerFull, ServerLost, SessionRefused
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire import codec

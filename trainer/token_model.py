@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from penstock.trainer.batching import MAX_TREE_TOKENS, MicroBatch
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

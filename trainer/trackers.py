@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.common.functions import FunctionInvalid, find_function
-from penstock.trainer.errors import ConfigInvalid, StorageFailed
+from penstock.trainer.core.errors import ConfigInvalid, StorageFailed
 from penstock.trainer.metrics_config import CustomTrackerConfig, TrackerConfig, WandbConfig
 from penstock.trainer.tracker import RunStart, Scalars, Tracker
 

@@ -22,8 +22,8 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 
 from penstock.common.memory_file import MemoryFile
 from penstock.trainer.checkpoint import replace_folder
-from penstock.trainer.compute import ComputeThread
-from penstock.trainer.errors import storing
+from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.errors import storing
 from penstock.trainer.parcel import Parcel
 from penstock.trainer.payload import Payload
 from penstock.v1 import weights_pb2

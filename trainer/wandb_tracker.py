@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.metrics_config import WandbConfig
 from penstock.trainer.tracker import RunStart
 

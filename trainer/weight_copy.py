@@ -10,7 +10,7 @@ one every version goes whole.
 
 from __future__ import annotations
 
-from penstock.trainer.compute import ComputeThread
+from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.parcel import Held, Parcel, difference, whole
 from penstock.trainer.payload import Payload
 from penstock.trainer.payloads import Payloads, Weights

@@ -31,7 +31,7 @@ from typing import cast
 
 import grpc
 
-from penstock.trainer.errors import TrainerError
+from penstock.trainer.core.errors import TrainerError
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security, TokenSource, open_blocking_channel

@@ -12,11 +12,11 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from penstock.trainer.checkpoint import TrainerState, save_checkpoint
-from penstock.trainer.compute import ComputeThread
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
-from penstock.trainer.errors import ConfigInvalid
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange import Contract, Exchange

@@ -26,7 +26,7 @@ from penstock.trainer.algorithm_config import (
 from penstock.trainer.algorithms.batches import RewardBatch
 from penstock.trainer.algorithms.custom import load_function
 from penstock.trainer.algorithms.values import estimate_gae
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.algorithm_config import CustomFunction
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 
 
 def load_function(config: CustomFunction, section: str) -> Callable[..., object]:

@@ -25,7 +25,7 @@ from penstock.trainer.algorithm_config import (
 )
 from penstock.trainer.algorithms.batches import TokenBatch
 from penstock.trainer.algorithms.custom import load_function
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 
 # e^20 is far beyond every bound; what a larger one would do is overflow.
 LARGEST_LOG_RATIO = 20.0

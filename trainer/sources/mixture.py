@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from penstock.trainer.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.sources.problem import Problem, Source
 
 # Beyond it the order takes long to make, and a share is that of too small a number of problems.
