@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.advantages import advantage_function, gae
 from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts
 from penstock.trainer.algorithms.correction import correct
 from penstock.trainer.algorithms.kl import kl_loss
 from penstock.trainer.algorithms.objective import Objective, PolicyOutput
 from penstock.trainer.algorithms.values import value_loss, value_targets
+from penstock.trainer.config.algorithm import AlgorithmConfig
 
 TOLERANCE = 1e-6
 LENGTH = 11

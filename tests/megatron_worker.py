@@ -31,9 +31,9 @@ from transformers import (
 )
 
 from penstock.trainer import megatron_hook
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import StepPlan, plan_step

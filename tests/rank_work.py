@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy, obey

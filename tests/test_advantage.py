@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.trainer.algorithm_config import CustomFunction
 from penstock.trainer.algorithms import advantages
 from penstock.trainer.algorithms.advantages import advantage_function
 from penstock.trainer.algorithms.batches import RewardBatch
+from penstock.trainer.config.algorithm import CustomFunction
 from penstock.trainer.core.errors import ConfigInvalid
 
 KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

@@ -12,8 +12,12 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from penstock.trainer import algorithm_config
-from penstock.trainer.algorithm_config import (
+from penstock.trainer.algorithms.advantages import advantage_function
+from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
+from penstock.trainer.algorithms.losses import TokenLoss, loss_function
+from penstock.trainer.algorithms.objective import Objective, PolicyOutput
+from penstock.trainer.config import algorithm as algorithm_config
+from penstock.trainer.config.algorithm import (
     AlgorithmConfig,
     Cispo,
     ClippedWeight,
@@ -24,11 +28,7 @@ from penstock.trainer.algorithm_config import (
     RatioMask,
     Uncorrected,
 )
-from penstock.trainer.algorithms.advantages import advantage_function
-from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
-from penstock.trainer.algorithms.losses import TokenLoss, loss_function
-from penstock.trainer.algorithms.objective import Objective, PolicyOutput
-from penstock.trainer.config import load_config, render_config
+from penstock.trainer.config.trainer import load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid
 from tests.test_trainer_config import MINIMAL, write
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective, PolicyOutput
 from penstock.trainer.batching import read_group
+from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.planning import StepPlan, complete, plan_step
 from tests import reference_algorithms as reference
 from tests.test_batching import context, group, trajectory, written

@@ -15,7 +15,7 @@ from penstock.demo import settings
 from penstock.server.vllm import options as vllm_options
 from penstock.server.vllm.options import describe_options, engine_arguments
 from penstock.trainer import loading
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.loading import compute_dtype
 from tests.test_trainer_checkpoint import plan

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.balancing import attention_cost, level, spread_evenly
 from penstock.trainer.batching import MicroBatch, Sample, TrainingGroup
+from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.planning import StepPlan, plan_step
 
 costs = st.lists(st.floats(min_value=0.0, max_value=1e6), max_size=30)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching import MicroBatch, TrainingGroup, read_group
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.v1 import trajectory_pb2

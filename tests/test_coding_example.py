@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from penstock.cli.__main__ import rollout
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data_config import PythonConfig, SamplingConfig
+from penstock.trainer.config.data import PythonConfig, SamplingConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.sources.rows import read_problem
 from penstock.trainer.tasks import describe_problem
 from penstock.up.config import command_line, load

@@ -93,7 +93,7 @@ def test_the_answer_is_found_in_a_reply(text: str, expected: str, answer: str) -
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "letter_counting", "leg_counting"])
 def test_the_right_answer_to_any_data_set_is_rewarded(name: str) -> None:
-    from penstock.trainer.data_config import ReasoningGymConfig
+    from penstock.trainer.config.data import ReasoningGymConfig
     from penstock.trainer.sources.procedural import ReasoningGymSource
 
     problem = ReasoningGymSource(ReasoningGymConfig(name=name)).problem(3)
@@ -198,7 +198,7 @@ def test_the_help_names_the_steps_of_every_scale(capsys: pytest.CaptureFixture[s
 
 
 def test_the_backend_is_divided_as_the_command_line_says(tmp_path: Path) -> None:
-    from penstock.trainer.config import MegatronBackend, load_config
+    from penstock.trainer.config.trainer import MegatronBackend, load_config
 
     folder = tmp_path / "model"
     write_model(folder)
@@ -219,7 +219,7 @@ def test_the_backend_is_divided_as_the_command_line_says(tmp_path: Path) -> None
 
 
 def test_the_trainers_configuration_is_one_that_the_trainer_reads(tmp_path: Path) -> None:
-    from penstock.trainer.config import load_config
+    from penstock.trainer.config.trainer import load_config
 
     for task in (settings.SUMS, "chain_sum"):
         plan = settings.Plan(

@@ -13,7 +13,7 @@ from google.protobuf.text_format import Parse
 
 import penstock.v1.task_service_pb2  # noqa: F401
 from penstock.server.core.errors import STATUS_CODES
-from penstock.trainer.config import load_config
+from penstock.trainer.config.trainer import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = tuple(ROOT / "clients" / name / "README.md" for name in ("go", "typescript"))

@@ -20,8 +20,8 @@ from penstock.client.environments.settings import EnvironmentSettings
 from penstock.client.environments.threads import CallThreads
 from penstock.client.functions import BadFunction
 from penstock.client.turns import SegmentView
+from penstock.trainer.config.data import EnvironmentConfig, LevelConfig, SamplingConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import EnvironmentConfig, LevelConfig, SamplingConfig
 from penstock.trainer.sources.episodes import EpisodeSource
 from penstock.trainer.sources.problem import Finite
 from penstock.trainer.tasks import describe_problem

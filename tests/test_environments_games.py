@@ -17,7 +17,7 @@ from penstock.client.environments import EnvironmentInvalid, Step, TaskUnusable
 from penstock.client.environments.environment import read_episode
 from penstock.client.environments.opponents import NoMoveFound, random_move
 from penstock.client.environments.reasoning import ReasoningGym
-from penstock.trainer.data_config import ReasoningGymConfig
+from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.sources.procedural import ReasoningGymSource
 from tests.scripted_server import Script, ScriptedServer
 

@@ -17,8 +17,8 @@ from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import single_turn
 from penstock.demo.evaluate import main as serve_and_evaluate
 from penstock.trainer import evaluate_command
-from penstock.trainer.config import load_config
-from penstock.trainer.data_config import DataConfig
+from penstock.trainer.config.data import DataConfig
+from penstock.trainer.config.trainer import load_config
 from penstock.trainer.evaluate_alone import Extent, Functions, Measuring
 from penstock.trainer.evaluate_command import main
 from penstock.trainer.evaluate_sets import Given, open_sets

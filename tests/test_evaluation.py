@@ -19,11 +19,11 @@ import pytest
 from rich.console import Console
 
 from penstock.trainer import handover
-from penstock.trainer.config import load_config, render_config
+from penstock.trainer.config.data import DataConfig
+from penstock.trainer.config.evaluation import EvaluationConfig
+from penstock.trainer.config.trainer import load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid, ServerFull, ServerLost
-from penstock.trainer.data_config import DataConfig
 from penstock.trainer.evaluation import EvaluationSet, Evaluator
-from penstock.trainer.evaluation_config import EvaluationConfig
 from penstock.trainer.evaluation_prompts import Prompts, Schedule, Verdict
 from penstock.trainer.evaluation_record import (
     EvaluationRecord,

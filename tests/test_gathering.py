@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.division import Division
 from penstock.trainer.gathering import Batch, Gatherer

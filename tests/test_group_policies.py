@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching import TrainingGroup, read_group
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid, EverythingDropped
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.gathering import TASK_SETTLED, Gatherer, settle_refused
-from penstock.trainer.group_config import GroupsConfig, OverlongConfig
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
     FAILED_ASKED_AGAIN,

@@ -19,7 +19,7 @@ from penstock.cli.__main__ import main  # noqa: E402
 from penstock.server.__main__ import serve  # noqa: E402
 from penstock.server.config import settings as serve_config  # noqa: E402
 from penstock.server.config.settings import ServeConfig  # noqa: E402
-from penstock.trainer.config import load_config  # noqa: E402
+from penstock.trainer.config.trainer import load_config  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "kubernetes"
 VERSIONS = ("1.31", kubernetes_validate.latest_version())

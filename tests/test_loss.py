@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import AlgorithmConfig, CustomFunction, ratio_is_to_proximal
 from penstock.trainer.algorithms import losses
 from penstock.trainer.algorithms.aggregation import fixed_length, sequence_mean, token_mean
 from penstock.trainer.algorithms.batches import Sequences, StepCounts, TokenBatch
@@ -21,6 +20,7 @@ from penstock.trainer.algorithms.correction import correct
 from penstock.trainer.algorithms.kl import estimate_kl, kl_loss
 from penstock.trainer.algorithms.losses import TokenLoss, loss_function
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
+from penstock.trainer.config.algorithm import AlgorithmConfig, CustomFunction, ratio_is_to_proximal
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.token_model import at_temperatures, entropies, token_logprobs
 

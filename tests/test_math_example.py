@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 
 FOLDER = Path(__file__).parents[1] / "examples" / "math"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer.metrics_config import MetricsConfig
+from penstock.trainer.config.metrics import MetricsConfig
 from penstock.trainer.trackers import Trackers, make_trackers
 
 

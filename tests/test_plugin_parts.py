@@ -51,7 +51,7 @@ from penstock.client.tasks import write_task
 from penstock.client.turns import FinishReason, SegmentView, Turn
 from penstock.client.values import from_struct
 from penstock.trainer.batching import read_group
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.group_policies import load_filter, reason_to_drop
 from penstock.v1 import trajectory_pb2

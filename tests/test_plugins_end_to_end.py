@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from penstock.trainer.config import load_config
+from penstock.trainer.config.trainer import load_config
 from tests.test_trainer_end_to_end import serving, tensors_of
 from tests.tiny_model import make_tiny_model
 

@@ -55,7 +55,7 @@ from penstock.client import (
 )
 from penstock.server.text import renderer as conversation
 from penstock.trainer.batching import read_group
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from tests.fakes import EOS, START_OF_TURN, ByteRenderer, decode_bytes

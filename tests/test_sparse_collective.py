@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
+from penstock.trainer.config.weights import WeightsConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender, Sent
 from penstock.trainer.weight_copy import WeightCopy
-from penstock.trainer.weights_config import WeightsConfig
 from penstock.v1 import weights_pb2
 from tests.harness import Harness, serve, weights_of
 from tests.test_publisher import bytes_of

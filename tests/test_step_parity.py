@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.batching import read_group
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.planning import plan_step
 from penstock.wire import codec

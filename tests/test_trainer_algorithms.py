@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.trainer.algorithm_config import AlgorithmConfig, CriticConfig
 from penstock.trainer.algorithms.batches import StepCounts
 from penstock.trainer.algorithms.objective import PolicyOutput
 from penstock.trainer.batching import MAX_TREE_TOKENS
 from penstock.trainer.checkpoint import save_checkpoint
-from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig, CriticConfig
+from penstock.trainer.config.trainer import LoraConfig, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate

@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.checkpoint import (
@@ -26,7 +25,8 @@ from penstock.trainer.checkpoint import (
     restore,
     save_checkpoint,
 )
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.core.figures import aggregate, scalars
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate

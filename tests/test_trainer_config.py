@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.__main__ import train
-from penstock.trainer.advice import advise
-from penstock.trainer.algorithm_config import PpoClip
-from penstock.trainer.config import TrainerConfig, load_config, render_config
+from penstock.trainer.config.advice import advise
+from penstock.trainer.config.algorithm import PpoClip
+from penstock.trainer.config.trainer import TrainerConfig, load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid
 
 MINIMAL = """

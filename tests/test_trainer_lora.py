@@ -18,7 +18,7 @@ from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.weights.adapter_manifest import adapter_tensors
 from penstock.trainer.adapter import check_taken
 from penstock.trainer.checkpoint import save_checkpoint
-from penstock.trainer.config import LoraConfig, ModelConfig, TrainConfig, load_config
+from penstock.trainer.config.trainer import LoraConfig, ModelConfig, TrainConfig, load_config
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from tests.harness import until

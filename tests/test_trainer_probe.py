@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.trainer.batching import Sample, TrainingGroup
 from penstock.trainer.checkpoint import TrainerState, read_state, save_checkpoint
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.payload import Payload
 from penstock.trainer.probe import Probe

@@ -23,9 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client.values import from_struct
-from penstock.trainer.config import load_config, render_config
-from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import (
+from penstock.trainer.config.data import (
     DataConfig,
     HuggingFaceConfig,
     JsonlConfig,
@@ -34,6 +32,8 @@ from penstock.trainer.data_config import (
     ReasoningGymConfig,
     SamplingConfig,
 )
+from penstock.trainer.config.trainer import load_config, render_config
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.sources import own
 from penstock.trainer.sources.jsonl import open_jsonl
 from penstock.trainer.sources.mixture import LONGEST_CYCLE, Interleaving, whole_weights
@@ -513,7 +513,7 @@ def test_a_library_that_seeds_numpys_generator_leaves_it_as_it_was() -> None:
 
 
 HASHED = """
-from penstock.trainer.data_config import ReasoningGymConfig
+from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.sources.procedural import ReasoningGymSource
 source = ReasoningGymSource(ReasoningGymConfig(name="isomorphic_strings", size=3))
 print(source.identity, [source.problem(n).messages for n in range(3)])

@@ -14,8 +14,8 @@ import pytest
 import reasoning_gym
 from google.protobuf import json_format
 
+from penstock.trainer.config.data import DataConfig, ReasoningGymConfig, SamplingConfig
 from penstock.trainer.core.errors import ServerLost, SessionRefused
-from penstock.trainer.data_config import DataConfig, ReasoningGymConfig, SamplingConfig
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.gathering import settle_refused

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.metrics import MetricsConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.tracker import RunStart
 from penstock.trainer.trackers import TrackedScalars, Trackers, TrackerThread, make_trackers
 

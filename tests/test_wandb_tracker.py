@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.trainer.config.metrics import MetricsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.metrics_config import MetricsConfig
 from penstock.trainer.trackers import make_trackers
 
 

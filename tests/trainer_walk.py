@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from penstock.trainer.__main__ import _walk
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division

@@ -25,7 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.trainer.config import TrainerConfig, as_shown, load_config, render_config
+from penstock.trainer.config.trainer import TrainerConfig, as_shown, load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ async def _run(
     config: TrainerConfig, compute: ComputeThread, resume: bool, leader: Leader | None
 ) -> bool:
     """Owns the run's folder, its channels and its tasks."""
-    from penstock.trainer.advice import advise
+    from penstock.trainer.config.advice import advise
     from penstock.trainer.ledger import Ledger
 
     console = _log_to_console()

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
-from penstock.trainer.config import LoraConfig
+from penstock.trainer.config.trainer import LoraConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.sharding import overwrite
 from penstock.v1 import weights_pb2

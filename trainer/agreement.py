@@ -39,7 +39,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from penstock.trainer.adapter import check_taken
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid, SessionRefused
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges

@@ -24,11 +24,11 @@ from safetensors.torch import (
 )
 from torch import Tensor, nn
 
-from penstock.trainer.algorithm_config import CriticConfig
 from penstock.trainer.algorithms.batches import StepCounts
 from penstock.trainer.algorithms.values import value_loss
 from penstock.trainer.batching import MicroBatch
-from penstock.trainer.config import TrainConfig
+from penstock.trainer.config.algorithm import CriticConfig
+from penstock.trainer.config.trainer import TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable
 from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
 from penstock.trainer.sharding import Sharding, overwrite

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.client.calls import Calls
     from penstock.client.environments.settings import EnvironmentSettings
-    from penstock.trainer.config import TrainerConfig
+    from penstock.trainer.config.trainer import TrainerConfig
     from penstock.trainer.evaluate_alone import Functions
     from penstock.trainer.evaluate_sets import MeasuredSet
     from penstock.trainer.evaluation_record import EvaluationRecord, Figures
@@ -163,7 +163,7 @@ def evaluate(
     if config_file is None:
         sets = [open_set(data, task, given, attempts)]
     else:
-        from penstock.trainer.config import load_config
+        from penstock.trainer.config.trainer import load_config
 
         config = load_config(config_file)
         if server is None:

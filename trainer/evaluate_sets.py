@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from penstock.client.sampling import SamplingParams
-from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import (
+from penstock.trainer.config.data import (
     JsonlConfig,
     MixableConfig,
     ParquetConfig,
@@ -23,14 +22,15 @@ from penstock.trainer.data_config import (
     ReasoningGymConfig,
     SamplingConfig,
 )
+from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.evaluate_alone import Extent
 from penstock.trainer.evaluation_prompts import SEED
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Finite, Source
 
 if TYPE_CHECKING:
-    from penstock.trainer.config import TrainerConfig
-    from penstock.trainer.evaluation_config import EvaluationConfig
+    from penstock.trainer.config.evaluation import EvaluationConfig
+    from penstock.trainer.config.trainer import TrainerConfig
 
 SUMS = "sums"
 # By their names: what they are in is no part of the trainer.

@@ -50,11 +50,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from penstock.trainer.config.data import DataConfig
+from penstock.trainer.config.evaluation import EvaluationConfig, PinnedConfig
 from penstock.trainer.core.errors import ServerFull
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.core.together import together
-from penstock.trainer.data_config import DataConfig
-from penstock.trainer.evaluation_config import EvaluationConfig, PinnedConfig
 from penstock.trainer.evaluation_prompts import SEED, Asked, Prompts, Schedule, Verdict
 from penstock.trainer.evaluation_record import (
     EvaluationRecord,

@@ -39,12 +39,12 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from penstock.trainer.adapter import CONFIG_FILE, Adapter
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
 from penstock.trainer.batching import MicroBatch
 from penstock.trainer.checkpoint_names import CheckpointNames
-from penstock.trainer.config import ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.loading import (

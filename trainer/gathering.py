@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching import TrainingGroup, read_group
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.core.stopping import unless

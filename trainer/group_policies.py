@@ -21,9 +21,9 @@ from penstock.client.plugins.group_filter import Delivered, slime_filter
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.algorithms.advantages import LEAST_SPREAD
 from penstock.trainer.batching import Sample, TrainingGroup
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.group_config import GroupsConfig, OverlongConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from penstock.common.arithmetic import computes_bfloat16
 from penstock.common.models import missing_folder
-from penstock.trainer.config import ModelConfig
+from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.token_model import CausalModel, TokenModel
 

@@ -67,7 +67,7 @@ from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batch_figures import describe_batch
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.figures import as_json
 from penstock.trainer.core.together import together

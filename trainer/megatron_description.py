@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import torch
 from transformers import PretrainedConfig
 
-from penstock.trainer.config import MegatronBackend
+from penstock.trainer.config.trainer import MegatronBackend
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.loading import SavedTokenizer, cannot_load, load_config
 from penstock.trainer.megatron_names import SUPPORTED, Shape

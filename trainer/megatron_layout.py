@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import distributed
 
-from penstock.trainer.config import MegatronBackend
+from penstock.trainer.config.trainer import MegatronBackend
 from penstock.trainer.core.errors import ConfigInvalid
 
 

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.trainer.batching import MicroBatch
-from penstock.trainer.config import ModelConfig
+from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.loading import compute_dtype
 from penstock.trainer.megatron_description import Description, Facts, head_dim
 from penstock.trainer.megatron_layout import Layout

@@ -40,11 +40,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors import SafetensorError
 from torch import Tensor, distributed, nn
 
-from penstock.trainer.algorithm_config import AlgorithmConfig
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
 from penstock.trainer.batching import EMPTY, MicroBatch
-from penstock.trainer.config import MegatronBackend, ModelConfig, TrainConfig
+from penstock.trainer.config.algorithm import AlgorithmConfig
+from penstock.trainer.config.trainer import MegatronBackend, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, learning_rate

@@ -16,7 +16,7 @@ import xxhash
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from penstock.trainer.metrics_config import MlflowConfig
+from penstock.trainer.config.metrics import MlflowConfig
 from penstock.trainer.tracker import RunStart
 
 # What it takes in the name of a metric; a data source can be called anything.

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor, nn, optim
 
-from penstock.trainer.config import TrainConfig
+from penstock.trainer.config.trainer import TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable
 from penstock.trainer.sharding import share_of
 

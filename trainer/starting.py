@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.trainer.checkpoint import TrainerState, has_checkpoints, restore
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_writer import last_steps

@@ -26,8 +26,8 @@ from itertools import islice
 import grpc
 from google.protobuf import json_format
 
+from penstock.trainer.config.data import DataConfig, SamplingConfig
 from penstock.trainer.core.errors import ServerFull, ServerLost, SessionRefused
-from penstock.trainer.data_config import DataConfig, SamplingConfig
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.sources.problem import Problem, Source

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import cast
 
 from penstock.common.functions import FunctionInvalid, find_function
+from penstock.trainer.config.metrics import CustomTrackerConfig, TrackerConfig, WandbConfig
 from penstock.trainer.core.errors import ConfigInvalid, StorageFailed
-from penstock.trainer.metrics_config import CustomTrackerConfig, TrackerConfig, WandbConfig
 from penstock.trainer.tracker import RunStart, Scalars, Tracker
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import wandb
 
+from penstock.trainer.config.metrics import WandbConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.metrics_config import WandbConfig
 from penstock.trainer.tracker import RunStart
 
 # It is tried again with the next point; and a process that ends waits for the attempt under way.

@@ -12,7 +12,8 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from penstock.trainer.checkpoint import TrainerState, save_checkpoint
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config.server import ServerConfig
+from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data_indices import DataIndices
@@ -27,7 +28,6 @@ from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender
-from penstock.trainer.server_config import ServerConfig
 from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.start_ids import remove_start_id
 from penstock.trainer.starting import Start

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 
 import numpy as np
 
-from penstock.trainer.algorithm_config import (
+from penstock.trainer.algorithms.batches import RewardBatch
+from penstock.trainer.algorithms.custom import load_function
+from penstock.trainer.algorithms.values import estimate_gae
+from penstock.trainer.config.algorithm import (
     AdvantageConfig,
     CustomFunction,
     DrGrpo,
@@ -23,9 +26,6 @@ from penstock.trainer.algorithm_config import (
     ReinforcePlusPlusBaseline,
     Rloo,
 )
-from penstock.trainer.algorithms.batches import RewardBatch
-from penstock.trainer.algorithms.custom import load_function
-from penstock.trainer.algorithms.values import estimate_gae
 from penstock.trainer.core.errors import ConfigInvalid
 
 if TYPE_CHECKING:

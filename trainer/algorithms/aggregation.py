@@ -12,13 +12,13 @@ from typing import Protocol, assert_never
 
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import (
+from penstock.trainer.algorithms.batches import Sequences, StepCounts
+from penstock.trainer.config.algorithm import (
     AggregationConfig,
     FixedLength,
     SequenceMean,
     TokenMean,
 )
-from penstock.trainer.algorithms.batches import Sequences, StepCounts
 
 
 class Aggregation(Protocol):

@@ -14,16 +14,16 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import (
+from penstock.trainer.algorithms.batches import Sequences
+from penstock.trainer.algorithms.kl import estimate_kl
+from penstock.trainer.algorithms.losses import LARGEST_LOG_RATIO, log_ratio
+from penstock.trainer.config.algorithm import (
     ClippedWeight,
     CorrectionConfig,
     KlMask,
     RatioMask,
     Uncorrected,
 )
-from penstock.trainer.algorithms.batches import Sequences
-from penstock.trainer.algorithms.kl import estimate_kl
-from penstock.trainer.algorithms.losses import LARGEST_LOG_RATIO, log_ratio
 
 
 @dataclass(frozen=True, slots=True)

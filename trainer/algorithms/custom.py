@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.common.functions import FunctionInvalid, find_function
-from penstock.trainer.algorithm_config import CustomFunction
+from penstock.trainer.config.algorithm import CustomFunction
 from penstock.trainer.core.errors import ConfigInvalid
 
 

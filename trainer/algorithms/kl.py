@@ -15,8 +15,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import KlEstimator
 from penstock.trainer.algorithms.losses import LARGEST_LOG_RATIO
+from penstock.trainer.config.algorithm import KlEstimator
 
 
 def estimate_kl(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:

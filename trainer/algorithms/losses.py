@@ -15,7 +15,9 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import (
+from penstock.trainer.algorithms.batches import TokenBatch
+from penstock.trainer.algorithms.custom import load_function
+from penstock.trainer.config.algorithm import (
     Cispo,
     CustomFunction,
     Gspo,
@@ -23,8 +25,6 @@ from penstock.trainer.algorithm_config import (
     PpoClip,
     Reinforce,
 )
-from penstock.trainer.algorithms.batches import TokenBatch
-from penstock.trainer.algorithms.custom import load_function
 from penstock.trainer.core.errors import ConfigInvalid
 
 # e^20 is far beyond every bound; what a larger one would do is overflow.

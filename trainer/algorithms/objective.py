@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
-from penstock.trainer.algorithm_config import (
+from penstock.trainer.algorithms.advantages import advantage_function
+from penstock.trainer.algorithms.aggregation import aggregation
+from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
+from penstock.trainer.algorithms.correction import Weights, correct
+from penstock.trainer.algorithms.kl import estimate_kl, kl_loss
+from penstock.trainer.algorithms.losses import TokenLoss, loss_function
+from penstock.trainer.algorithms.values import explained_variance, value_targets
+from penstock.trainer.config.algorithm import (
     AlgorithmConfig,
     CustomFunction,
     Gae,
@@ -25,13 +32,6 @@ from penstock.trainer.algorithm_config import (
     Uncorrected,
     ratio_is_to_proximal,
 )
-from penstock.trainer.algorithms.advantages import advantage_function
-from penstock.trainer.algorithms.aggregation import aggregation
-from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts, TokenBatch
-from penstock.trainer.algorithms.correction import Weights, correct
-from penstock.trainer.algorithms.kl import estimate_kl, kl_loss
-from penstock.trainer.algorithms.losses import TokenLoss, loss_function
-from penstock.trainer.algorithms.values import explained_variance, value_targets
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 
+from penstock.trainer.config.data import EnvironmentConfig, LevelConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import EnvironmentConfig, LevelConfig
 from penstock.trainer.sources.problem import Problem
 
 

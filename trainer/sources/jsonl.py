@@ -6,8 +6,8 @@ import json
 
 import xxhash
 
+from penstock.trainer.config.data import JsonlConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import JsonlConfig
 from penstock.trainer.sources.rows import RowSource
 
 

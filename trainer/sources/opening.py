@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.trainer.config.data import MixableConfig, SourceConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import MixableConfig, SourceConfig
 from penstock.trainer.sources.episodes import EpisodeSource
 from penstock.trainer.sources.jsonl import open_jsonl
 from penstock.trainer.sources.mixture import MixtureSource

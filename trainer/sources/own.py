@@ -17,8 +17,8 @@ from typing import Protocol, cast, overload
 import xxhash
 
 from penstock.common.functions import FunctionInvalid, find_function
+from penstock.trainer.config.data import PythonConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import PythonConfig
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.rows import RowSource, as_json, read_problem
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol, cast
 import numpy as np
 import xxhash
 
+from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import ReasoningGymConfig
 from penstock.trainer.sources.problem import Problem
 
 HASH_ORDERED: Final = frozenset(

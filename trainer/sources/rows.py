@@ -11,8 +11,8 @@ from typing import cast
 import numpy as np
 import xxhash
 
+from penstock.trainer.config.data import RowsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import RowsConfig
 from penstock.trainer.sources.problem import ROLES, Problem
 
 # A message of the protocol is nested at most a hundred deep, and each level of metadata is three.

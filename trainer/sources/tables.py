@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast, overload
 
 import xxhash
 
+from penstock.trainer.config.data import HuggingFaceConfig, ParquetConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import HuggingFaceConfig, ParquetConfig
 from penstock.trainer.sources.rows import RowSource
 
 ROWS_AT_ONCE = 1024

@@ -5,9 +5,9 @@ What cannot be meant at all is refused where it is read (`config`, `algorithm_co
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm_config import Gspo, LossConfig, TokenMean, ratio_is_to_proximal
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data_config import MixableConfig
+from penstock.trainer.config.algorithm import Gspo, LossConfig, TokenMean, ratio_is_to_proximal
+from penstock.trainer.config.data import MixableConfig
+from penstock.trainer.config.trainer import TrainerConfig
 
 
 def advise(config: TrainerConfig) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from penstock.common.section import Section
-from penstock.trainer.data_config import DataConfig, MixableConfig, SamplingConfig
+from penstock.trainer.config.data import DataConfig, MixableConfig, SamplingConfig
 
 
 class PinnedConfig(Section):

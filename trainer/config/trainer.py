@@ -14,14 +14,14 @@ from penstock.common.secrets import without_passwords, without_secrets
 from penstock.common.section import Section
 from penstock.common.settings import SettingInvalid, apply_setting, read_table
 from penstock.common.token_file import redact
-from penstock.trainer.algorithm_config import GROUP_RELATIVE, AlgorithmConfig, Reinforce
+from penstock.trainer.config.algorithm import GROUP_RELATIVE, AlgorithmConfig, Reinforce
+from penstock.trainer.config.data import DataConfig
+from penstock.trainer.config.evaluation import EvaluationConfig
+from penstock.trainer.config.groups import GroupsConfig
+from penstock.trainer.config.metrics import MetricsConfig
+from penstock.trainer.config.server import ServerConfig
+from penstock.trainer.config.weights import ALWAYS_WHOLE, WeightsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_config import DataConfig
-from penstock.trainer.evaluation_config import EvaluationConfig
-from penstock.trainer.group_config import GroupsConfig
-from penstock.trainer.metrics_config import MetricsConfig
-from penstock.trainer.server_config import ServerConfig
-from penstock.trainer.weights_config import ALWAYS_WHOLE, WeightsConfig
 
 # Characters of a run's id and an evaluation's name, which task ids begin with.
 LONGEST_NAMES = 200
