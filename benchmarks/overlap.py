@@ -58,7 +58,7 @@ from rich.table import Table
 from taught_model import taught_in
 
 from penstock.demo.summary import read_lines
-from penstock.trainer.ledger import StepEntry, read_ledger
+from penstock.trainer.state.ledger import StepEntry, read_ledger
 
 FILLING_STEPS = 10
 GROUPS_PER_STEP = 4

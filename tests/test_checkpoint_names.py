@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.trainer.checkpoint import save_checkpoint
 from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.state.checkpoint import save_checkpoint
 from tests.test_trainer_algorithms import step_of
 from tests.test_trainer_checkpoint import state, weights
 from tests.tiny_model import VOCAB_SIZE, make_tiny_model

@@ -36,7 +36,7 @@ from penstock.trainer.group_policies import (
     penalize_length,
     reason_to_drop,
 )
-from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
+from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.v1 import trajectory_pb2

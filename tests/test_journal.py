@@ -29,7 +29,7 @@ from penstock.server.journal.records import (
     Stored,
     tasks_known,
 )
-from penstock.trainer.ledger import Ledger
+from penstock.trainer.state.ledger import Ledger
 from penstock.wire.reasons import Reason
 
 MEBIBYTE = 1 << 20

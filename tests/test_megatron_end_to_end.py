@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.trainer.checkpoint import read_state, verify
+from penstock.trainer.state.checkpoint import read_state, verify
 from tests.test_trainer_end_to_end import (
     Trainer,
     configure,

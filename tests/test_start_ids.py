@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.core.errors import StorageFailed
-from penstock.trainer.start_ids import new_start_id, read_start_id, remove_start_id
+from penstock.trainer.state.run_id import new_start_id, read_start_id, remove_start_id
 
 
 def test_the_id_of_a_folder_is_that_of_its_last_start(tmp_path: Path) -> None:

@@ -18,13 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching import Sample, TrainingGroup
-from penstock.trainer.checkpoint import (
-    TrainerState,
-    read_state,
-    replace_folder,
-    restore,
-    save_checkpoint,
-)
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
@@ -33,6 +26,13 @@ from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.loading import load_model, save_tokenizer
 from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.progress import load_progress, save_progress
+from penstock.trainer.state.checkpoint import (
+    TrainerState,
+    read_state,
+    replace_folder,
+    restore,
+    save_checkpoint,
+)
 from penstock.trainer.step_record import FIGURES, StepRecord
 from tests.tiny_model import make_tiny_model
 

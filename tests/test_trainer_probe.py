@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer.batching import Sample, TrainingGroup
-from penstock.trainer.checkpoint import TrainerState, read_state, save_checkpoint
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.payload import Payload
 from penstock.trainer.probe import Probe
+from penstock.trainer.state.checkpoint import TrainerState, read_state, save_checkpoint
 from tests.tiny_model import make_tiny_model
 
 TOKENS = [5, 250, 17, 17, 99, 3, 200, 64]

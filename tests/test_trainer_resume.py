@@ -31,18 +31,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.client import Task, Trajectory
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import AdapterLimits
-from penstock.trainer.checkpoint import TrainerState, restore, save_checkpoint, verify
 from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
 from penstock.trainer.exchange import Contract, Exchange
-from penstock.trainer.ledger import (
+from penstock.trainer.loop import IN_FLIGHT
+from penstock.trainer.random_states import load_random_states, save_random_states, seed_all
+from penstock.trainer.state.checkpoint import TrainerState, restore, save_checkpoint, verify
+from penstock.trainer.state.ledger import (
     Ledger,
     RefusedEntry,
     StepEntry,
     TrainedGroup,
     read_ledger,
 )
-from penstock.trainer.loop import IN_FLIGHT
-from penstock.trainer.random_states import load_random_states, save_random_states, seed_all
 from penstock.wire.channel import client_options
 from penstock.wire.reasons import Reason
 from tests.faults import trainers
@@ -604,7 +604,7 @@ def test_a_checkpoint_has_its_name_durably_once_it_was_found(
     assert restore(tmp_path) is None
     save_checkpoint(tmp_path, state(1), write_two, keep=5)
     synced: list[Path] = []
-    monkeypatch.setattr("penstock.trainer.checkpoint.sync_folder", synced.append)
+    monkeypatch.setattr("penstock.trainer.state.checkpoint.sync_folder", synced.append)
     assert restore(tmp_path) is not None
     assert synced == [tmp_path]
 

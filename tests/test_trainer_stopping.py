@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from penstock.trainer.core.stopping import unless
-from penstock.trainer.ledger import FILE, Ledger
+from penstock.trainer.state.ledger import FILE, Ledger
 from tests.scripted_trainer_server import ScriptedServer, Session, refuse
 from tests.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage
 

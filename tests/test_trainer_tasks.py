@@ -19,10 +19,10 @@ from penstock.trainer.core.errors import ServerLost, SessionRefused
 from penstock.trainer.data_indices import DataIndices
 from penstock.trainer.division import Division
 from penstock.trainer.gathering import settle_refused
-from penstock.trainer.ledger import Ledger, RefusedEntry
 from penstock.trainer.sources.opening import open_source
 from penstock.trainer.sources.problem import Problem, Source
 from penstock.trainer.sources.procedural import ReasoningGymSource
+from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.trainer.tasks import (
     MOST_TASKS_PER_CALL,
     ServerTasks,

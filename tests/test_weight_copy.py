@@ -12,11 +12,11 @@ import grpc
 import pytest
 import torch
 
-from penstock.trainer.checkpoint import replace_folder
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.parcel import difference
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender, Sent
+from penstock.trainer.state.checkpoint import replace_folder
 from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, VersionFolders
 from penstock.trainer.weight_copy import WeightCopy
 from penstock.wire.channel import client_options

@@ -26,12 +26,12 @@ from penstock.trainer.evaluation import EvaluationSet, Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.exchanges import Exchanges
-from penstock.trainer.ledger import Ledger
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy import StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
+from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.tasks import Problem, ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.wiring import Link, Parts, make_publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.trainer.core.compute import ComputeThread
-    from penstock.trainer.ledger import Ledger
     from penstock.trainer.ranks import Leader, LocalRanks, Place
     from penstock.trainer.starting import Start
+    from penstock.trainer.state.ledger import Ledger
     from penstock.trainer.trackers import Trackers
     from penstock.trainer.wiring import Parts
 
@@ -180,7 +180,7 @@ async def _run(
 ) -> bool:
     """Owns the run's folder, its channels and its tasks."""
     from penstock.trainer.config.advice import advise
-    from penstock.trainer.ledger import Ledger
+    from penstock.trainer.state.ledger import Ledger
 
     console = _log_to_console()
     for sentence in advise(config):
@@ -228,7 +228,7 @@ async def _run_loaded(
     stopping: asyncio.Event,
 ) -> None:
     """From the first call of the server to the model being written."""
-    from penstock.trainer.checkpoint import replace_folder
+    from penstock.trainer.state.checkpoint import replace_folder
     from penstock.trainer.wiring import open_links, wire
 
     async with open_links(config.server) as links:

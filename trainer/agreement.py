@@ -45,10 +45,10 @@ from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import Gatherer
 from penstock.trainer.handover import Handover
-from penstock.trainer.ledger import Ledger, StepEntry
 from penstock.trainer.policy import Policy
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
+from penstock.trainer.state.ledger import Ledger, StepEntry
 from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2
 

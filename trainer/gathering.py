@@ -52,7 +52,7 @@ from penstock.trainer.group_policies import (
     reason_to_drop,
 )
 from penstock.trainer.handover import Handover
-from penstock.trainer.ledger import Ledger, RefusedEntry
+from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.v1 import trajectory_pb2

@@ -76,13 +76,13 @@ from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.handover import Handover
-from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.planning import plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
+from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.step_record import StepRecord
 from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import trainer_service_pb2, weights_pb2

@@ -21,11 +21,11 @@ import grpc
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.common.memory_file import MemoryFile
-from penstock.trainer.checkpoint import replace_folder
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import storing
 from penstock.trainer.parcel import Parcel
 from penstock.trainer.payload import Payload
+from penstock.trainer.state.checkpoint import replace_folder
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import Filling, upload

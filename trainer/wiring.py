@@ -11,7 +11,6 @@ import grpc
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
-from penstock.trainer.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
@@ -29,8 +28,9 @@ from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender
 from penstock.trainer.server_load import LoadMeter
-from penstock.trainer.start_ids import remove_start_id
 from penstock.trainer.starting import Start
+from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
+from penstock.trainer.state.run_id import remove_start_id
 from penstock.trainer.tasks import ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.trackers import TrackedScalars, Trackers
 from penstock.trainer.transports import (

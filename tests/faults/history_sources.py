@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.server.journal.disk.files import Reading, find_files, read_records
-from penstock.trainer.ledger import StepEntry, read_ledger
+from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.wire import codec
 from penstock.wire.referred import positions, put_together
 from tests.faults.history import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.trainer.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
+from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from tests.faults.history import Answer, Kind, Step, explain_fake, read_outcome, violations
 from tests.faults.history_sources import history_of, steps_of
 from tests.faults.workload import Workload

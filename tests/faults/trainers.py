@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.server.engine.protocol import AdapterLimits
-from penstock.trainer.ledger import RefusedEntry, StepEntry, read_ledger
+from penstock.trainer.state.ledger import RefusedEntry, StepEntry, read_ledger
 from tests.faults.agent_log import write_down
 from tests.faults.history_sources import check_what_is_left
 from tests.test_trainer_end_to_end import Server, configure, letters, sampled, serving
