@@ -94,7 +94,7 @@ def test_the_answer_is_found_in_a_reply(text: str, expected: str, answer: str) -
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "letter_counting", "leg_counting"])
 def test_the_right_answer_to_any_data_set_is_rewarded(name: str) -> None:
     from penstock.trainer.config.data import ReasoningGymConfig
-    from penstock.trainer.sources.procedural import ReasoningGymSource
+    from penstock.trainer.data.sources.procedural import ReasoningGymSource
 
     problem = ReasoningGymSource(ReasoningGymConfig(name=name)).problem(3)
     task = Task("t", prompt=problem.messages[-1][1], metadata=problem.metadata)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.data_indices import DataIndices
-from penstock.trainer.division import Division
+from penstock.trainer.data.indices import DataIndices
+from penstock.trainer.data.shards import Division
 
 divisions = st.integers(1, 40).flatmap(
     lambda groups: st.builds(Division, st.just(groups), st.integers(1, groups))

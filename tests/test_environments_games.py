@@ -18,7 +18,7 @@ from penstock.client.environments.environment import read_episode
 from penstock.client.environments.opponents import NoMoveFound, random_move
 from penstock.client.environments.reasoning import ReasoningGym
 from penstock.trainer.config.data import ReasoningGymConfig
-from penstock.trainer.sources.procedural import ReasoningGymSource
+from penstock.trainer.data.sources.procedural import ReasoningGymSource
 from tests.scripted_server import Script, ScriptedServer
 
 pytest.importorskip("textarena")

@@ -19,12 +19,12 @@ from penstock.demo.evaluate import main as serve_and_evaluate
 from penstock.trainer import evaluate_command
 from penstock.trainer.config.data import DataConfig
 from penstock.trainer.config.trainer import load_config
+from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.evaluate_alone import Extent, Functions, Measuring
 from penstock.trainer.evaluate_command import main
 from penstock.trainer.evaluate_sets import Given, open_sets
 from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_record import EvaluationRecord
-from penstock.trainer.sources.opening import open_source
 from tests.harness import Harness, hello
 from tests.tiny_model import make_tiny_model
 

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.trainer.batching import TrainingGroup
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.division import Division
+from penstock.trainer.data.shards import Division
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.group_policies import NO_SPREAD
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup

@@ -20,8 +20,9 @@ from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid, EverythingDropped
-from penstock.trainer.data_indices import DataIndices
-from penstock.trainer.division import Division
+from penstock.trainer.data.feeder import ALL_FAILED, ServerTasks, TaskFeeder
+from penstock.trainer.data.indices import DataIndices
+from penstock.trainer.data.shards import Division
 from penstock.trainer.gathering import TASK_SETTLED, Gatherer, settle_refused
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
@@ -38,7 +39,6 @@ from penstock.trainer.group_policies import (
 )
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.step_record import StepRecord
-from penstock.trainer.tasks import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings, connect
 from penstock.client.calls import Calls
-from penstock.trainer.division import Division
+from penstock.trainer.data.shards import Division
 from penstock.trainer.state.ledger import RefusedEntry, StepEntry, read_ledger
 from tests.faults.trainers import KILLED, Nursery, ask, judge, nursing
 from tests.nats_server import nats_server

@@ -11,10 +11,10 @@ import tomli_w
 
 from penstock.client import Outcome, Task, Trajectory
 from penstock.trainer.batching import TrainingGroup
-from penstock.trainer.data_indices import DataIndices
-from penstock.trainer.division import Division
-from penstock.trainer.sources.problem import Problem
-from penstock.trainer.tasks import UNKNOWN_SOURCE, ServerTasks, TaskFeeder
+from penstock.trainer.data.feeder import UNKNOWN_SOURCE, ServerTasks, TaskFeeder
+from penstock.trainer.data.indices import DataIndices
+from penstock.trainer.data.shards import Division
+from penstock.trainer.data.sources.problem import Problem
 from tests.test_trainer_end_to_end import configure, records, serving, start_trainer, working
 from tests.test_trainer_end_to_end import tiny as tiny  # The fixture.
 

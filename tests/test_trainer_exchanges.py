@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from penstock.trainer.core.errors import SessionRefused
-from penstock.trainer.division import Division
+from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.exchanges import Exchanges
 from penstock.v1 import weights_pb2

@@ -34,15 +34,15 @@ from penstock.trainer.config.data import (
 )
 from penstock.trainer.config.trainer import load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources import own
-from penstock.trainer.sources.jsonl import open_jsonl
-from penstock.trainer.sources.mixture import LONGEST_CYCLE, Interleaving, whole_weights
-from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.own import open_own
-from penstock.trainer.sources.problem import Problem, Source
-from penstock.trainer.sources.procedural import ReasoningGymSource
-from penstock.trainer.sources.tables import open_huggingface, open_parquet
-from penstock.trainer.tasks import build_task, describe_problem
+from penstock.trainer.data.feeder import build_task, describe_problem
+from penstock.trainer.data.sources import function as own
+from penstock.trainer.data.sources.factory import open_source
+from penstock.trainer.data.sources.function import open_own
+from penstock.trainer.data.sources.jsonl import open_jsonl
+from penstock.trainer.data.sources.mixture import LONGEST_CYCLE, Interleaving, whole_weights
+from penstock.trainer.data.sources.problem import Problem, Source
+from penstock.trainer.data.sources.procedural import ReasoningGymSource
+from penstock.trainer.data.sources.tables import open_huggingface, open_parquet
 from penstock.v1 import task_service_pb2
 from penstock.wire import codec
 
@@ -514,7 +514,7 @@ def test_a_library_that_seeds_numpys_generator_leaves_it_as_it_was() -> None:
 
 HASHED = """
 from penstock.trainer.config.data import ReasoningGymConfig
-from penstock.trainer.sources.procedural import ReasoningGymSource
+from penstock.trainer.data.sources.procedural import ReasoningGymSource
 source = ReasoningGymSource(ReasoningGymConfig(name="isomorphic_strings", size=3))
 print(source.identity, [source.problem(n).messages for n in range(3)])
 """

@@ -20,8 +20,9 @@ from rich.console import Console
 from penstock.trainer.__main__ import _walk
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.data_indices import DataIndices
-from penstock.trainer.division import Division
+from penstock.trainer.data.feeder import Problem, ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.data.indices import DataIndices
+from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation import EvaluationSet, Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange import Contract, Exchange
@@ -32,7 +33,6 @@ from penstock.trainer.policy import StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.state.ledger import Ledger
-from penstock.trainer.tasks import Problem, ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.wiring import Link, Parts, make_publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec

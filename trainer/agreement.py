@@ -41,6 +41,7 @@ from collections.abc import Mapping, Sequence
 from penstock.trainer.adapter import check_taken
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid, SessionRefused
+from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import Gatherer
@@ -49,7 +50,6 @@ from penstock.trainer.policy import Policy
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
 from penstock.trainer.state.ledger import Ledger, StepEntry
-from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2
 
 log = logging.getLogger(__name__)

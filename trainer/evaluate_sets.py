@@ -23,10 +23,10 @@ from penstock.trainer.config.data import (
     SamplingConfig,
 )
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.data.sources.factory import open_source
+from penstock.trainer.data.sources.problem import Finite, Source
 from penstock.trainer.evaluate_alone import Extent
 from penstock.trainer.evaluation_prompts import SEED
-from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.problem import Finite, Source
 
 if TYPE_CHECKING:
     from penstock.trainer.config.evaluation import EvaluationConfig

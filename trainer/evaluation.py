@@ -55,6 +55,9 @@ from penstock.trainer.config.evaluation import EvaluationConfig, PinnedConfig
 from penstock.trainer.core.errors import ServerFull
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.core.together import together
+from penstock.trainer.data.feeder import describe_problem
+from penstock.trainer.data.sources.factory import open_source
+from penstock.trainer.data.sources.problem import Finite, Problem, Source
 from penstock.trainer.evaluation_prompts import SEED, Asked, Prompts, Schedule, Verdict
 from penstock.trainer.evaluation_record import (
     EvaluationRecord,
@@ -64,10 +67,7 @@ from penstock.trainer.evaluation_record import (
 )
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.handover import keep_trying
-from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.problem import Finite, Problem, Source
 from penstock.trainer.stored_groups import Delivered
-from penstock.trainer.tasks import describe_problem
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)

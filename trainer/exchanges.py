@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from penstock.trainer.core.together import together
-from penstock.trainer.division import Division
+from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange import Exchange
 from penstock.v1 import trainer_service_pb2, trajectory_pb2

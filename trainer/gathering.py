@@ -41,6 +41,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.core.stopping import unless
+from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
@@ -54,7 +55,6 @@ from penstock.trainer.group_policies import (
 from penstock.trainer.handover import Handover
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.trainer.step_record import StepRecord
-from penstock.trainer.tasks import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.v1 import trajectory_pb2
 
 log = logging.getLogger(__name__)

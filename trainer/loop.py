@@ -71,6 +71,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.figures import as_json
 from penstock.trainer.core.together import together
+from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
@@ -84,7 +85,6 @@ from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.step_record import StepRecord
-from penstock.trainer.tasks import TaskFeeder
 from penstock.v1 import trainer_service_pb2, weights_pb2
 
 log = logging.getLogger(__name__)

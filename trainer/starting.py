@@ -9,13 +9,13 @@ from pathlib import Path
 
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.data.sources.factory import open_source
+from penstock.trainer.data.sources.problem import Source
 from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_writer import last_steps
 from penstock.trainer.metrics import keep_until
 from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy
 from penstock.trainer.ranks import Leader
-from penstock.trainer.sources.opening import open_source
-from penstock.trainer.sources.problem import Source
 from penstock.trainer.state.checkpoint import TrainerState, has_checkpoints, restore
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.state.run_id import new_start_id, read_start_id, remove_start_id

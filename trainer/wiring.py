@@ -15,8 +15,9 @@ from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data_indices import DataIndices
-from penstock.trainer.division import Division
+from penstock.trainer.data.feeder import ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.data.indices import DataIndices
+from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange import Contract, Exchange
@@ -31,7 +32,6 @@ from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.starting import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id
-from penstock.trainer.tasks import ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.trackers import TrackedScalars, Trackers
 from penstock.trainer.transports import (
     CheckpointFolder,

@@ -8,7 +8,7 @@ import xxhash
 
 from penstock.trainer.config.data import JsonlConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.rows import RowSource
+from penstock.trainer.data.sources.rows import RowSource
 
 
 def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> RowSource:

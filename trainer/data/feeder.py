@@ -28,9 +28,9 @@ from google.protobuf import json_format
 
 from penstock.trainer.config.data import DataConfig, SamplingConfig
 from penstock.trainer.core.errors import ServerFull, ServerLost, SessionRefused
-from penstock.trainer.data_indices import DataIndices
-from penstock.trainer.division import Division
-from penstock.trainer.sources.problem import Problem, Source
+from penstock.trainer.data.indices import DataIndices
+from penstock.trainer.data.shards import Division
+from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure

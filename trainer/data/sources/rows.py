@@ -13,7 +13,7 @@ import xxhash
 
 from penstock.trainer.config.data import RowsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.problem import ROLES, Problem
+from penstock.trainer.data.sources.problem import ROLES, Problem
 
 # A message of the protocol is nested at most a hundred deep, and each level of metadata is three.
 MOST_NESTED = 30

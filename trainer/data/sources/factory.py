@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from penstock.trainer.config.data import MixableConfig, SourceConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.episodes import EpisodeSource
-from penstock.trainer.sources.jsonl import open_jsonl
-from penstock.trainer.sources.mixture import MixtureSource
-from penstock.trainer.sources.own import open_own
-from penstock.trainer.sources.problem import Source
-from penstock.trainer.sources.procedural import ReasoningGymSource
-from penstock.trainer.sources.tables import open_huggingface, open_parquet
+from penstock.trainer.data.sources.episodes import EpisodeSource
+from penstock.trainer.data.sources.function import open_own
+from penstock.trainer.data.sources.jsonl import open_jsonl
+from penstock.trainer.data.sources.mixture import MixtureSource
+from penstock.trainer.data.sources.problem import Source
+from penstock.trainer.data.sources.procedural import ReasoningGymSource
+from penstock.trainer.data.sources.tables import open_huggingface, open_parquet
 
 
 def open_source(config: MixableConfig, seed: int, section: str = "data") -> Source:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.problem import Problem, Source
+from penstock.trainer.data.sources.problem import Problem, Source
 
 # Beyond it the order takes long to make, and a share is that of too small a number of problems.
 LONGEST_CYCLE = 10_000

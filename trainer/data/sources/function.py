@@ -19,8 +19,8 @@ import xxhash
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.config.data import PythonConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.problem import Problem, Source
-from penstock.trainer.sources.rows import RowSource, as_json, read_problem
+from penstock.trainer.data.sources.problem import Problem, Source
+from penstock.trainer.data.sources.rows import RowSource, as_json, read_problem
 
 # What an iterator is known by: it need not end.
 ENTRIES_COMPARED = 64

@@ -15,7 +15,7 @@ import xxhash
 
 from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.problem import Problem
+from penstock.trainer.data.sources.problem import Problem
 
 HASH_ORDERED: Final = frozenset(
     ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")

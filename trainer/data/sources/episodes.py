@@ -11,7 +11,7 @@ import json
 
 from penstock.trainer.config.data import EnvironmentConfig, LevelConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.problem import Problem
+from penstock.trainer.data.sources.problem import Problem
 
 
 class EpisodeSource:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import count, islice, takewhile
 
-from penstock.trainer.division import Division
+from penstock.trainer.data.shards import Division
 
 
 class DataIndices:

@@ -11,7 +11,7 @@ import xxhash
 
 from penstock.trainer.config.data import HuggingFaceConfig, ParquetConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.sources.rows import RowSource
+from penstock.trainer.data.sources.rows import RowSource
 
 ROWS_AT_ONCE = 1024
 # `save_to_disk` writes it where there are several splits.
