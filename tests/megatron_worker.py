@@ -32,11 +32,11 @@ from transformers import (
 
 from penstock.trainer import megatron_hook
 from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.planning import StepPlan, plan_step
 from tests.policy_rollouts import roll_out
 from tests.tiny_model import make_byte_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.trainer.batching import Sample, TrainingGroup
+from penstock.trainer.batching.batching import Sample, TrainingGroup
 from penstock.trainer.fsdp_policy import FsdpPolicy
 
 

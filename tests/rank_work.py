@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.batching.batching import TrainingGroup
+from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy, obey
 from penstock.trainer.ranks import Leader, end_with_parent, find_place, follow, join_group, lead
 from penstock.trainer.sharding import Sharding

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from penstock.trainer.algorithms.objective import Objective, PolicyOutput
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
+from penstock.trainer.batching.planning import StepPlan, complete, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
-from penstock.trainer.planning import StepPlan, complete, plan_step
 from tests import reference_algorithms as reference
 from tests.test_batching import context, group, trajectory, written
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.balancing import attention_cost, level, spread_evenly
-from penstock.trainer.batching import MicroBatch, Sample, TrainingGroup
+from penstock.trainer.batching.balancing import attention_cost, level, spread_evenly
+from penstock.trainer.batching.batching import MicroBatch, Sample, TrainingGroup
+from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
-from penstock.trainer.planning import StepPlan, plan_step
 
 costs = st.lists(st.floats(min_value=0.0, max_value=1e6), max_size=30)
 

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching import MicroBatch, TrainingGroup, read_group
+from penstock.trainer.batching.batching import MicroBatch, TrainingGroup, read_group
+from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.planning import StepPlan, plan_step
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from tests.tiny_model import make_tiny_model

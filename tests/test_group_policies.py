@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.client.plugins.group_filter import Delivered
-from penstock.trainer.batching import TrainingGroup, read_group
+from penstock.trainer.batching.batching import TrainingGroup, read_group
 from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread

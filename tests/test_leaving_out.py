@@ -13,11 +13,11 @@ import torch
 from transformers.masking_utils import find_packed_sequence_indices
 
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching import MicroBatch, TrainingGroup
+from penstock.trainer.batching.batching import MicroBatch, TrainingGroup
+from penstock.trainer.batching.planning import StepPlan, complete, plan_step
+from penstock.trainer.batching.subset import keep_sequences
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.leaving_out import keep_sequences
-from penstock.trainer.planning import StepPlan, complete, plan_step
 from tests.test_batching import (
     context,
     cut,

@@ -50,7 +50,7 @@ from penstock.client.plugins.told_metadata import MOST_BYTES, told_metadata
 from penstock.client.tasks import write_task
 from penstock.client.turns import FinishReason, SegmentView, Turn
 from penstock.client.values import from_struct
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.group_policies import load_filter, reason_to_drop

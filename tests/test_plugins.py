@@ -28,7 +28,7 @@ from penstock.client.plugins.styles import Style, load_functions
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
 from penstock.client.values import from_struct
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.agent_marks import (

@@ -461,7 +461,7 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
 
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": {"kind": "gae"}}])
 def test_a_plan_is_the_same_after_a_journey_as_bytes(algorithm: dict[str, Any]) -> None:
-    from penstock.trainer.plan_bytes import decode_plan, encode_plan
+    from penstock.trainer.batching.plan_bytes import decode_plan, encode_plan
 
     plan = plan_for(groups_of(0), 2, algorithm, 2).share(1, 2)
     content = encode_plan(plan)

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from penstock.client import Outcome, Task, Trajectory
-from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.data.feeder import UNKNOWN_SOURCE, ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division

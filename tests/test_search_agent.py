@@ -54,7 +54,7 @@ from penstock.client import (
     connect,
 )
 from penstock.server.text import renderer as conversation
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec

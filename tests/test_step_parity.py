@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
+from penstock.trainer.batching.planning import plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.planning import plan_step
 from penstock.wire import codec
 from tests import reference_algorithms as reference
 from tests.test_algorithm_parity import MAX_LAG, VERSION, branched, name_of, random_group

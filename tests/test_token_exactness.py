@@ -27,7 +27,7 @@ pytest.importorskip("vllm")
 
 from penstock.server.text.renderer import TokenizerRenderer
 from penstock.server.vllm.parsers import VllmParsers
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from tests.fakes import EOS

@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.trainer.algorithms.batches import StepCounts
 from penstock.trainer.algorithms.objective import PolicyOutput
-from penstock.trainer.batching import MAX_TREE_TOKENS
+from penstock.trainer.batching.batching import MAX_TREE_TOKENS
+from penstock.trainer.batching.planning import StepPlan
 from penstock.trainer.config.algorithm import AlgorithmConfig, CriticConfig
 from penstock.trainer.config.trainer import LoraConfig, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.critic import Critic, Lesson
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
-from penstock.trainer.planning import StepPlan
 from penstock.trainer.sharding import Sharding
 from penstock.trainer.state.checkpoint import save_checkpoint
 from penstock.trainer.token_model import TokenModel

@@ -17,14 +17,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching import Sample, TrainingGroup
+from penstock.trainer.batching.batching import Sample, TrainingGroup
+from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.core.figures import aggregate, scalars
 from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
 from penstock.trainer.loading import load_model, save_tokenizer
-from penstock.trainer.planning import StepPlan, plan_step
 from penstock.trainer.progress import load_progress, save_progress
 from penstock.trainer.state.checkpoint import (
     TrainerState,

@@ -33,7 +33,7 @@ from penstock.server.engine.protocol import (
 )
 from penstock.server.journal.factory import open_journal
 from penstock.server.serving import Serving, bind
-from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.wire.reasons import Reason
 from tests.fakes import ByteRenderer, FakeEngine

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer.batching import Sample, TrainingGroup
+from penstock.trainer.batching.batching import Sample, TrainingGroup
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.payload import Payload

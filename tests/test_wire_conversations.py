@@ -14,7 +14,7 @@ import pytest
 
 from penstock.server.text.renderer import Message, Parsed, ParsedCall, TokenizerRenderer, Tool
 from penstock.server.turns.history import MatchKind, match
-from penstock.trainer.batching import read_group
+from penstock.trainer.batching.batching import read_group
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import branches, codec
 from tests.chat_templates import make_tokenizer

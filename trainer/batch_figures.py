@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.core.figures import MAX, SUM, breakdown, figure, weighted
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithms.batches import StepCounts
 from penstock.trainer.algorithms.values import value_loss
-from penstock.trainer.batching import MicroBatch
+from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.config.algorithm import CriticConfig
 from penstock.trainer.config.trainer import TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable

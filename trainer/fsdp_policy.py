@@ -41,7 +41,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from penstock.trainer.adapter import CONFIG_FILE, Adapter
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
-from penstock.trainer.batching import MicroBatch
+from penstock.trainer.batching.batching import MicroBatch
+from penstock.trainer.batching.planning import StepPlan, by_place, complete
 from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
@@ -56,7 +57,6 @@ from penstock.trainer.loading import (
     save_tokenizer,
 )
 from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
-from penstock.trainer.planning import StepPlan, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
 from penstock.trainer.progress import load_progress, save_progress
 from penstock.trainer.random_states import (

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.client.plugins.group_filter import Delivered
-from penstock.trainer.batching import TrainingGroup, read_group
+from penstock.trainer.batching.batching import TrainingGroup, read_group
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed

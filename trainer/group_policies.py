@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.client.plugins.group_filter import Delivered, slime_filter
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.algorithms.advantages import LEAST_SPREAD
-from penstock.trainer.batching import Sample, TrainingGroup
+from penstock.trainer.batching.batching import Sample, TrainingGroup
 from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid

@@ -66,7 +66,8 @@ from penstock.common.failpoints import hit
 from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batch_figures import describe_batch
-from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.batching.batching import TrainingGroup
+from penstock.trainer.batching.planning import plan_step
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.figures import as_json
@@ -78,7 +79,6 @@ from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.metrics import MetricsWriter
-from penstock.trainer.planning import plan_step
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.trainer.batching import MicroBatch
+from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.loading import compute_dtype
 from penstock.trainer.megatron_description import Description, Facts, head_dim

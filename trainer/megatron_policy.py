@@ -42,7 +42,8 @@ from torch import Tensor, distributed, nn
 
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
-from penstock.trainer.batching import EMPTY, MicroBatch
+from penstock.trainer.batching.batching import EMPTY, MicroBatch
+from penstock.trainer.batching.planning import StepPlan, Update, by_place, complete
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import MegatronBackend, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
@@ -63,7 +64,6 @@ from penstock.trainer.megatron_layout import join_layout
 from penstock.trainer.megatron_model import StageModel, transformer_config
 from penstock.trainer.megatron_schedule import Loss, compute_gradients, compute_logprobs
 from penstock.trainer.megatron_weights import gather_weights, load_weights
-from penstock.trainer.planning import StepPlan, Update, by_place, complete
 from penstock.trainer.policy import StepResult, describe_step
 from penstock.trainer.progress import load_progress, save_progress
 from penstock.trainer.random_states import (

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed, nn
 
 from penstock.trainer.algorithms.objective import Figures
-from penstock.trainer.batching import MicroBatch
+from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.megatron_model import StageModel
 from penstock.trainer.token_model import TokenOutput, at_temperatures
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from penstock.trainer.algorithms.batches import RewardBatch
 from penstock.trainer.algorithms.objective import Figures, add_known
+from penstock.trainer.batching.planning import StepPlan
 from penstock.trainer.core.figures import LAST, MAX, MEAN, SUM, figure, weighted
-from penstock.trainer.planning import StepPlan
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:

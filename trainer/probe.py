@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from penstock.trainer.batching import TrainingGroup
+from penstock.trainer.batching.batching import TrainingGroup
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:

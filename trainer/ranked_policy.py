@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from penstock.trainer.plan_bytes import decode_plan, encode_plan
-from penstock.trainer.planning import StepPlan
+from penstock.trainer.batching.plan_bytes import decode_plan, encode_plan
+from penstock.trainer.batching.planning import StepPlan
 from penstock.trainer.policy import Policy, StepResult
 from penstock.trainer.ranks import Follower, Leader
 from penstock.v1 import weights_pb2

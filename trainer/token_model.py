@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from penstock.trainer.batching import MAX_TREE_TOKENS, MicroBatch
+from penstock.trainer.batching.batching import MAX_TREE_TOKENS, MicroBatch
 from penstock.trainer.core.errors import ConfigInvalid
 
 if TYPE_CHECKING:

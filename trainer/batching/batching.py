@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.algorithms.batches import Sequences
-from penstock.trainer.balancing import attention_cost, level, spread_evenly
+from penstock.trainer.batching.balancing import attention_cost, level, spread_evenly
 from penstock.v1 import trajectory_pb2
 from penstock.wire import branches, codec, staleness
 from penstock.wire.agent_marks import MarkInvalid, read_untrained, read_unwanted

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from penstock.trainer.algorithms.batches import RewardBatch, StepCounts
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching import (
+from penstock.trainer.batching.batching import (
     EMPTY,
     MicroBatch,
     PlacedSample,
     TrainingGroup,
     build_micro_batches,
 )
-from penstock.trainer.leaving_out import keep_sequences
+from penstock.trainer.batching.subset import keep_sequences
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,8 +17,8 @@ from safetensors.torch import (
 from torch import Tensor
 
 from penstock.trainer.algorithms.batches import RewardBatch, Sequences, StepCounts
-from penstock.trainer.batching import MicroBatch
-from penstock.trainer.planning import StepPlan, Update
+from penstock.trainer.batching.batching import MicroBatch
+from penstock.trainer.batching.planning import StepPlan, Update
 
 REWARD_FIELDS = tuple(field.name for field in fields(RewardBatch))
 TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name != "sequences")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.algorithms.batches import Sequences
-from penstock.trainer.batching import EMPTY, MicroBatch
+from penstock.trainer.batching.batching import EMPTY, MicroBatch
 
 
 def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
