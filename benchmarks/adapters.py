@@ -35,10 +35,10 @@ from weights import DTYPE, Switch, watched
 
 from penstock.demo.model import prepare_model
 from penstock.demo.settings import LORA_ALPHA, LORA_RANK
-from penstock.trainer.adapter import Adapter
 from penstock.trainer.config.trainer import LoraConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.payloads import Weights
+from penstock.trainer.policy.adapter import Adapter
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender
 from penstock.trainer.transports import SharedMemory

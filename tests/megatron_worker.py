@@ -30,13 +30,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from penstock.trainer import megatron_hook
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.fsdp import FsdpPolicy
+from penstock.trainer.policy.megatron import hook as megatron_hook
 from tests.policy_rollouts import roll_out
 from tests.tiny_model import make_byte_tokenizer
 
@@ -231,7 +231,7 @@ def share(plan: StepPlan, policy: Any, rank: int) -> StepPlan:
 
 def train_megatron(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     """The same steps on the case's layout."""
-    from penstock.trainer.megatron_policy import MegatronPolicy
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True)
     policy = MegatronPolicy(*arguments, **options)
@@ -273,7 +273,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def compare_logits(folder: Path, family: str, *, tied: bool) -> dict[str, Any]:
     """One rank's logits, export and score, next to transformers'."""
-    from penstock.trainer.megatron_policy import MegatronPolicy
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     case = Case(family, tied, 1, 1)
     make_model(folder, family, tied=tied)
@@ -299,7 +299,7 @@ def compare_logits(folder: Path, family: str, *, tied: bool) -> dict[str, Any]:
 
 def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
     """On one rank: half the steps, a checkpoint, the rest; and the rest again by another policy."""
-    from penstock.trainer.megatron_policy import MegatronPolicy
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True, alone=True)
     plans: list[StepPlan] = torch.load(folder / "plans", weights_only=False)
@@ -346,7 +346,7 @@ def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
 
 def train_rounded(case: Case, folder: Path) -> dict[str, Any]:
     """On one rank, in bfloat16: some steps, a checkpoint, and a step more by this policy and by another."""
-    from penstock.trainer.megatron_policy import MegatronPolicy
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     (model, train), options = case.policy_arguments(folder, megatron=True, alone=True)
     model = model.model_copy(update={"dtype": "bfloat16"})
@@ -368,7 +368,7 @@ def train_rounded(case: Case, folder: Path) -> dict[str, Any]:
 
 def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     """On several ranks: the rest, from the checkpoint of one."""
-    from penstock.trainer.megatron_policy import MegatronPolicy
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True)
     policy = MegatronPolicy(*arguments, **options)
@@ -396,7 +396,7 @@ def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
 
 def refusals(folder: Path) -> dict[str, str]:
     """What is said of models that two ranks cannot share, or that nobody can compute so."""
-    from penstock.trainer.megatron_policy import MegatronPolicy
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     said: dict[str, str] = {}
     for name, changes, sizes in (

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.trainer.batching.batching import Sample, TrainingGroup
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.fsdp import FsdpPolicy
 
 
 def roll_out(policy: FsdpPolicy, rng: np.random.Generator) -> list[TrainingGroup]:

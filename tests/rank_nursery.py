@@ -26,9 +26,9 @@ def main() -> None:
     import accelerate
     import torch.distributed.tensor
 
-    import penstock.trainer.ranked_policy
+    import penstock.trainer.policy.ranked
 
-    assert accelerate and torch.distributed.tensor and penstock.trainer.ranked_policy
+    assert accelerate and torch.distributed.tensor and penstock.trainer.policy.ranked
     say({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)

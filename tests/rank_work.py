@@ -18,10 +18,17 @@ from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
-from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy, obey
-from penstock.trainer.ranks import Leader, end_with_parent, find_place, follow, join_group, lead
-from penstock.trainer.sharding import Sharding
+from penstock.trainer.policy.fsdp import FsdpPolicy
+from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy, obey
+from penstock.trainer.policy.ranks import (
+    Leader,
+    end_with_parent,
+    find_place,
+    follow,
+    join_group,
+    lead,
+)
+from penstock.trainer.policy.sharding import Sharding
 from tests.policy_rollouts import roll_out
 from tests.test_batching import context, group, read, trajectory, written
 

@@ -14,10 +14,10 @@ from penstock.common.arithmetic import computes_bfloat16
 from penstock.demo import settings
 from penstock.server.vllm import options as vllm_options
 from penstock.server.vllm.options import describe_options, engine_arguments
-from penstock.trainer import loading
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
-from penstock.trainer.fsdp_policy import FsdpPolicy
-from penstock.trainer.loading import compute_dtype
+from penstock.trainer.policy import loading
+from penstock.trainer.policy.fsdp import FsdpPolicy
+from penstock.trainer.policy.loading import compute_dtype
 from tests.test_trainer_checkpoint import plan
 from tests.tiny_model import make_tiny_model
 

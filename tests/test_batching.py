@@ -16,7 +16,7 @@ from penstock.trainer.batching.batching import MicroBatch, TrainingGroup, read_g
 from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from tests.tiny_model import make_tiny_model

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.checkpoint_names import CheckpointNames
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.state.checkpoint import save_checkpoint
 from tests.test_trainer_algorithms import step_of
 from tests.test_trainer_checkpoint import state, weights
@@ -107,6 +107,6 @@ def test_a_checkpoint_of_other_numbers_is_refused(
     def half(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor[:1] if name == first else tensor for name, tensor in tensors.items()}
 
-    monkeypatch.setattr("penstock.trainer.checkpoint_names.as_saved", half)
+    monkeypatch.setattr("penstock.trainer.policy.checkpoint_names.as_saved", half)
     with pytest.raises(ConfigInvalid, match=f"'m' has other numbers.*{first}.*model.lora"):
         CheckpointNames(model, "m")

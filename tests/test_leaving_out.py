@@ -17,7 +17,7 @@ from penstock.trainer.batching.batching import MicroBatch, TrainingGroup
 from penstock.trainer.batching.planning import StepPlan, complete, plan_step
 from penstock.trainer.batching.subset import keep_sequences
 from penstock.trainer.config.algorithm import AlgorithmConfig
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from tests.test_batching import (
     context,
     cut,

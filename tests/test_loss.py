@@ -22,7 +22,7 @@ from penstock.trainer.algorithms.losses import TokenLoss, loss_function
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
 from penstock.trainer.config.algorithm import AlgorithmConfig, CustomFunction, ratio_is_to_proximal
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.token_model import at_temperatures, entropies, token_logprobs
+from penstock.trainer.policy.token_model import at_temperatures, entropies, token_logprobs
 
 
 def sequences(*lengths: int) -> Sequences:

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from penstock.trainer import megatron_hook
 from penstock.trainer.core.errors import BackendUnusable
-from penstock.trainer.megatron_names import (
+from penstock.trainer.policy.megatron import hook as megatron_hook
+from penstock.trainer.policy.megatron.names import (
     Cut,
     Shape,
     entries,

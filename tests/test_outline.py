@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from penstock.trainer.loading import outline
-from penstock.trainer.token_model import CausalModel, TokenModel
+from penstock.trainer.policy.loading import outline
+from penstock.trainer.policy.token_model import CausalModel, TokenModel
 
 CPU = torch.device("cpu")
 

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.ranks import LOCAL, PORT_BYTES, Leader, Place, join_group, lead
+from penstock.trainer.policy.ranks import LOCAL, PORT_BYTES, Leader, Place, join_group, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
 from tests.rank_work import groups_of, plan_for
 from tests.test_trainer_end_to_end import (
@@ -408,7 +408,7 @@ async def test_one_command_starts_all_ranks_of_a_host(model: Path, tmp_path: Pat
 
 def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
     code = (
-        "import time; from penstock.trainer.ranks import LocalRanks; import sys;"
+        "import time; from penstock.trainer.policy.ranks import LocalRanks; import sys;"
         "LocalRanks(2, (sys.executable, '-c', 'import sys; sys.exit(3)')); time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -417,7 +417,7 @@ def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
 
 
 def test_a_rank_that_begins_when_rank_zero_has_gone_ends_at_once() -> None:
-    code = "from penstock.trainer.ranks import end_with_parent; end_with_parent()"
+    code = "from penstock.trainer.policy.ranks import end_with_parent; end_with_parent()"
     for leader, status in ((os.getpid(), 0), (1, 1)):
         environment = {**os.environ, "PENSTOCK_LOCAL_RANKS": str(leader)}
         assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == status
@@ -431,10 +431,11 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
     handed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     led: queue.SimpleQueue[Leader] = queue.SimpleQueue()
     monkeypatch.setattr(
-        "penstock.trainer.ranks._hand_round", lambda content: handed.put(bytes(content.tolist()))
+        "penstock.trainer.policy.ranks._hand_round",
+        lambda content: handed.put(bytes(content.tolist())),
     )
-    monkeypatch.setattr("penstock.trainer.ranks.PARTING_SECONDS", 0.0)
-    monkeypatch.setattr("penstock.trainer.ranks.LET_IN_SECONDS", 1)
+    monkeypatch.setattr("penstock.trainer.policy.ranks.PARTING_SECONDS", 0.0)
+    monkeypatch.setattr("penstock.trainer.policy.ranks.LET_IN_SECONDS", 1)
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
     if local:
         monkeypatch.setenv(LOCAL, str(os.getpid()))

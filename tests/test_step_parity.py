@@ -19,7 +19,7 @@ from penstock.trainer.batching.batching import read_group
 from penstock.trainer.batching.planning import plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.wire import codec
 from tests import reference_algorithms as reference
 from tests.test_algorithm_parity import MAX_LAG, VERSION, branched, name_of, random_group

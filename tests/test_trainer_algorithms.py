@@ -18,11 +18,11 @@ from penstock.trainer.batching.planning import StepPlan
 from penstock.trainer.config.algorithm import AlgorithmConfig, CriticConfig
 from penstock.trainer.config.trainer import LoraConfig, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.critic import Critic, Lesson
-from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
-from penstock.trainer.sharding import Sharding
+from penstock.trainer.policy.critic import Critic, Lesson
+from penstock.trainer.policy.fsdp import FsdpPolicy, learning_rate
+from penstock.trainer.policy.sharding import Sharding
+from penstock.trainer.policy.token_model import TokenModel
 from penstock.trainer.state.checkpoint import save_checkpoint
-from penstock.trainer.token_model import TokenModel
 from tests.test_batching import context, cut, group, plan, read, trajectory, written
 from tests.test_trainer_checkpoint import state, weights
 from tests.test_trainer_end_to_end import (

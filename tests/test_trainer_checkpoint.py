@@ -23,9 +23,9 @@ from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.core.figures import aggregate, scalars
-from penstock.trainer.fsdp_policy import FsdpPolicy, learning_rate
-from penstock.trainer.loading import load_model, save_tokenizer
-from penstock.trainer.progress import load_progress, save_progress
+from penstock.trainer.policy.fsdp import FsdpPolicy, learning_rate
+from penstock.trainer.policy.loading import load_model, save_tokenizer
+from penstock.trainer.policy.optimizer_progress import load_progress, save_progress
 from penstock.trainer.state.checkpoint import (
     TrainerState,
     read_state,

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.weights.adapter_manifest import adapter_tensors
-from penstock.trainer.adapter import check_taken
 from penstock.trainer.config.trainer import LoraConfig, ModelConfig, TrainConfig, load_config
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.fsdp_policy import FsdpPolicy
+from penstock.trainer.policy.adapter import check_taken
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.state.checkpoint import save_checkpoint
 from tests.harness import until
 from tests.pools import serve_hub

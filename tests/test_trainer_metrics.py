@@ -26,7 +26,7 @@ from penstock.trainer.core.figures import as_json
 from penstock.trainer.evaluation_record import make_record
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.metrics import MetricsWriter, keep_until
-from penstock.trainer.policy import StepResult
+from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.step_record import StepRecord
 
 REQUIRED = {

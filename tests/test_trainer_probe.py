@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.trainer.batching.batching import Sample, TrainingGroup
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
-from penstock.trainer.fsdp_policy import FsdpPolicy
 from penstock.trainer.payload import Payload
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.probe import Probe
 from penstock.trainer.state.checkpoint import TrainerState, read_state, save_checkpoint
 from tests.tiny_model import make_tiny_model

@@ -29,7 +29,7 @@ from penstock.trainer.exchange import Contract, Exchange
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
-from penstock.trainer.policy import StepResult
+from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.state.ledger import Ledger

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.trainer.core.compute import ComputeThread
-    from penstock.trainer.ranks import Leader, LocalRanks, Place
+    from penstock.trainer.policy.ranks import Leader, LocalRanks, Place
     from penstock.trainer.starting import Start
     from penstock.trainer.state.ledger import Ledger
     from penstock.trainer.trackers import Trackers
@@ -89,7 +89,7 @@ def _take_place(
     config: TrainerConfig, config_path: Path, overrides: list[str], ranks: int
 ) -> tuple[Place, LocalRanks | None]:
     """Where this process is among the run's, and those that it has started."""
-    from penstock.trainer.ranks import LocalRanks, find_place
+    from penstock.trainer.policy.ranks import LocalRanks, find_place
 
     place = find_place(os.environ)
     if ranks > 1 and place.size not in (1, ranks):
@@ -116,7 +116,7 @@ def _check_ranks(config: TrainerConfig, ranks: int) -> None:
 
 def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> bool:
     """The run on rank 0; whether it is done."""
-    from penstock.trainer.ranks import join_group, lead, leave_group
+    from penstock.trainer.policy.ranks import join_group, lead, leave_group
 
     join_group(place, local)
     leader = lead(place.size)
@@ -137,7 +137,7 @@ def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks |
 
 def _follow(config: TrainerConfig, place: Place) -> int:
     """What every other rank does; returns its exit code. Its own errors are rank 0's to tell."""
-    from penstock.trainer.ranks import end_with_parent, follow, join_group, leave_group
+    from penstock.trainer.policy.ranks import end_with_parent, follow, join_group, leave_group
 
     end_with_parent()
     join_group(place, None)
@@ -148,7 +148,7 @@ def _follow(config: TrainerConfig, place: Place) -> int:
         with follower.reporting():
             import torch
 
-            from penstock.trainer.ranked_policy import obey
+            from penstock.trainer.policy.ranked import obey
             from penstock.trainer.starting import make_policy
 
             if config.model.threads:

@@ -38,7 +38,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from penstock.trainer.adapter import check_taken
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid, SessionRefused
 from penstock.trainer.data.feeder import TaskFeeder
@@ -46,7 +45,8 @@ from penstock.trainer.exchange import SwitchReceipt
 from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import Gatherer
 from penstock.trainer.handover import Handover
-from penstock.trainer.policy import Policy
+from penstock.trainer.policy.adapter import check_taken
+from penstock.trainer.policy.protocol import Policy
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent
 from penstock.trainer.state.ledger import Ledger, StepEntry

@@ -79,7 +79,7 @@ from penstock.trainer.exchanges import Exchanges
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.metrics import MetricsWriter
-from penstock.trainer.policy import Policy, StepResult
+from penstock.trainer.policy.protocol import Policy, StepResult
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sent

@@ -14,8 +14,8 @@ from penstock.trainer.data.sources.problem import Source
 from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_writer import last_steps
 from penstock.trainer.metrics import keep_until
-from penstock.trainer.ranked_policy import LeadingPolicy, RankPolicy
-from penstock.trainer.ranks import Leader
+from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy
+from penstock.trainer.policy.ranks import Leader
 from penstock.trainer.state.checkpoint import TrainerState, has_checkpoints, restore
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.state.run_id import new_start_id, read_start_id, remove_start_id
@@ -44,12 +44,12 @@ class Start:
 def make_policy(config: TrainerConfig) -> RankPolicy:
     """This rank's part of the policy. Raises ConfigInvalid."""
     if config.model.backend.kind == "megatron":
-        from penstock.trainer.megatron_hook import install
+        from penstock.trainer.policy.megatron.hook import install
 
         install()
-        from penstock.trainer.megatron_policy import MegatronPolicy as ChosenPolicy
+        from penstock.trainer.policy.megatron.policy import MegatronPolicy as ChosenPolicy
     else:
-        from penstock.trainer.fsdp_policy import FsdpPolicy as ChosenPolicy
+        from penstock.trainer.policy.fsdp import FsdpPolicy as ChosenPolicy
 
     return ChosenPolicy(
         config.model,

@@ -19,7 +19,7 @@ from penstock.trainer.core.figures import (
     line_of,
     weighted,
 )
-from penstock.trainer.policy import StepResult
+from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.server_load import LoadFigures
 
 PER_SECOND = weighted("seconds_total")

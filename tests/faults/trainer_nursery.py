@@ -19,9 +19,9 @@ def load(model: str) -> None:
     torch.set_num_threads(1)
     AutoModelForCausalLM.from_pretrained(model)
     AutoTokenizer.from_pretrained(model)
-    import penstock.trainer.fsdp_policy
     import penstock.trainer.metrics
     import penstock.trainer.payload
+    import penstock.trainer.policy.fsdp
 
     assert grpc.aio and peft and tensorboard.summary and penstock.trainer.payload
     # Failpoints are read as the module is loaded.

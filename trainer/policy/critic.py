@@ -30,9 +30,9 @@ from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.config.algorithm import CriticConfig
 from penstock.trainer.config.trainer import TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable
-from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
-from penstock.trainer.sharding import Sharding, overwrite
-from penstock.trainer.token_model import CausalModel, Output, TokenModel
+from penstock.trainer.policy.optimizer_state import adamw, load_optimizer, optimizer_tensors
+from penstock.trainer.policy.sharding import Sharding, overwrite
+from penstock.trainer.policy.token_model import CausalModel, Output, TokenModel
 
 WEIGHTS_FILE = "critic.safetensors"
 OPTIMIZER_FILE = "critic_optimizer.safetensors"

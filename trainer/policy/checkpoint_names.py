@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.loading import as_saved
+from penstock.trainer.policy.loading import as_saved
 
 
 class CheckpointNames:

@@ -38,17 +38,17 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from penstock.trainer.adapter import CONFIG_FILE, Adapter
 from penstock.trainer.algorithms.batches import Sequences, StepCounts
 from penstock.trainer.algorithms.objective import Figures, Objective, PolicyOutput
 from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.batching.planning import StepPlan, by_place, complete
-from penstock.trainer.checkpoint_names import CheckpointNames
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.critic import Critic, Lesson
-from penstock.trainer.loading import (
+from penstock.trainer.policy.adapter import CONFIG_FILE, Adapter
+from penstock.trainer.policy.checkpoint_names import CheckpointNames
+from penstock.trainer.policy.critic import Critic, Lesson
+from penstock.trainer.policy.loading import (
     block_names,
     compute_dtype,
     frozen,
@@ -56,17 +56,17 @@ from penstock.trainer.loading import (
     outline,
     save_tokenizer,
 )
-from penstock.trainer.optimizer_state import adamw, load_optimizer, optimizer_tensors
-from penstock.trainer.policy import StepResult, describe_step
-from penstock.trainer.progress import load_progress, save_progress
-from penstock.trainer.random_states import (
+from penstock.trainer.policy.optimizer_progress import load_progress, save_progress
+from penstock.trainer.policy.optimizer_state import adamw, load_optimizer, optimizer_tensors
+from penstock.trainer.policy.protocol import StepResult, describe_step
+from penstock.trainer.policy.random_states import (
     compute_reproducibly,
     load_random_states,
     save_random_states,
     seed_all,
 )
-from penstock.trainer.sharding import Sharding, overwrite
-from penstock.trainer.token_model import CausalModel, TokenModel
+from penstock.trainer.policy.sharding import Sharding, overwrite
+from penstock.trainer.policy.token_model import CausalModel, TokenModel
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:

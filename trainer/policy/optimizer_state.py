@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 from penstock.trainer.config.trainer import TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable
-from penstock.trainer.sharding import share_of
+from penstock.trainer.policy.sharding import share_of
 
 
 def adamw(module: nn.Module, train: TrainConfig, learning_rate: float) -> optim.AdamW:

@@ -47,9 +47,9 @@ from penstock.trainer.batching.planning import StepPlan, Update, by_place, compl
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import MegatronBackend, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.critic import Critic, Lesson
-from penstock.trainer.fsdp_policy import DEFAULT_ALGORITHM, learning_rate
-from penstock.trainer.loading import (
+from penstock.trainer.policy.critic import Critic, Lesson
+from penstock.trainer.policy.fsdp import DEFAULT_ALGORITHM, learning_rate
+from penstock.trainer.policy.loading import (
     SavedTokenizer,
     block_names,
     compute_dtype,
@@ -58,22 +58,22 @@ from penstock.trainer.loading import (
     outline,
     save_tokenizer,
 )
-from penstock.trainer.megatron_checkpoint import ShardedOptimizer, load_state, save_state
-from penstock.trainer.megatron_description import describe, model_folder
-from penstock.trainer.megatron_layout import join_layout
-from penstock.trainer.megatron_model import StageModel, transformer_config
-from penstock.trainer.megatron_schedule import Loss, compute_gradients, compute_logprobs
-from penstock.trainer.megatron_weights import gather_weights, load_weights
-from penstock.trainer.policy import StepResult, describe_step
-from penstock.trainer.progress import load_progress, save_progress
-from penstock.trainer.random_states import (
+from penstock.trainer.policy.megatron.checkpoint import ShardedOptimizer, load_state, save_state
+from penstock.trainer.policy.megatron.description import describe, model_folder
+from penstock.trainer.policy.megatron.layout import join_layout
+from penstock.trainer.policy.megatron.model import StageModel, transformer_config
+from penstock.trainer.policy.megatron.schedule import Loss, compute_gradients, compute_logprobs
+from penstock.trainer.policy.megatron.weights import gather_weights, load_weights
+from penstock.trainer.policy.optimizer_progress import load_progress, save_progress
+from penstock.trainer.policy.protocol import StepResult, describe_step
+from penstock.trainer.policy.random_states import (
     compute_reproducibly,
     load_random_states,
     save_random_states,
     seed_all,
 )
-from penstock.trainer.sharding import Sharding
-from penstock.trainer.token_model import TokenModel, TokenOutput
+from penstock.trainer.policy.sharding import Sharding
+from penstock.trainer.policy.token_model import TokenModel, TokenOutput
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, distributed, nn
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.megatron_layout import Layout
-from penstock.trainer.megatron_names import (
+from penstock.trainer.policy.megatron.layout import Layout
+from penstock.trainer.policy.megatron.names import (
     Cut,
     Entry,
     Shape,

@@ -26,7 +26,7 @@ from penstock.common.arithmetic import computes_bfloat16
 from penstock.common.models import missing_folder
 from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.token_model import CausalModel, TokenModel
+from penstock.trainer.policy.token_model import CausalModel, TokenModel
 
 CANNOT_LOAD = (
     OSError,

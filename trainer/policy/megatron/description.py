@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 
 from penstock.trainer.config.trainer import MegatronBackend
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.loading import SavedTokenizer, cannot_load, load_config
-from penstock.trainer.megatron_names import SUPPORTED, Shape
+from penstock.trainer.policy.loading import SavedTokenizer, cannot_load, load_config
+from penstock.trainer.policy.megatron.names import SUPPORTED, Shape
 
 # Kinds of rotary embedding whose angles are one fixed frequency times the position.
 FIXED_ROPE = ("default", "linear", "llama3")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.trainer.config.trainer import LoraConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
-from penstock.trainer.sharding import overwrite
+from penstock.trainer.policy.sharding import overwrite
 from penstock.v1 import weights_pb2
 
 CONFIG_FILE = "adapter_config.json"

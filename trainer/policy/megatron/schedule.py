@@ -21,8 +21,8 @@ from torch import Tensor, distributed, nn
 
 from penstock.trainer.algorithms.objective import Figures
 from penstock.trainer.batching.batching import MicroBatch
-from penstock.trainer.megatron_model import StageModel
-from penstock.trainer.token_model import TokenOutput, at_temperatures
+from penstock.trainer.policy.megatron.model import StageModel
+from penstock.trainer.policy.token_model import TokenOutput, at_temperatures
 
 Loss = Callable[[TokenOutput], tuple[Tensor, Figures]]
 """What a micro-batch adds to the loss, and its figures."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from penstock.trainer.batching.plan_bytes import decode_plan, encode_plan
 from penstock.trainer.batching.planning import StepPlan
-from penstock.trainer.policy import Policy, StepResult
-from penstock.trainer.ranks import Follower, Leader
+from penstock.trainer.policy.protocol import Policy, StepResult
+from penstock.trainer.policy.ranks import Follower, Leader
 from penstock.v1 import weights_pb2
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.config.trainer import ModelConfig
-from penstock.trainer.loading import compute_dtype
-from penstock.trainer.megatron_description import Description, Facts, head_dim
-from penstock.trainer.megatron_layout import Layout
-from penstock.trainer.megatron_names import Cut, Shape, held_entries, local_name
+from penstock.trainer.policy.loading import compute_dtype
+from penstock.trainer.policy.megatron.description import Description, Facts, head_dim
+from penstock.trainer.policy.megatron.layout import Layout
+from penstock.trainer.policy.megatron.names import Cut, Shape, held_entries, local_name
 
 
 def transformer_config(
