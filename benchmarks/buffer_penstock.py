@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.buffer_groups import SIBLINGS, TOKENS, sample_number, sample_of
 
 from penstock.common import allocator
-from penstock.trainer.stored_groups import StoredGroups
+from penstock.trainer.exchange.stored_groups import StoredGroups
 from penstock.v1 import (
     rollout_service_pb2,
     task_service_pb2,

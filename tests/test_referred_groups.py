@@ -29,7 +29,7 @@ from penstock.server.turns import group_bytes
 from penstock.server.turns.records import trajectory_opened, turn_changed
 from penstock.server.turns.runner import TurnAttempt, TurnSampling
 from penstock.server.turns.store import PromptKind, TrajectoryRecord
-from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
+from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.referred import put_together

@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 
-from penstock.trainer.server_load import LoadFigures, LoadMeter
+from penstock.trainer.exchange.server_load import LoadFigures, LoadMeter
 from penstock.v1 import rollout_service_pb2
 from penstock.wire import codec
 from tests.scripted_trainer_server import ScriptedServer, unanswering

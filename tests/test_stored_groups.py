@@ -13,7 +13,7 @@ from penstock.common import memory_file
 from penstock.server.core.errors import DomainError
 from penstock.server.groups import places as group_places
 from penstock.server.journal.disk import journal as log_journal
-from penstock.trainer.stored_groups import GroupUnreadable, StoredGroups
+from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 from penstock.wire.frames import FRAME

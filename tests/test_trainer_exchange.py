@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from penstock.trainer.core.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
-from penstock.trainer.exchange import Contract, Exchange
-from penstock.trainer.known_groups import KnownGroups
+from penstock.trainer.exchange.known_groups import KnownGroups
+from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -282,7 +282,7 @@ async def test_a_refused_group_is_named_and_not_taken_again() -> None:
 
 
 def test_no_refusal_makes_a_trained_group_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.trainer.known_groups.REMEMBERED_GROUPS", 2)
+    monkeypatch.setattr("penstock.trainer.exchange.known_groups.REMEMBERED_GROUPS", 2)
     known = KnownGroups({"t0": 1, "t1": 1, "t2": 2, "r0": 0, "r1": 0, "r2": 0})
     for number in range(3, 6):
         assert known.take(delivery(number, f"r{number}"))

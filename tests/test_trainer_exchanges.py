@@ -12,8 +12,8 @@ import pytest
 
 from penstock.trainer.core.errors import SessionRefused
 from penstock.trainer.data.shards import Division
-from penstock.trainer.exchange import Contract, Exchange
-from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.exchange.stream import Contract, Exchange
+from penstock.trainer.exchange.streams import Exchanges
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from tests.scripted_trainer_server import ScriptedServer, Session, refuse

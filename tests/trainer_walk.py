@@ -25,8 +25,8 @@ from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation import EvaluationSet, Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
-from penstock.trainer.exchange import Contract, Exchange
-from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.exchange.stream import Contract, Exchange
+from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult

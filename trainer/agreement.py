@@ -41,8 +41,8 @@ from collections.abc import Mapping, Sequence
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid, SessionRefused
 from penstock.trainer.data.feeder import TaskFeeder
-from penstock.trainer.exchange import SwitchReceipt
-from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.exchange.stream import SwitchReceipt
+from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import Gatherer
 from penstock.trainer.handover import Handover
 from penstock.trainer.policy.adapter import check_taken

@@ -65,9 +65,9 @@ from penstock.trainer.evaluation_record import (
     make_record,
     read_measured,
 )
-from penstock.trainer.evaluation_stream import EvaluationStream
+from penstock.trainer.exchange.evaluation_stream import EvaluationStream
+from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.trainer.handover import keep_trying
-from penstock.trainer.stored_groups import Delivered
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)

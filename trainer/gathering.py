@@ -42,7 +42,7 @@ from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder, times_asked_again
-from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.group_policies import (
     ASKED_AGAIN,
     FAILED_ASKED_AGAIN,

@@ -24,8 +24,8 @@ from typing import TypeVar
 from penstock.trainer.core.errors import ServerFull, ServerLost, SwitchRejected, WeightsRefused
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.core.together import together
-from penstock.trainer.exchange import SwitchReceipt
-from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.exchange.stream import SwitchReceipt
+from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Announcement, Sent, largest, merge
 from penstock.v1 import weights_pb2

@@ -18,8 +18,8 @@ from penstock.common import telemetry
 from penstock.trainer.core.errors import storing
 from penstock.trainer.core.figures import MOMENT, Line, aggregate, as_json, scalars
 from penstock.trainer.display import Display
+from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.pace import Pace
-from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.step_record import FIGURES, StepRecord
 from penstock.trainer.tracker import Scalars
 from penstock.trainer.trackers import Trackers

@@ -19,8 +19,8 @@ from penstock.trainer.core.figures import (
     line_of,
     weighted,
 )
+from penstock.trainer.exchange.server_load import LoadFigures
 from penstock.trainer.policy.protocol import StepResult
-from penstock.trainer.server_load import LoadFigures
 
 PER_SECOND = weighted("seconds_total")
 

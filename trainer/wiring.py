@@ -20,15 +20,15 @@ from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.evaluation_writer import EvaluationWriter, lines_from, show
-from penstock.trainer.exchange import Contract, Exchange
-from penstock.trainer.exchanges import Exchanges
+from penstock.trainer.exchange.server_load import LoadMeter
+from penstock.trainer.exchange.stream import Contract, Exchange
+from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.probe import Probe
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.sender import Sender
-from penstock.trainer.server_load import LoadMeter
 from penstock.trainer.starting import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id

@@ -46,7 +46,7 @@ from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import groups_ended, tasks_known, trajectory_closed
-from penstock.trainer.exchange import Exchange
+from penstock.trainer.exchange.stream import Exchange
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import open_channel
 from tests.faults.footprint import Footprint, footprint

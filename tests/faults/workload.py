@@ -18,7 +18,7 @@ from penstock.client.leases import Attempt
 from penstock.client.outcome import Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.tasks import Task
-from penstock.trainer.exchange import Exchange
+from penstock.trainer.exchange.stream import Exchange
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import Security, open_channel
 from tests.faults.agent_log import answered

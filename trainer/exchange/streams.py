@@ -20,8 +20,8 @@ from functools import partial
 
 from penstock.trainer.core.together import together
 from penstock.trainer.data.shards import Division
-from penstock.trainer.evaluation_stream import EvaluationStream
-from penstock.trainer.exchange import Exchange
+from penstock.trainer.exchange.evaluation_stream import EvaluationStream
+from penstock.trainer.exchange.stream import Exchange
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 Restore = Callable[[int, trainer_service_pb2.Welcome], Awaitable[None]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from penstock.trainer.stored_groups import Delivered
+from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from penstock.trainer.stored_groups import Delivered
+from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 

@@ -37,9 +37,9 @@ import grpc
 from penstock.common.failpoints import hit
 from penstock.trainer.core.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
 from penstock.trainer.core.stopping import unless
-from penstock.trainer.evaluation_stream import EvaluationStream
-from penstock.trainer.known_groups import KnownGroups
-from penstock.trainer.stored_groups import Delivered, GroupUnreadable, StoredGroups
+from penstock.trainer.exchange.evaluation_stream import EvaluationStream
+from penstock.trainer.exchange.known_groups import KnownGroups
+from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, StoredGroups
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
