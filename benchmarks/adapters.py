@@ -37,12 +37,12 @@ from penstock.demo.model import prepare_model
 from penstock.demo.settings import LORA_ALPHA, LORA_RANK
 from penstock.trainer.config.trainer import LoraConfig
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.payloads import Weights
 from penstock.trainer.policy.adapter import Adapter
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sender
-from penstock.trainer.transports import SharedMemory
-from penstock.trainer.weight_copy import WeightCopy
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.payloads import Weights
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sender
+from penstock.trainer.weights.transports import SharedMemory
 from penstock.v1 import weights_pb2
 
 ADAPTER, FULL = "adapter", "full"

@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from penstock.demo.model import prepare_model
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sender
-from penstock.trainer.weight_copy import WeightCopy
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sender
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options

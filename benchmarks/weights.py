@@ -46,21 +46,21 @@ from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
 
 from penstock.demo.model import prepare_model
 from penstock.server.vllm import environment as vllm_environment
-from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.parcel import Delta
-from penstock.trainer.payload import Payload
-from penstock.trainer.payloads import Weights
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Announcement, Sender
-from penstock.trainer.transports import (
+from penstock.trainer.weights.collective_transport import CollectiveSettings, CollectiveTransport
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.parcel import Delta
+from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.payloads import Weights
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Announcement, Sender
+from penstock.trainer.weights.transports import (
     CheckpointFolder,
     SharedMemory,
     Stream,
     Transport,
     VersionFolders,
 )
-from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
 
 DTYPE = "bfloat16"

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.server.core.said_again import said_again
 from penstock.trainer.core.errors import ServerLost
-from penstock.trainer.transports import Stream
+from penstock.trainer.weights.transports import Stream
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.upload import Staging, upload

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.trainer import handover
 from penstock.trainer.config.data import DataConfig
 from penstock.trainer.config.evaluation import EvaluationConfig
 from penstock.trainer.config.trainer import load_config, render_config
@@ -35,6 +34,7 @@ from penstock.trainer.evaluation_record import (
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps, lines_from, show
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.metrics import keep_until
+from penstock.trainer.weights import handover
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 

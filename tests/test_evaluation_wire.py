@@ -25,7 +25,7 @@ from penstock.server.groups.attempts import Holder, LeaseRules
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.serving import Serving, bind
 from penstock.trainer.policy.protocol import StepResult
-from penstock.trainer.sender import Sender
+from penstock.trainer.weights.sender import Sender
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from tests.fakes import ByteRenderer, FakeEngine

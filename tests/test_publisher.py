@@ -24,18 +24,18 @@ from safetensors.torch import load_file
 from penstock.common.memory_file import MemoryFile
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import ServerLost, WeightsRefused
-from penstock.trainer.payload import Payload
-from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Announcement, Sender, Sent
-from penstock.trainer.transports import (
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.probe import Probe
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Announcement, Sender, Sent
+from penstock.trainer.weights.transports import (
     CheckpointFolder,
     SharedMemory,
     Stream,
     Transport,
     VersionFolders,
 )
-from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -138,8 +138,8 @@ def test_checksums_of_chunks_are_those_of_the_bytes_that_travel(
 ) -> None:
     tensors = [(str(index), torch.randn(length)) for index, length in enumerate(lengths)]
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("penstock.trainer.payload.CHUNK_BYTES", chunk)
-        patch.setattr("penstock.trainer.payload.PIECE_BYTES", 4 * piece)
+        patch.setattr("penstock.trainer.weights.payload.CHUNK_BYTES", chunk)
+        patch.setattr("penstock.trainer.weights.payload.PIECE_BYTES", 4 * piece)
         patch.setattr("penstock.wire.upload.CHUNK_BYTES", chunk)
         payload = Payload(tensors, dtype)
         stack.callback(payload.close)
@@ -239,7 +239,7 @@ async def test_an_upload_that_ends_without_a_word_is_sent_again(
     async def silent(requests: AsyncIterator[Any], context: Any) -> None:
         await anext(requests)
 
-    monkeypatch.setattr("penstock.trainer.sender.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("penstock.trainer.weights.sender.FIRST_PAUSE_SECONDS", 0.01)
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [silent, Received().take]
         assert await publish(publisher, Weights(), 1)
@@ -396,7 +396,7 @@ async def test_a_server_with_another_base_gets_the_same_version_whole_at_once(
         await publish(publisher, weights, 1)
         change(weights)
         # No pause comes in between.
-        monkeypatch.setattr("penstock.trainer.sender.FIRST_PAUSE_SECONDS", 1e6)
+        monkeypatch.setattr("penstock.trainer.weights.sender.FIRST_PAUSE_SECONDS", 1e6)
         sent = await publish(publisher, weights, 2)
         assert (sent.delta, sent.bytes_sent) == (False, sent.dense_bytes)
         assert (refused.header.base_weight_version, refused.header.weight_version) == (1, 2)
@@ -459,7 +459,7 @@ async def test_without_memory_for_two_every_version_goes_whole(
         uploads(server, 3)
         await publish(publisher, weights, 1)
         (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     70 kB\n")
-        monkeypatch.setattr("penstock.trainer.payloads.MEMORY_INFO", tmp_path / "meminfo")
+        monkeypatch.setattr("penstock.trainer.weights.payloads.MEMORY_INFO", tmp_path / "meminfo")
         assert [(await publish(publisher, weights, v)).delta for v in (2, 3)] == [False, False]
         assert len(publisher._copy.payloads) == 1
     assert caplog.text.count("no memory for a second copy") == 1

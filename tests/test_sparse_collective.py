@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.config.weights import WeightsConfig
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sender, Sent
-from penstock.trainer.weight_copy import WeightCopy
+from penstock.trainer.weights.collective_transport import CollectiveSettings, CollectiveTransport
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sender, Sent
 from penstock.v1 import weights_pb2
 from tests.harness import Harness, serve, weights_of
 from tests.test_publisher import bytes_of

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.trainer.batching.batching import Sample, TrainingGroup
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
-from penstock.trainer.payload import Payload
 from penstock.trainer.policy.fsdp import FsdpPolicy
-from penstock.trainer.probe import Probe
 from penstock.trainer.state.checkpoint import TrainerState, read_state, save_checkpoint
+from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.probe import Probe
 from tests.tiny_model import make_tiny_model
 
 TOKENS = [5, 250, 17, 17, 99, 3, 200, 64]

@@ -13,12 +13,17 @@ import pytest
 import torch
 
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.parcel import difference
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sender, Sent
 from penstock.trainer.state.checkpoint import replace_folder
-from penstock.trainer.transports import CheckpointFolder, SharedMemory, Stream, VersionFolders
-from penstock.trainer.weight_copy import WeightCopy
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.parcel import difference
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sender, Sent
+from penstock.trainer.weights.transports import (
+    CheckpointFolder,
+    SharedMemory,
+    Stream,
+    VersionFolders,
+)
 from penstock.wire.channel import client_options
 from tests.scripted_trainer_server import ScriptedServer
 from tests.test_publisher import ANNOUNCED, KEEP, Weights, bytes_of, change, changing, uploads
@@ -63,7 +68,7 @@ async def test_a_version_is_packed_once_and_each_server_is_sent_what_it_needs(
         made.append(version)
         return difference(payload, version, base)
 
-    monkeypatch.setattr("penstock.trainer.weight_copy.difference", counting)
+    monkeypatch.setattr("penstock.trainer.weights.copy.difference", counting)
     async with ScriptedServer() as first, ScriptedServer() as second:
         received = [uploads(server, 4) for server in (first, second)]
         async with publishing_to(first, second) as publisher:
@@ -135,7 +140,7 @@ async def test_a_checkpoint_folder_is_written_once_for_all_servers(
         written.append(final.name)
         replace_folder(final, write)
 
-    monkeypatch.setattr("penstock.trainer.transports.replace_folder", counting)
+    monkeypatch.setattr("penstock.trainer.weights.transports.replace_folder", counting)
     compute = ComputeThread()
     folders = VersionFolders(compute, tmp_path, keep=1)
     async with ScriptedServer() as first, ScriptedServer() as second:

@@ -30,9 +30,9 @@ from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
-from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Publisher
 from penstock.trainer.state.ledger import Ledger
+from penstock.trainer.weights.probe import Probe
+from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.wiring import Link, Parts, make_publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec

@@ -44,12 +44,12 @@ from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import Gatherer
-from penstock.trainer.handover import Handover
 from penstock.trainer.policy.adapter import check_taken
 from penstock.trainer.policy.protocol import Policy
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sent
 from penstock.trainer.state.ledger import Ledger, StepEntry
+from penstock.trainer.weights.handover import Handover
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sent
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2
 
 log = logging.getLogger(__name__)

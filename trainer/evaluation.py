@@ -67,7 +67,7 @@ from penstock.trainer.evaluation_record import (
 )
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.trainer.handover import keep_trying
+from penstock.trainer.weights.handover import keep_trying
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)

@@ -52,9 +52,9 @@ from penstock.trainer.group_policies import (
     penalize_length,
     reason_to_drop,
 )
-from penstock.trainer.handover import Handover
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.trainer.step_record import StepRecord
+from penstock.trainer.weights.handover import Handover
 from penstock.v1 import trajectory_pb2
 
 log = logging.getLogger(__name__)

@@ -77,14 +77,14 @@ from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
-from penstock.trainer.handover import Handover
 from penstock.trainer.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import Policy, StepResult
-from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sent
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from penstock.trainer.step_record import StepRecord
+from penstock.trainer.weights.handover import Handover
+from penstock.trainer.weights.probe import Probe
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sent
 from penstock.v1 import trainer_service_pb2, weights_pb2
 
 log = logging.getLogger(__name__)

@@ -26,21 +26,21 @@ from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
 from penstock.trainer.metrics import MetricsWriter
-from penstock.trainer.probe import Probe
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Sender
 from penstock.trainer.starting import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id
 from penstock.trainer.trackers import TrackedScalars, Trackers
-from penstock.trainer.transports import (
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.probe import Probe
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Sender
+from penstock.trainer.weights.transports import (
     CheckpointFolder,
     SharedMemory,
     Stream,
     Transport,
     VersionFolders,
 )
-from penstock.trainer.weight_copy import WeightCopy
 from penstock.v1 import weights_pb2
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 
@@ -239,7 +239,10 @@ def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders)
     if weights.transport == "checkpoint":
         transports.append(CheckpointFolder(link.bulk, folders))
     if weights.transport == "collective":
-        from penstock.trainer.collective_transport import CollectiveSettings, CollectiveTransport
+        from penstock.trainer.weights.collective_transport import (
+            CollectiveSettings,
+            CollectiveTransport,
+        )
 
         settings = CollectiveSettings(**weights.collective.model_dump())
         security = security_of(config.server)

@@ -20,10 +20,10 @@ def load(model: str) -> None:
     AutoModelForCausalLM.from_pretrained(model)
     AutoTokenizer.from_pretrained(model)
     import penstock.trainer.metrics
-    import penstock.trainer.payload
     import penstock.trainer.policy.fsdp
+    import penstock.trainer.weights.payload
 
-    assert grpc.aio and peft and tensorboard.summary and penstock.trainer.payload
+    assert grpc.aio and peft and tensorboard.summary and penstock.trainer.weights.payload
     # Failpoints are read as the module is loaded.
     assert "penstock.common.failpoints" not in sys.modules
 

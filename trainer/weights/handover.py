@@ -26,8 +26,8 @@ from penstock.trainer.core.stopping import unless
 from penstock.trainer.core.together import together
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.publisher import Publisher
-from penstock.trainer.sender import Announcement, Sent, largest, merge
+from penstock.trainer.weights.publisher import Publisher
+from penstock.trainer.weights.sender import Announcement, Sent, largest, merge
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 

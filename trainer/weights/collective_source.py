@@ -9,9 +9,9 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
 
-from penstock.trainer.gloo_weights import HashedSource
-from penstock.trainer.parcel import Parcel
-from penstock.trainer.payload import Payload
+from penstock.trainer.weights.gloo import HashedSource
+from penstock.trainer.weights.parcel import Parcel
+from penstock.trainer.weights.payload import Payload
 
 
 class PayloadSource(HashedSource):

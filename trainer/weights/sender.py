@@ -24,10 +24,10 @@ from typing import TypeVar
 import grpc
 
 from penstock.trainer.core.errors import ServerFull, ServerLost, WeightsRefused
-from penstock.trainer.parcel import Delta, Parcel, can_differ, whole
-from penstock.trainer.payload import Payload
-from penstock.trainer.transports import Ahead, SharedMemory, Stream, Transport
-from penstock.trainer.weight_copy import WeightCopy
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.parcel import Delta, Parcel, can_differ, whole
+from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.transports import Ahead, SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.differences import NOT_THE_DIFFERENCE

@@ -11,10 +11,10 @@ one every version goes whole.
 from __future__ import annotations
 
 from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.parcel import Held, Parcel, difference, whole
-from penstock.trainer.payload import Payload
-from penstock.trainer.payloads import Payloads, Weights
-from penstock.trainer.probe import Probe
+from penstock.trainer.weights.parcel import Held, Parcel, difference, whole
+from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.payloads import Payloads, Weights
+from penstock.trainer.weights.probe import Probe
 from penstock.v1 import weights_pb2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.trainer.payload import Payload
+from penstock.trainer.weights.payload import Payload
 from penstock.v1 import weights_pb2
 from penstock.wire import differences, sparse
 from penstock.wire.upload import Piece

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from penstock.trainer.payloads import Weights
-from penstock.trainer.sender import Announcement, Sender
-from penstock.trainer.weight_copy import WeightCopy
+from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.payloads import Weights
+from penstock.trainer.weights.sender import Announcement, Sender
 
 
 class Publisher:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.trainer.payload import Payload
+from penstock.trainer.weights.payload import Payload
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from penstock.common.memory_file import MemoryFile
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import storing
-from penstock.trainer.parcel import Parcel
-from penstock.trainer.payload import Payload
 from penstock.trainer.state.checkpoint import replace_folder
+from penstock.trainer.weights.parcel import Parcel
+from penstock.trainer.weights.payload import Payload
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import Filling, upload
