@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.trainer.tracker import RunStart
+from penstock.trainer.metrics.tracker import RunStart
 
 
 class FileTracker:

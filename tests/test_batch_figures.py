@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.trainer.batch_figures import MOST_OUTCOME_METRICS, BatchFigures, describe_batch
 from penstock.trainer.batching.batching import read_group
+from penstock.trainer.metrics.batch_figures import (
+    MOST_OUTCOME_METRICS,
+    BatchFigures,
+    describe_batch,
+)
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from penstock.trainer.display import Display
-from penstock.trainer.pace import Pace
+from penstock.trainer.metrics.display import Display
+from penstock.trainer.metrics.pace import Pace
 
 
 def terminal() -> Console:

@@ -33,7 +33,7 @@ from penstock.trainer.evaluation_record import (
 )
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps, lines_from, show
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
-from penstock.trainer.metrics import keep_until
+from penstock.trainer.metrics.metrics import keep_until
 from penstock.trainer.weights import handover
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec

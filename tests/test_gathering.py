@@ -16,8 +16,8 @@ from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.data.shards import Division
 from penstock.trainer.gathering import Batch, Gatherer
 from penstock.trainer.group_policies import NO_SPREAD
+from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
-from penstock.trainer.step_record import StepRecord
 from tests.test_group_policies import Reachable, Settling, outcomes
 
 

@@ -37,8 +37,8 @@ from penstock.trainer.group_policies import (
     penalize_length,
     reason_to_drop,
 )
+from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
-from penstock.trainer.step_record import StepRecord
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options

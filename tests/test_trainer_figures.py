@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.trainer.core.figures import Figure, aggregate, as_json, scalars
-from penstock.trainer.step_record import FIGURES, StepRecord
+from penstock.trainer.metrics.step_record import FIGURES, StepRecord
 from tests.write_metrics_page import PAGE, table, with_table
 
 BY_NAME = {each.name: each for each in FIGURES}

@@ -20,14 +20,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rich.console import Console
 
 from penstock.common import telemetry
-from penstock.trainer.batch_figures import BatchFigures
 from penstock.trainer.core.errors import StorageFailed
 from penstock.trainer.core.figures import as_json
 from penstock.trainer.evaluation_record import make_record
 from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
-from penstock.trainer.metrics import MetricsWriter, keep_until
+from penstock.trainer.metrics.batch_figures import BatchFigures
+from penstock.trainer.metrics.metrics import MetricsWriter, keep_until
+from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.policy.protocol import StepResult
-from penstock.trainer.step_record import StepRecord
 
 REQUIRED = {
     "step", "weight_version", "reward_mean", "reward_std", "lag_mean", "lag_max",

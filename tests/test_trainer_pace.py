@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.trainer.pace import Pace, in_words
+from penstock.trainer.metrics.pace import Pace, in_words
 
 
 class Clock:

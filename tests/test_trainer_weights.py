@@ -20,8 +20,8 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from rich.console import Console
 
 from penstock.trainer.core.errors import SwitchRejected, WeightsRefused
-from penstock.trainer.metrics import MetricsWriter
-from penstock.trainer.step_record import StepRecord
+from penstock.trainer.metrics.metrics import MetricsWriter
+from penstock.trainer.metrics.step_record import StepRecord
 from penstock.v1 import rejection_pb2, rollout_service_pb2, weights_pb2
 from penstock.wire import codec
 from tests.scripted_trainer_server import Received, ScriptedServer, Session, refuse

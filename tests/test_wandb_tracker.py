@@ -10,7 +10,7 @@ import pytest
 
 from penstock.trainer.config.metrics import MetricsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.trackers import make_trackers
+from penstock.trainer.metrics.trackers import make_trackers
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,8 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     # A machine may be slow for a while.
-    monkeypatch.setattr("penstock.trainer.wandb_tracker.OPEN_TIMEOUT_SECONDS", 100.0)
-    monkeypatch.setattr("penstock.trainer.trackers.CLOSE_SECONDS", 200.0)
+    monkeypatch.setattr("penstock.trainer.metrics.wandb.OPEN_TIMEOUT_SECONDS", 100.0)
+    monkeypatch.setattr("penstock.trainer.metrics.trackers.CLOSE_SECONDS", 200.0)
     yield
     wandb.teardown()
 

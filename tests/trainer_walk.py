@@ -28,7 +28,7 @@ from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
-from penstock.trainer.metrics import MetricsWriter
+from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.weights.probe import Probe

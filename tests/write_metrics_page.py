@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.trainer.core.figures import MOMENT
-from penstock.trainer.step_record import FIGURES
+from penstock.trainer.metrics.step_record import FIGURES
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"

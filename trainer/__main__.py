@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.trainer.core.compute import ComputeThread
+    from penstock.trainer.metrics.trackers import Trackers
     from penstock.trainer.policy.ranks import Leader, LocalRanks, Place
     from penstock.trainer.starting import Start
     from penstock.trainer.state.ledger import Ledger
-    from penstock.trainer.trackers import Trackers
     from penstock.trainer.wiring import Parts
 
 # Not __name__, which is "__main__" where this module is run.
@@ -205,7 +205,7 @@ async def _run_locked(
 ) -> None:
     """No other trainer writes to the run's folder meanwhile."""
     from penstock.trainer.group_policies import load_filter
-    from penstock.trainer.trackers import make_trackers
+    from penstock.trainer.metrics.trackers import make_trackers
 
     # What can be wrong with it is said before the model is loaded.
     load_filter(config)

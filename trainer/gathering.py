@@ -52,8 +52,8 @@ from penstock.trainer.group_policies import (
     penalize_length,
     reason_to_drop,
 )
+from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
-from penstock.trainer.step_record import StepRecord
 from penstock.trainer.weights.handover import Handover
 from penstock.v1 import trajectory_pb2
 

@@ -65,7 +65,6 @@ from opentelemetry.trace import Span
 from penstock.common.failpoints import hit
 from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batch_figures import describe_batch
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.batching.planning import plan_step
 from penstock.trainer.config.trainer import TrainerConfig
@@ -77,10 +76,11 @@ from penstock.trainer.evaluation import Evaluator
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
-from penstock.trainer.metrics import MetricsWriter
+from penstock.trainer.metrics.batch_figures import describe_batch
+from penstock.trainer.metrics.metrics import MetricsWriter
+from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.policy.protocol import Policy, StepResult
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
-from penstock.trainer.step_record import StepRecord
 from penstock.trainer.weights.handover import Handover
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher

@@ -13,7 +13,7 @@ from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Source
 from penstock.trainer.evaluation import EvaluationSet
 from penstock.trainer.evaluation_writer import last_steps
-from penstock.trainer.metrics import keep_until
+from penstock.trainer.metrics.metrics import keep_until
 from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy
 from penstock.trainer.policy.ranks import Leader
 from penstock.trainer.state.checkpoint import TrainerState, has_checkpoints, restore

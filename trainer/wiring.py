@@ -25,11 +25,11 @@ from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
-from penstock.trainer.metrics import MetricsWriter
+from penstock.trainer.metrics.metrics import MetricsWriter
+from penstock.trainer.metrics.trackers import TrackedScalars, Trackers
 from penstock.trainer.starting import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id
-from penstock.trainer.trackers import TrackedScalars, Trackers
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher

@@ -19,7 +19,7 @@ def load(model: str) -> None:
     torch.set_num_threads(1)
     AutoModelForCausalLM.from_pretrained(model)
     AutoTokenizer.from_pretrained(model)
-    import penstock.trainer.metrics
+    import penstock.trainer.metrics.metrics
     import penstock.trainer.policy.fsdp
     import penstock.trainer.weights.payload
 

@@ -15,7 +15,7 @@ import wandb
 
 from penstock.trainer.config.metrics import WandbConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.tracker import RunStart
+from penstock.trainer.metrics.tracker import RunStart
 
 # It is tried again with the next point; and a process that ends waits for the attempt under way.
 OPEN_TIMEOUT_SECONDS = 20.0

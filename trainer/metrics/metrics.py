@@ -17,12 +17,12 @@ from rich.console import Console
 from penstock.common import telemetry
 from penstock.trainer.core.errors import storing
 from penstock.trainer.core.figures import MOMENT, Line, aggregate, as_json, scalars
-from penstock.trainer.display import Display
 from penstock.trainer.exchange.server_load import LoadMeter
-from penstock.trainer.pace import Pace
-from penstock.trainer.step_record import FIGURES, StepRecord
-from penstock.trainer.tracker import Scalars
-from penstock.trainer.trackers import Trackers
+from penstock.trainer.metrics.display import Display
+from penstock.trainer.metrics.pace import Pace
+from penstock.trainer.metrics.step_record import FIGURES, StepRecord
+from penstock.trainer.metrics.tracker import Scalars
+from penstock.trainer.metrics.trackers import Trackers
 
 FILE = "metrics.jsonl"
 PREFIX = "train/"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.trainer.batch_figures import BatchFigures
 from penstock.trainer.core.figures import (
     LAST,
     MAX,
@@ -20,6 +19,7 @@ from penstock.trainer.core.figures import (
     weighted,
 )
 from penstock.trainer.exchange.server_load import LoadFigures
+from penstock.trainer.metrics.batch_figures import BatchFigures
 from penstock.trainer.policy.protocol import StepResult
 
 PER_SECOND = weighted("seconds_total")

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.trainer.core.figures import Line
-from penstock.trainer.pace import Pace, in_words
+from penstock.trainer.metrics.pace import Pace, in_words
 
 ROWS_SHOWN = 16
 BAR_WIDTH = 20

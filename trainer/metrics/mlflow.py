@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from penstock.trainer.config.metrics import MlflowConfig
-from penstock.trainer.tracker import RunStart
+from penstock.trainer.metrics.tracker import RunStart
 
 # What it takes in the name of a metric; a data source can be called anything.
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)

@@ -33,7 +33,7 @@ from typing import cast
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.config.metrics import CustomTrackerConfig, TrackerConfig, WandbConfig
 from penstock.trainer.core.errors import ConfigInvalid, StorageFailed
-from penstock.trainer.tracker import RunStart, Scalars, Tracker
+from penstock.trainer.metrics.tracker import RunStart, Scalars, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -236,10 +236,10 @@ def _make(config: TrackerConfig, section: str) -> Tracker:
             raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
     try:
         if isinstance(config, WandbConfig):
-            from penstock.trainer.wandb_tracker import WandbTracker
+            from penstock.trainer.metrics.wandb import WandbTracker
 
             return WandbTracker(config, section)
-        from penstock.trainer.mlflow_tracker import MlflowTracker
+        from penstock.trainer.metrics.mlflow import MlflowTracker
 
         return MlflowTracker(config)
     except ImportError as error:
