@@ -16,15 +16,15 @@ from penstock.client.calls import Calls
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import single_turn
 from penstock.demo.evaluate import main as serve_and_evaluate
-from penstock.trainer import evaluate_command
+from penstock.trainer.commands import evaluate as evaluate_command
+from penstock.trainer.commands.evaluate import main
+from penstock.trainer.commands.evaluate_alone import Extent, Functions, Measuring
+from penstock.trainer.commands.evaluate_sets import Given, open_sets
 from penstock.trainer.config.data import DataConfig
 from penstock.trainer.config.trainer import load_config
 from penstock.trainer.data.sources.factory import open_source
-from penstock.trainer.evaluate_alone import Extent, Functions, Measuring
-from penstock.trainer.evaluate_command import main
-from penstock.trainer.evaluate_sets import Given, open_sets
-from penstock.trainer.evaluation import EvaluationSet
-from penstock.trainer.evaluation_record import EvaluationRecord
+from penstock.trainer.evaluation.evaluation import EvaluationSet
+from penstock.trainer.evaluation.record import EvaluationRecord
 from tests.harness import Harness, hello
 from tests.tiny_model import make_tiny_model
 

@@ -22,8 +22,8 @@ from rich.console import Console
 from penstock.common import telemetry
 from penstock.trainer.core.errors import StorageFailed
 from penstock.trainer.core.figures import as_json
-from penstock.trainer.evaluation_record import make_record
-from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
+from penstock.trainer.evaluation.record import make_record
+from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
 from penstock.trainer.metrics.batch_figures import BatchFigures
 from penstock.trainer.metrics.metrics import MetricsWriter, keep_until
 from penstock.trainer.metrics.step_record import StepRecord

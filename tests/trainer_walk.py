@@ -23,8 +23,8 @@ from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.data.feeder import Problem, ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
-from penstock.trainer.evaluation import EvaluationSet, Evaluator
-from penstock.trainer.evaluation_writer import EvaluationWriter, last_steps
+from penstock.trainer.evaluation.evaluation import EvaluationSet, Evaluator
+from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop

@@ -72,7 +72,7 @@ from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.figures import as_json
 from penstock.trainer.core.together import together
 from penstock.trainer.data.feeder import TaskFeeder
-from penstock.trainer.evaluation import Evaluator
+from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer

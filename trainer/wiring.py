@@ -18,8 +18,8 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.feeder import ServerTasks, TaskFeeder, submit_tasks
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
-from penstock.trainer.evaluation import Evaluator
-from penstock.trainer.evaluation_writer import EvaluationWriter, lines_from, show
+from penstock.trainer.evaluation.evaluation import Evaluator
+from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges

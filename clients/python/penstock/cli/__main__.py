@@ -240,7 +240,7 @@ def evaluate(options: tuple[str, ...]) -> None:
     if any(option.partition("=")[0] == "--model" for option in options):
         extras, module = "server,trainer,cpu", "penstock.demo.evaluate"
     else:
-        extras, module = "trainer", "penstock.trainer.evaluate_command"
+        extras, module = "trainer", "penstock.trainer.commands.evaluate"
     exit_with(load(module, "main", extras), extras, list(options))
 
 

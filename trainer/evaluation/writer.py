@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from rich.console import Console
 
 from penstock.trainer.core.errors import storing
-from penstock.trainer.evaluation_record import EvaluationRecord, Figures
+from penstock.trainer.evaluation.record import EvaluationRecord, Figures
 
 FILE = "metrics.jsonl"
 KIND = "evaluation"

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from penstock.client.calls import Calls
     from penstock.client.environments.settings import EnvironmentSettings
+    from penstock.trainer.commands.evaluate_alone import Functions
+    from penstock.trainer.commands.evaluate_sets import MeasuredSet
     from penstock.trainer.config.trainer import TrainerConfig
-    from penstock.trainer.evaluate_alone import Functions
-    from penstock.trainer.evaluate_sets import MeasuredSet
-    from penstock.trainer.evaluation_record import EvaluationRecord, Figures
+    from penstock.trainer.evaluation.record import EvaluationRecord, Figures
     from penstock.wire.security import Security
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
@@ -149,7 +149,7 @@ def evaluate(
 
     Takes the turns and scores them in this process, beside a trainer of the same server or without one.
     """
-    from penstock.trainer.evaluate_sets import Given, open_set, open_sets
+    from penstock.trainer.commands.evaluate_sets import Given, open_set, open_sets
 
     if max_model_len is not None:
         raise click.UsageError("--max-model-len goes with --model")
@@ -223,8 +223,8 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
     """The functions of the command line, for a server. Raises BadFunction."""
     from penstock.client.functions import BadFunction, load_function
     from penstock.client.scoring import is_group_reward, single_turn
-    from penstock.trainer.evaluate_alone import Functions
-    from penstock.trainer.evaluate_sets import reward_of
+    from penstock.trainer.commands.evaluate_alone import Functions
+    from penstock.trainer.commands.evaluate_sets import reward_of
 
     generate, reward = scoring.generate, scoring.reward
     if scoring.style != "penstock":
@@ -258,7 +258,7 @@ def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
     from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
     from penstock.client.plugins.styles import Style, load_functions
     from penstock.client.scoring import is_group_reward
-    from penstock.trainer.evaluate_alone import Functions
+    from penstock.trainer.commands.evaluate_alone import Functions
 
     if scoring.environments is not None:
         raise BadFunction(
@@ -293,7 +293,7 @@ async def _measure(
     from rich.progress import Progress
 
     from penstock.client.calls import Calls, Patience
-    from penstock.trainer.evaluate_alone import Measuring
+    from penstock.trainer.commands.evaluate_alone import Measuring
 
     status = OK
     calls = Calls(server, Patience(reconnect_seconds=reconnect_timeout), security)
@@ -319,7 +319,7 @@ def _report(record: EvaluationRecord) -> int:
     """Prints what was found; returns the exit status."""
     from rich.console import Console
 
-    from penstock.trainer.evaluation_writer import as_line
+    from penstock.trainer.evaluation.writer import as_line
 
     Console(highlight=False).print(_table(record))
     sys.stdout.write(json.dumps(as_line(record)) + "\n")
@@ -334,7 +334,7 @@ def _table(record: EvaluationRecord) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.trainer.evaluation_writer import versions
+    from penstock.trainer.evaluation.writer import versions
 
     # As it is: a name may be [hard].
     title = f"{record.name}, version {versions(record)}"

@@ -58,8 +58,8 @@ from penstock.trainer.core.together import together
 from penstock.trainer.data.feeder import describe_problem
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Finite, Problem, Source
-from penstock.trainer.evaluation_prompts import SEED, Asked, Prompts, Schedule, Verdict
-from penstock.trainer.evaluation_record import (
+from penstock.trainer.evaluation.prompts import SEED, Asked, Prompts, Schedule, Verdict
+from penstock.trainer.evaluation.record import (
     EvaluationRecord,
     MeasuredPrompt,
     make_record,

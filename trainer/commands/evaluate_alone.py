@@ -39,7 +39,7 @@ from penstock.client.trajectory import Trajectory
 from penstock.client.turns import FinishReason
 from penstock.client.values import Json, from_struct, to_struct
 from penstock.trainer.data.sources.problem import Problem, Source
-from penstock.trainer.evaluation_record import EvaluationRecord, MeasuredPrompt, make_record
+from penstock.trainer.evaluation.record import EvaluationRecord, MeasuredPrompt, make_record
 
 log = logging.getLogger("penstock.eval")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from penstock.client.sampling import SamplingParams
+from penstock.trainer.commands.evaluate_alone import Extent
 from penstock.trainer.config.data import (
     JsonlConfig,
     MixableConfig,
@@ -25,8 +26,7 @@ from penstock.trainer.config.data import (
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Finite, Source
-from penstock.trainer.evaluate_alone import Extent
-from penstock.trainer.evaluation_prompts import SEED
+from penstock.trainer.evaluation.prompts import SEED
 
 if TYPE_CHECKING:
     from penstock.trainer.config.evaluation import EvaluationConfig

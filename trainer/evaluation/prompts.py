@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from penstock.trainer.evaluation_record import MeasuredPrompt
+from penstock.trainer.evaluation.record import MeasuredPrompt
 
 OTHER_VERSION = "OTHER_VERSION"
 # The first prompts of a set are the same in every run, whatever its own seed.
