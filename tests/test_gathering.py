@@ -14,8 +14,8 @@ from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.data.shards import Division
-from penstock.trainer.gathering import Batch, Gatherer
-from penstock.trainer.group_policies import NO_SPREAD
+from penstock.trainer.gather.batch import Batch, Gatherer
+from penstock.trainer.gather.group_policies import NO_SPREAD
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
 from tests.test_group_policies import Reachable, Settling, outcomes

@@ -23,8 +23,8 @@ from penstock.trainer.core.errors import ConfigInvalid, EverythingDropped
 from penstock.trainer.data.feeder import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
-from penstock.trainer.gathering import TASK_SETTLED, Gatherer, settle_refused
-from penstock.trainer.group_policies import (
+from penstock.trainer.gather.batch import TASK_SETTLED, Gatherer, settle_refused
+from penstock.trainer.gather.group_policies import (
     ASKED_AGAIN,
     FAILED_ASKED_AGAIN,
     MEAN_TOO_HIGH,

@@ -53,7 +53,7 @@ from penstock.client.values import from_struct
 from penstock.trainer.batching.batching import read_group
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.group_policies import load_filter, reason_to_drop
+from penstock.trainer.gather.group_policies import load_filter, reason_to_drop
 from penstock.v1 import trajectory_pb2
 from penstock.wire.agent_marks import METADATA as METADATA_MARK
 from penstock.wire.agent_marks import metadata_is_whole, write_unwanted

@@ -29,7 +29,7 @@ from penstock.trainer.data.shards import Division
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.data.sources.procedural import ReasoningGymSource
-from penstock.trainer.gathering import settle_refused
+from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options

@@ -204,7 +204,7 @@ async def _run_locked(
     stopping: asyncio.Event,
 ) -> None:
     """No other trainer writes to the run's folder meanwhile."""
-    from penstock.trainer.group_policies import load_filter
+    from penstock.trainer.gather.group_policies import load_filter
     from penstock.trainer.metrics.trackers import make_trackers
 
     # What can be wrong with it is said before the model is loaded.

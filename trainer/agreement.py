@@ -43,7 +43,7 @@ from penstock.trainer.core.errors import ConfigInvalid, SessionRefused
 from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.gathering import Gatherer
+from penstock.trainer.gather.batch import Gatherer
 from penstock.trainer.policy.adapter import check_taken
 from penstock.trainer.policy.protocol import Policy
 from penstock.trainer.state.ledger import Ledger, StepEntry

@@ -75,7 +75,7 @@ from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.gathering import TAKE_THEIR_TASK, Batch, Gatherer
+from penstock.trainer.gather.batch import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.metrics.batch_figures import describe_batch
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord

@@ -23,7 +23,7 @@ from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, sho
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.gathering import settle_refused
+from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.trackers import TrackedScalars, Trackers

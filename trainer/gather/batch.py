@@ -43,7 +43,7 @@ from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder, times_asked_again
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.group_policies import (
+from penstock.trainer.gather.group_policies import (
     ASKED_AGAIN,
     FAILED_ASKED_AGAIN,
     SIBLING_FAILED,
