@@ -28,9 +28,9 @@ from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
 from penstock.server.security.gate import ALLOWED, ANYBODY
 from penstock.server.serving import bind
+from penstock.trainer.assembly import security_of
 from penstock.trainer.config.trainer import ServerConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.wiring import security_of
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security, TokenSource, open_channel

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from penstock.trainer.__main__ import _walk
+from penstock.trainer.assembly import Link, Parts, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.data.feeder import Problem, ServerTasks, TaskFeeder, submit_tasks
@@ -33,7 +34,6 @@ from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.wiring import Link, Parts, make_publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options

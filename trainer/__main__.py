@@ -31,12 +31,12 @@ from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.trainer.assembly import Parts
     from penstock.trainer.core.compute import ComputeThread
     from penstock.trainer.metrics.trackers import Trackers
     from penstock.trainer.policy.ranks import Leader, LocalRanks, Place
-    from penstock.trainer.starting import Start
+    from penstock.trainer.resume import Start
     from penstock.trainer.state.ledger import Ledger
-    from penstock.trainer.wiring import Parts
 
 # Not __name__, which is "__main__" where this module is run.
 log = logging.getLogger("penstock.trainer")
@@ -149,7 +149,7 @@ def _follow(config: TrainerConfig, place: Place) -> int:
             import torch
 
             from penstock.trainer.policy.ranked import obey
-            from penstock.trainer.starting import make_policy
+            from penstock.trainer.resume import make_policy
 
             if config.model.threads:
                 torch.set_num_threads(config.model.threads)
@@ -228,8 +228,8 @@ async def _run_loaded(
     stopping: asyncio.Event,
 ) -> None:
     """From the first call of the server to the model being written."""
+    from penstock.trainer.assembly import open_links, wire
     from penstock.trainer.state.checkpoint import replace_folder
-    from penstock.trainer.wiring import open_links, wire
 
     async with open_links(config.server) as links:
         parts = wire(config, start, compute, links, console, stopping, trackers)
@@ -252,7 +252,7 @@ async def _run_loaded(
 
 def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
     """In the compute thread: torch and the model take seconds, in which a signal is heard."""
-    from penstock.trainer.starting import start_run
+    from penstock.trainer.resume import start_run
 
     return start_run(config, resume, leader, ledger)
 

@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> int:
 def _server_of(config: TrainerConfig, given: Security) -> tuple[str, Security]:
     """Where a trainer's file says that its server is, and how it is called, for all that the command line
     has not `given`. Raises ConfigInvalid."""
-    from penstock.trainer.wiring import security_of
+    from penstock.trainer.assembly import security_of
 
     address, *others = config.server.addresses
     if others:

@@ -27,7 +27,7 @@ from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.trackers import TrackedScalars, Trackers
-from penstock.trainer.starting import Start
+from penstock.trainer.resume import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id
 from penstock.trainer.weights.copy import WeightCopy
