@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 from benchmarks.buffer_groups import TOKENS, Sample, sample_of
-from tests.fakes import ByteRenderer, FakeEngine
+from tests.support.fakes import ByteRenderer, FakeEngine
 
 from penstock.common import allocator
 from penstock.common.garbage import start_up_kept

@@ -25,7 +25,7 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
-from tests.nats_server import nats_server
+from tests.support.nats_server import nats_server
 
 from penstock.server.config.settings import JournalSection
 from penstock.server.journal.factory import open_journal

@@ -165,7 +165,7 @@ async def run(
     parts: Sequence[str], rounds: int, seconds: float, count: int, agent_count: int
 ) -> None:
     """Measures and prints."""
-    from tests.tiny_model import make_byte_tokenizer
+    from tests.support.tiny_model import make_byte_tokenizer
 
     result: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -24,7 +24,7 @@ from typing import Any
 import click
 import grpc
 import numpy as np
-from tests.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
+from tests.support.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
 from penstock.common import allocator
 from penstock.server.config import settings as config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.pool_agents import Work
 from benchmarks.pool_processes import Hub, Process, agents, engines, hub, work
-from tests.harness import header
+from tests.support.harness import header
 
 from penstock.wire.upload import upload
 

@@ -1,6 +1,6 @@
 """Real runs of a hub with its engines, and what each part of them took: what the simulator is held against.
 
-Hub and engines are processes of their own: `penstock serve --engines` in front of `tests.fake_serve`,
+Hub and engines are processes of their own: `penstock serve --engines` in front of `tests.support.fake_serve`,
 whose engine sleeps for each step, the longer the more turns it has, or of `penstock serve` with vLLM.
 Agents and trainer are in this process, on the wire: agents lease and take the turns of the workload; the
 trainer demands, receives, sleeps for its step, uploads, switches and receipts, as `trainer.loop` does.
@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from pool_setup import Tally, Workload
 from safetensors.numpy import load_file
-from tests.harness import (
+from tests.support.harness import (
     Demand,
     Exchange,
     GroupReceipt,
@@ -75,7 +75,7 @@ class Engines:
             # What is uploaded is of this precision.
             return ("-m", "penstock.client", "serve", *model, "--dtype", "float32", *listen)
         pace = ("--step-seconds", str(self.step_seconds), "--turn-seconds", str(self.turn_seconds))
-        return ("-m", "tests.fake_serve", *model, *pace, *listen)
+        return ("-m", "tests.support.fake_serve", *model, *pace, *listen)
 
 
 @contextlib.asynccontextmanager

@@ -244,7 +244,7 @@ def main(
     """Measures it."""
     with tempfile.TemporaryDirectory() as name:
         if model is None:
-            from tests.tiny_model import make_tiny_model
+            from tests.support.tiny_model import make_tiny_model
 
             model = make_tiny_model(Path(name) / "tiny", layers=8, hidden=256)
         show(asyncio.run(measure(model, count, Shape(groups, siblings, turns), rounds)))

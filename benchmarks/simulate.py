@@ -158,7 +158,7 @@ def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
     """Real runs and simulated ones; returns the errors."""
     from pool_runs import Engines
     from simulate_validation import Plan, errors, validate
-    from tests.tiny_model import make_tiny_model
+    from tests.support.tiny_model import make_tiny_model
 
     pools = arguments.pools
     found: dict[str, float | None] = {}

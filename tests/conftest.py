@@ -21,7 +21,7 @@ from tests.faults.report import (  # noqa: F401
     pytest_terminal_summary,
     report,
 )
-from tests.harness import Harness, serve
+from tests.support.harness import Harness, serve
 
 # What `.ci/programs.py` fetched, where the machine has none of its own.
 PROGRAMS = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs"

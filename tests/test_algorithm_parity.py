@@ -18,7 +18,7 @@ from penstock.trainer.algorithms.objective import Objective, PolicyOutput
 from penstock.trainer.batching.batching import read_group
 from penstock.trainer.batching.planning import StepPlan, complete, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
-from tests import reference_algorithms as reference
+from tests.support import reference_algorithms as reference
 from tests.test_batching import context, group, trajectory, written
 
 VERSION, MAX_LAG = 6, 3

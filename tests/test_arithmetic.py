@@ -18,8 +18,8 @@ from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.policy import loading
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.policy.loading import compute_dtype
+from tests.support.tiny_model import make_tiny_model
 from tests.test_trainer_checkpoint import plan
-from tests.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
 

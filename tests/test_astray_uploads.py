@@ -16,8 +16,8 @@ from penstock.trainer.weights.transports import Stream
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.upload import Staging, upload
-from tests.harness import Harness, header, messages, serve
-from tests.scripted_trainer_server import Progress, ScriptedServer
+from tests.support.harness import Harness, header, messages, serve
+from tests.support.scripted_trainer_server import Progress, ScriptedServer
 from tests.test_publisher import changing, publish, publishing
 
 READY = weights_pb2.WEIGHT_STATE_READY

@@ -16,8 +16,8 @@ from google.protobuf.text_format import Parse
 
 from penstock.v1 import task_service_pb2
 from penstock.wire import codec
-from tests.fakes import decode_bytes
-from tests.harness import (
+from tests.support.fakes import decode_bytes
+from tests.support.harness import (
     AbortRequest,
     Harness,
     SubmitTasksRequest,

@@ -19,7 +19,7 @@ from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
 Trajectory = codec.twin(trajectory_pb2.Trajectory)

@@ -16,9 +16,9 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.checkpoint_names import CheckpointNames
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.state.checkpoint import save_checkpoint
+from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.test_trainer_algorithms import step_of
 from tests.test_trainer_checkpoint import state, weights
-from tests.tiny_model import VOCAB_SIZE, make_tiny_model
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from penstock.cli.__main__ import main
 from penstock.client import Task, connect
-from tests.scripted_server import Script, ScriptedServer
+from tests.support.scripted_server import Script, ScriptedServer
 
 FUNCTIONS = """
 async def generate(task, trajectory):

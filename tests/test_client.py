@@ -27,7 +27,7 @@ from penstock.client import (
 from penstock.client.tasks import read_task, write_task
 from penstock.v1 import rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from tests.scripted_server import (
+from tests.support.scripted_server import (
     UNAVAILABLE,
     VERSION,
     Record,

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from penstock.client import Task, connect
-from tests.authorities import make_authorities
-from tests.harness import Harness, hello, serve
-from tests.languages import ROOT, clients, language, run
-from tests.processes import server_process
-from tests.scripted_server import Script, ScriptedServer
+from tests.support.authorities import make_authorities
+from tests.support.harness import Harness, hello, serve
+from tests.support.languages import ROOT, clients, language, run
+from tests.support.processes import server_process
+from tests.support.scripted_server import Script, ScriptedServer
 
 STUBS = {"typescript": "clients/typescript/src/gen", "go": "clients/go/v1"}
 LANGUAGES = pytest.mark.parametrize("name", sorted(STUBS))

@@ -12,9 +12,9 @@ import pytest
 from penstock.client import Client, Task, Trajectory, connect
 from penstock.client.errors import NotAllowedNow, NotFound
 from penstock.wire.channel import client_options
-from tests.fakes import expected_tokens
-from tests.harness import Wire, hello
-from tests.processes import Server, server_process
+from tests.support.fakes import expected_tokens
+from tests.support.harness import Wire, hello
+from tests.support.processes import Server, server_process
 
 PROMPT = [1, 2, 3]
 SLOW = ("--step-seconds", "0.01")

@@ -31,8 +31,8 @@ from penstock.server.core.errors import DomainError
 from penstock.server.groups.attempts import Attempt
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
-from tests.fakes import ByteRenderer, expected_tokens
-from tests.harness import Harness, hello, serve
+from tests.support.fakes import ByteRenderer, expected_tokens
+from tests.support.harness import Harness, hello, serve
 
 CHAT = (Message("user", "What is 2 + 3?"),)
 

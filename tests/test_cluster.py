@@ -20,8 +20,8 @@ from penstock.up.placement import PlacementFailed, share_devices
 from penstock.up.processes import Command, ProcessFailed, end_in_turn
 from penstock.up.state import FolderInUse, is_running, last_words, locked, show_state
 from penstock.up.supervisor import Cast, Restarts, Supervisor, reachable
-from tests.clusters import ROLES, all_gone, cluster, write_cluster
 from tests.faults.test_supervised_run import check
+from tests.support.clusters import ROLES, all_gone, cluster, write_cluster
 
 ELSEWHERE = ["cluster.placement=ray", "cluster.address=auto"]
 

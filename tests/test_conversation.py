@@ -19,9 +19,9 @@ from penstock.server.text.renderer import (
     ToolCall,
     Written,
 )
-from tests.chat_templates import FAMILIES, make_tokenizer
-from tests.fakes import EOS
-from tests.tiny_model import make_byte_tokenizer
+from tests.support.chat_templates import FAMILIES, make_tokenizer
+from tests.support.fakes import EOS
+from tests.support.tiny_model import make_byte_tokenizer
 
 USER = Message("user", "What is 2 + 2?")
 

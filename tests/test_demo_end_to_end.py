@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.collector import Collector
+from tests.support.collector import Collector
 
 pytest.importorskip("vllm")
 

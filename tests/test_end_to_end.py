@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.report import Report
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
 

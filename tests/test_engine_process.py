@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import engines_of
-from tests.tiny_model import make_tiny_model
+from tests.support.processes import engines_of
+from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.server.pool.remote import EngineServer, Unanswered
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.security import Security
-from tests.scripted_trainer_server import refuse
+from tests.support.scripted_trainer_server import refuse
 
 
 class Silent(grpc.GenericRpcHandler):

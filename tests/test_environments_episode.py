@@ -25,7 +25,7 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.feeder import describe_problem
 from penstock.trainer.data.sources.episodes import EpisodeSource
 from penstock.trainer.data.sources.problem import Finite
-from tests.harness import SubmitTasksRequest, serve
+from tests.support.harness import SubmitTasksRequest, serve
 
 PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
 

@@ -19,7 +19,7 @@ from penstock.client.environments.opponents import NoMoveFound, random_move
 from penstock.client.environments.reasoning import ReasoningGym
 from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.data.sources.procedural import ReasoningGymSource
-from tests.scripted_server import Script, ScriptedServer
+from tests.support.scripted_server import Script, ScriptedServer
 
 pytest.importorskip("textarena")
 

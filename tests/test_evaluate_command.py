@@ -25,8 +25,8 @@ from penstock.trainer.config.trainer import load_config
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.evaluation.evaluation import EvaluationSet
 from penstock.trainer.evaluation.record import EvaluationRecord
-from tests.harness import Harness, hello
-from tests.tiny_model import make_tiny_model
+from tests.support.harness import Harness, hello
+from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = 7
 
@@ -438,7 +438,7 @@ async def test_with_a_model_it_serves_that_itself_and_ends_with_json(tmp_path: P
     model = make_tiny_model(tmp_path / "model", layers=1)
     program = (
         "import sys; from penstock.demo.evaluate import main; "
-        "sys.exit(main(sys.argv[1:], (sys.executable, '-m', 'tests.fake_serve')))"
+        "sys.exit(main(sys.argv[1:], (sys.executable, '-m', 'tests.support.fake_serve')))"
     )
     status, out, err = await run(
         *("-c", program, "--model", str(model), "--data", str(data(tmp_path))),

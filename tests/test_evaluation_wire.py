@@ -28,8 +28,8 @@ from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.weights.sender import Sender
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from tests.fakes import ByteRenderer, FakeEngine
-from tests.harness import (
+from tests.support.fakes import ByteRenderer, FakeEngine
+from tests.support.harness import (
     Exchange,
     LeaseTasksRequest,
     SubmitTasksRequest,
@@ -37,7 +37,7 @@ from tests.harness import (
     sequence,
     serve,
 )
-from tests.trainer_walk import StillPolicy, running
+from tests.support.trainer_walk import StillPolicy, running
 
 PROMPTS = 6
 EVAL = trajectory_pb2.PURPOSE_EVAL

@@ -13,15 +13,15 @@ from penstock.cli.__main__ import main
 from penstock.client import Failed, group_reward
 from penstock.client.external.settings import Keep, SandboxUse, read_size
 from penstock.up.config import command_line
-from tests.external_workers import (
+from tests.support.external_workers import (
     TURN,
     delivered,
     python,
     run,
     submit,
 )
-from tests.harness import Harness, serve
-from tests.processes import worker_process
+from tests.support.harness import Harness, serve
+from tests.support.processes import worker_process
 
 
 @pytest.fixture

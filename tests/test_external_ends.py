@@ -24,7 +24,7 @@ from penstock.client.external.cgroups import find_cgroups
 from penstock.client.external.sandbox import find_sandbox
 from penstock.client.external.settings import Api, SandboxUse
 from penstock.client.worker import WorkerMisconfigured
-from tests.external_workers import (
+from tests.support.external_workers import (
     TURN,
     delivered,
     fleeing,
@@ -36,8 +36,8 @@ from tests.external_workers import (
     run,
     submit,
 )
-from tests.harness import Harness, sampling, serve, until
-from tests.processes import worker_process
+from tests.support.harness import Harness, sampling, serve, until
+from tests.support.processes import worker_process
 
 
 @pytest.fixture

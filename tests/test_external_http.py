@@ -18,9 +18,9 @@ from penstock.client.calls import Calls, Patience
 from penstock.client.external.relay import Admitted, Relay
 from penstock.client.external.settings import Api, SandboxUse
 from penstock.wire.security import Security
-from tests.authorities import make_authorities
-from tests.external_workers import delivered, python, run, submit
-from tests.harness import serve
+from tests.support.authorities import make_authorities
+from tests.support.external_workers import delivered, python, run, submit
+from tests.support.harness import serve
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -228,7 +228,7 @@ def found_in_the_docs(language: str) -> str:
 
 def conversation(text: str) -> object:
     from penstock.v1 import conversation_pb2
-    from tests.harness import ChatMessage, Conversation
+    from tests.support.harness import ChatMessage, Conversation
 
     message = ChatMessage(role=conversation_pb2.ROLE_USER, content=text)
     return Conversation(messages=[message])

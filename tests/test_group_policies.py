@@ -42,10 +42,9 @@ from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, Train
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.harness import until
-from tests.scripted_trainer_server import ScriptedServer, Session, refuse
-from tests.test_trainer_tasks import DATA, Notice, Numbers
-from tests.trainer_walk import (
+from tests.support.harness import until
+from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
+from tests.support.trainer_walk import (
     Outcome,
     Segment,
     Trajectory,
@@ -56,6 +55,7 @@ from tests.trainer_walk import (
     running,
     stage,
 )
+from tests.test_trainer_tasks import DATA, Notice, Numbers
 
 HERE = "tests.test_group_policies"
 FAILED = Outcome(failure={"reason": "TOOL", "message": "away"})

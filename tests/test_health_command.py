@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc
 
-from tests.authorities import make_authorities
-from tests.harness import serve
+from tests.support.authorities import make_authorities
+from tests.support.harness import serve
 
 
 async def health(*arguments: str) -> tuple[int | None, str]:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.server.http import chat as http_chat
 from penstock.server.http.server import MOST_PIPELINED
-from tests.harness import Harness, serve, until
+from tests.support.harness import Harness, serve, until
 
 MOST = 1 << 20
 """Bytes of a body that are taken."""

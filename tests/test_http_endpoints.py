@@ -26,10 +26,10 @@ from penstock.server.http import messages as http_messages
 from penstock.server.http import responses as http_responses
 from penstock.server.http.errors import STATUSES
 from penstock.server.text.renderer import Message, Tool, ToolCall, Written
-from tests.authorities import client_certificate, make_authorities, write_certificate
-from tests.fakes import ByteRenderer
-from tests.harness import GetServerInfoRequest, Harness, serve, until
-from tests.sdk_agents import ANSWER, USER, chat_agent, messages_agent, responses_agent
+from tests.support.authorities import client_certificate, make_authorities, write_certificate
+from tests.support.fakes import ByteRenderer
+from tests.support.harness import GetServerInfoRequest, Harness, serve, until
+from tests.support.sdk_agents import ANSWER, USER, chat_agent, messages_agent, responses_agent
 
 
 class CallingRenderer(ByteRenderer):

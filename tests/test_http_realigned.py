@@ -19,9 +19,9 @@ pytest.importorskip("vllm")
 from penstock.server.rollouts.start import StreamRules
 from penstock.server.text.renderer import Message, TokenizerRenderer
 from penstock.server.vllm.parsers import VllmParsers
-from tests.chat_templates import make_tokenizer
-from tests.fakes import EOS, FakeEngine
-from tests.harness import Harness, serve
+from tests.support.chat_templates import make_tokenizer
+from tests.support.fakes import EOS, FakeEngine
+from tests.support.harness import Harness, serve
 
 REASONING = "They want a sum, so I add."
 TEXT = "Let me see."

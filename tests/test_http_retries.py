@@ -12,8 +12,8 @@ import pytest
 
 from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
-from tests.fakes import FakeEngine, decode_bytes
-from tests.harness import Harness, serve, until
+from tests.support.fakes import FakeEngine, decode_bytes
+from tests.support.harness import Harness, serve, until
 
 RETRY = {"x-stainless-retry-count": "1"}
 BODY = {

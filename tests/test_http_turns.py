@@ -15,8 +15,8 @@ import pytest
 from penstock.server.core.errors import DomainError
 from penstock.wire import codec
 from penstock.wire.reasons import Reason
-from tests.fakes import decode_bytes, expected_tokens
-from tests.harness import (
+from tests.support.fakes import decode_bytes, expected_tokens
+from tests.support.harness import (
     AbortRequest,
     GetTrajectoryRequest,
     Harness,

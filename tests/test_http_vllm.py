@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from penstock.server.text.renderer import Message, TokenizerRenderer, Tool, load_tokenizer
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
-from tests.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages
-from tests.languages import clients
-from tests.sdk_agents import (
+from tests.support.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages
+from tests.support.languages import clients
+from tests.support.sdk_agents import (
     ANSWER,
     SCHEMA,
     USER,
@@ -33,7 +33,7 @@ from tests.sdk_agents import (
     messages_agent,
     responses_agent,
 )
-from tests.tiny_model import EOS_ID, make_tiny_model
+from tests.support.tiny_model import EOS_ID, make_tiny_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,8 +20,8 @@ from penstock.server.pool.discovery import LOOKS_WITHOUT, Discovery
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.supervisor import SERVING
 from tests.faults.test_f21_killed_engines import FAKE, engine_processes
-from tests.processes import ENVIRONMENT
-from tests.tiny_model import make_tiny_model
+from tests.support.processes import ENVIRONMENT
+from tests.support.tiny_model import make_tiny_model
 
 WAITING = "penstock hub waiting for an engine of"
 

@@ -35,8 +35,8 @@ from penstock.server.journal.jetstream.journal import JetStreamJournal
 from penstock.server.journal.jetstream.stream import open_stream
 from penstock.server.journal.records import JournalInUse, JournalUnreadable
 from penstock.wire.reasons import Reason
-from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
-from tests.nats_server import NatsServer, nats_server
+from tests.support.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
+from tests.support.nats_server import NatsServer, nats_server
 
 PACKING = Packing(Subjects("TEST"), message_bytes=1_000, inline_bytes=300)
 

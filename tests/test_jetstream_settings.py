@@ -21,8 +21,8 @@ from penstock.server.config.settings import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import JournalUnreadable, MemoryJournal
-from tests.journal_stores import MEBIBYTE, names_in, record
-from tests.nats_server import NatsServer, nats_server, version_of
+from tests.support.journal_stores import MEBIBYTE, names_in, record
+from tests.support.nats_server import NatsServer, nats_server, version_of
 
 
 @pytest.fixture(scope="module")

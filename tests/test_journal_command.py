@@ -33,7 +33,15 @@ from penstock.server.journal.disk.segment import (
 )
 from penstock.server.journal.records import JournalRecord, tasks_known
 from penstock.wire.frames import FRAME, MARK, frame_length
-from tests.harness import CompleteTrajectoryRequest, Exchange, Harness, Turn, hello, sampling, serve
+from tests.support.harness import (
+    CompleteTrajectoryRequest,
+    Exchange,
+    Harness,
+    Turn,
+    hello,
+    sampling,
+    serve,
+)
 from tests.test_recovery import killed, lease, on_disk, submit, work
 
 

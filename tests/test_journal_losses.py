@@ -18,7 +18,7 @@ from penstock.server.journal.disk.files import Reading, find_files, forget_cache
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.disk.writing import Durability
 from penstock.server.journal.records import JournalUnreadable, Record, Stored
-from tests.journal_stores import MEBIBYTE, names_in, record
+from tests.support.journal_stores import MEBIBYTE, names_in, record
 
 
 def make(folder: Path, durability: Durability = "fsync") -> LogJournal:

@@ -18,7 +18,7 @@ from penstock.server.journal.records import (
     Stored,
 )
 from penstock.wire.reasons import Reason
-from tests.journal_stores import (
+from tests.support.journal_stores import (
     MEBIBYTE,
     JetStreamStore,
     LogStore,
@@ -27,7 +27,7 @@ from tests.journal_stores import (
     read_name,
     record,
 )
-from tests.nats_server import NatsServer, nats_server
+from tests.support.nats_server import NatsServer, nats_server
 
 POINTS = (
     "journal.before_write",

@@ -20,8 +20,8 @@ from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import Record, Stored
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.harness import SubmitTasksRequest, Task, sampling, sequence, serve
-from tests.journal_stores import MEBIBYTE, names_in, record
+from tests.support.harness import SubmitTasksRequest, Task, sampling, sequence, serve
+from tests.support.journal_stores import MEBIBYTE, names_in, record
 
 Snapshot = Callable[[], Iterable[Record | Stored]]
 

@@ -17,7 +17,7 @@ from penstock.up.keeper import WATCH, FolderMissing, Keeper
 from penstock.up.placement import LocalPlacement
 from penstock.up.processes import Command, Process
 from penstock.up.ranked_process import RankedProcess, rank_environments
-from tests.clusters import is_alive
+from tests.support.clusters import is_alive
 
 
 def shell(folder: Path, name: str, script: str) -> Command:

@@ -18,9 +18,9 @@ import pytest
 
 from penstock.server.text.renderer import Message, Tool, Written
 from penstock.v1 import trajectory_pb2
-from tests.fakes import ByteRenderer
 from tests.faults.proxy import Proxy, proxying
-from tests.harness import (
+from tests.support.fakes import ByteRenderer
+from tests.support.harness import (
     ChatMessage,
     Conversation,
     Harness,
@@ -31,7 +31,7 @@ from tests.harness import (
     serve,
     until,
 )
-from tests.languages import Language, language, run
+from tests.support.languages import Language, language, run
 
 FROZEN_AT = 5
 """Tokens of a turn after which the engine stands still until the test has done to it what it came for."""

@@ -18,6 +18,7 @@ from penstock.trainer.batching.planning import StepPlan, complete, plan_step
 from penstock.trainer.batching.subset import keep_sequences
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.policy.fsdp import FsdpPolicy
+from tests.support.tiny_model import make_tiny_model
 from tests.test_batching import (
     context,
     cut,
@@ -29,7 +30,6 @@ from tests.test_batching import (
     trajectory,
     written,
 )
-from tests.tiny_model import make_tiny_model
 
 PENALIZED = {"kl": {"kind": "reward", "coefficient": 0.1}}
 

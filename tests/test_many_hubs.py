@@ -21,8 +21,10 @@ from penstock.client.calls import Calls
 from penstock.trainer.data.shards import Division
 from penstock.trainer.state.ledger import RefusedEntry, StepEntry, read_ledger
 from tests.faults.trainers import KILLED, Nursery, ask, judge, nursing
-from tests.nats_server import nats_server
-from tests.processes import Server, server_process
+from tests.support.nats_server import nats_server
+from tests.support.processes import Server, server_process
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_processes import ASKED
 from tests.test_trainer_end_to_end import (
     configure,
     letters,
@@ -33,8 +35,6 @@ from tests.test_trainer_end_to_end import (
     trained,
     working,
 )
-from tests.tiny_model import make_tiny_model
-from tests.trainer_processes import ASKED
 
 # The nursery's trainers, the servers and the run that nobody disturbs are those of all tests here.
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer.state.checkpoint import read_state, verify
+from tests.support.tiny_model import make_tiny_model
 from tests.test_trainer_end_to_end import (
     Trainer,
     configure,
@@ -23,7 +24,6 @@ from tests.test_trainer_end_to_end import (
     trained,
     working,
 )
-from tests.tiny_model import make_tiny_model
 
 SECONDS = 250
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron_worker import CASES, FAMILIES, PARTS, RESUMED
+from tests.support.megatron_worker import CASES, FAMILIES, PARTS, RESUMED
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 270
@@ -27,7 +27,14 @@ def run_part(folder: Path, part: str, seconds: float) -> dict[str, Any]:
         logs = [folder / f"{rank}.log" for rank in range(ranks)]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.megatron_worker", str(folder), str(rank), part],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.support.megatron_worker",
+                    str(folder),
+                    str(rank),
+                    part,
+                ],
                 cwd=ROOT,
                 env=environment,
                 stdout=stack.enter_context(logs[rank].open("wb")),

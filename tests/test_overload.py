@@ -16,7 +16,7 @@ from penstock.server.core.memory_budget import KEPT_PART
 from penstock.server.core.reason_counts import MOST_REASONS, OTHER
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
-from tests.harness import (
+from tests.support.harness import (
     GenerateRequest,
     Harness,
     LeaseTasksRequest,

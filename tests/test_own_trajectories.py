@@ -13,7 +13,7 @@ import pytest
 
 from penstock.server.journal import compaction_pace
 from penstock.wire.failure import read_failure
-from tests.harness import (
+from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
     Failure,

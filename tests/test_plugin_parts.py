@@ -57,8 +57,8 @@ from penstock.trainer.gather.group_policies import load_filter, reason_to_drop
 from penstock.v1 import trajectory_pb2
 from penstock.wire.agent_marks import METADATA as METADATA_MARK
 from penstock.wire.agent_marks import metadata_is_whole, write_unwanted
-from tests.tiny_model import make_byte_tokenizer
-from tests.trainer_walk import Outcome, delivery
+from tests.support.tiny_model import make_byte_tokenizer
+from tests.support.trainer_walk import Outcome, delivery
 
 
 def written(*tokens: int) -> Written:
@@ -564,8 +564,12 @@ def reason_of(sent: Any, task: Any = None, **groups: Any) -> str | None:
 
 
 def filtered(sent: Any, function: str, task: Any = None, **options: Any) -> str | None:
-    """What a filter of `tests/slime_plugins.py` says of a group."""
-    named = {"function": f"tests.slime_plugins:{function}", "style": "slime", "options": options}
+    """What a filter of `tests/support/slime_plugins.py` says of a group."""
+    named = {
+        "function": f"tests.support.slime_plugins:{function}",
+        "style": "slime",
+        "options": options,
+    }
     return reason_of(sent, task, filter=named)
 
 
@@ -724,7 +728,7 @@ def test_a_samples_response_is_what_the_policy_wrote_however_old_it_is() -> None
     sent = deliver(1.0, 0.0)
     read = read_group(sent, trainer_version=9, max_lag=0)
     assert not any(sample.trained.any() for sample in read.samples)
-    config = {"function": "tests.slime_plugins:lengths", "style": "slime"}
+    config = {"function": "tests.support.slime_plugins:lengths", "style": "slime"}
     named = TrainerConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -754,7 +758,9 @@ def test_an_object_that_says_keep_and_reason_is_an_answer() -> None:
     assert filtered(deliver(1.0, 0.0), "filter_with_own_object") == "FILTER:own"
 
 
-@pytest.mark.parametrize("name", ["tests.slime_plugins:echo", "tests/slime_plugins.py:echo"])
+@pytest.mark.parametrize(
+    "name", ["tests.support.slime_plugins:echo", "tests/support/slime_plugins.py:echo"]
+)
 async def test_what_was_finished_is_not_made_again_with_its_group(name: str) -> None:
     modules.install()
     given = {
@@ -791,7 +797,7 @@ def test_what_agents_call_unwanted_is_dropped_with_their_reason() -> None:
 # The command line
 
 
-WHOLE = "--style", "slime", "--rollout-function", "tests.slime_rollouts:none"
+WHOLE = "--style", "slime", "--rollout-function", "tests.support.slime_rollouts:none"
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ from penstock.wire.agent_marks import (
     write_untrained,
 )
 from penstock.wire.branches import shared_prefixes
-from tests.fakes import expected_tokens
-from tests.harness import Exchange, Harness, Outcome, hello, serve
-from tests.tiny_model import make_byte_tokenizer
+from tests.support.fakes import expected_tokens
+from tests.support.harness import Exchange, Harness, Outcome, hello, serve
+from tests.support.tiny_model import make_byte_tokenizer
 
-PLUGINS = "tests.slime_plugins"
+PLUGINS = "tests.support.slime_plugins"
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +448,7 @@ async def test_versions_are_the_servers_where_weights_change_between_turns(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules.install()
-    from tests import slime_plugins
+    from tests.support import slime_plugins
 
     asked = 0
 
@@ -754,20 +754,20 @@ async def test_what_a_sample_says_of_its_end_and_its_reward_counts(rig: Rig) -> 
 
 
 async def test_a_reward_that_only_args_name_is_found(rig: Rig) -> None:
-    statistics = await rig.run(None, None, custom_rm_path="'tests.slime_plugins.seven'")
+    statistics = await rig.run(None, None, custom_rm_path="'tests.support.slime_plugins.seven'")
     assert (statistics.scored_count, statistics.failures) == (1, {})
     assert (await rig.group()).trajectories[0].outcome.reward == 7.0
 
 
 async def test_a_generate_that_only_args_name_is_found(rig: Rig) -> None:
-    path = "'tests.slime_plugins.turns'"
+    path = "'tests.support.slime_plugins.turns'"
     statistics = await rig.run(None, None, custom_generate_function_path=path)
     assert (statistics.scored_count, statistics.failures) == (1, {})
     assert (await rig.group()).trajectories[0].turn_count == 3
 
 
 async def test_several_samples_are_scored_at_once_by_what_only_args_name(rig: Rig) -> None:
-    path = "'tests.slime_plugins.batched_reward'"
+    path = "'tests.support.slime_plugins.batched_reward'"
     statistics = await rig.run("unscored", None, custom_rm_path=path, num_parallel=3)
     assert statistics.failures == {}
     trajectories = (await rig.group()).trajectories

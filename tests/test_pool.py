@@ -18,8 +18,8 @@ from penstock.server.pool.remote import EngineServer, Refused, StagedThere, Unan
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     AbortRequest,
     ContinueRequest,
     GenerateRequest,
@@ -33,7 +33,7 @@ from tests.harness import (
     serve,
     until,
 )
-from tests.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
 
 PROMPT = [1, 2, 3]
 SLOW = 0.01

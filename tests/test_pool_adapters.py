@@ -24,7 +24,7 @@ from penstock.server.weights.upload.incoming import Upload
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security
-from tests.fakes import (
+from tests.support.fakes import (
     MAX_CONTEXT,
     TENSORS,
     VOCAB_SIZE,
@@ -33,10 +33,21 @@ from tests.fakes import (
     expected_tokens,
     sampled,
 )
-from tests.harness import Harness, Turn, begun, delta, hello, messages, sampling, serve, until
-from tests.harness import header as full_header
-from tests.pools import Pool, serve_hub, serve_pool
-from tests.processes import Server
+from tests.support.harness import (
+    Harness,
+    Turn,
+    begun,
+    delta,
+    hello,
+    messages,
+    sampling,
+    serve,
+    until,
+)
+from tests.support.harness import header as full_header
+from tests.support.pools import Pool, serve_hub, serve_pool
+from tests.support.processes import Server
+from tests.support.weight_checks import held_bytes
 from tests.test_pool_branches import sources
 from tests.test_wire_adapters import (
     ACTIVE,
@@ -48,7 +59,6 @@ from tests.test_wire_adapters import (
     push,
     tensors_of,
 )
-from tests.weight_checks import held_bytes
 
 PROMPT = [1, 2, 3]
 LIMITS = AdapterLimits(8, 2)

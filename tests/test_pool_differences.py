@@ -12,7 +12,7 @@ import pytest
 
 from penstock.server.pool import differences as pool_differences
 from penstock.server.pool.member import Member
-from tests.harness import (
+from tests.support.harness import (
     InlineSource,
     Tensors,
     header,
@@ -22,7 +22,7 @@ from tests.harness import (
     until,
     weights_of,
 )
-from tests.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
 from tests.test_pool_branches import sources
 from tests.test_wire_peers import loaded, tensors_of
 

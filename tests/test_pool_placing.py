@@ -19,8 +19,8 @@ from penstock.server.pool.placing import BETWEEN_SECONDS, Placing
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.routing import RoutingRules
 from penstock.wire.security import Security
-from tests.harness import until
-from tests.pools import QUICK, serve_pool
+from tests.support.harness import until
+from tests.support.pools import QUICK, serve_pool
 
 PROMPT = [1, 2, 3]
 

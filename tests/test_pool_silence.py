@@ -19,10 +19,10 @@ from penstock.server.pool import remote as engine_server
 from penstock.server.pool.member import State
 from penstock.server.pool.silence import Silence
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from tests.fakes import FakeEngine, expected_tokens
-from tests.harness import GetServerInfoRequest, Turn, sampling, until
-from tests.pools import QUICK, Pool, serve_hub, serve_pool
-from tests.processes import Server
+from tests.support.fakes import FakeEngine, expected_tokens
+from tests.support.harness import GetServerInfoRequest, Turn, sampling, until
+from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.support.processes import Server
 
 PROMPT = [1, 2, 3]
 SLOW = 0.01
@@ -191,7 +191,7 @@ async def test_an_engine_without_turns_is_not_silent(tmp_path: Path) -> None:
 LOOK = 0.5
 STANDS_STILL = """
 import pathlib, signal, sys, time
-from tests.fake_serve import main
+from tests.support.fake_serve import main
 
 def stand_still(*_):
     while pathlib.Path(sys.argv[-1]).exists():

@@ -18,7 +18,7 @@ from penstock.server.weights.upload.incoming import Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
-from tests.harness import (
+from tests.support.harness import (
     Harness,
     Turn,
     header,
@@ -29,7 +29,7 @@ from tests.harness import (
     serve,
     until,
 )
-from tests.pools import QUICK, serve_pool
+from tests.support.pools import QUICK, serve_pool
 
 PATIENT = replace(QUICK, stage_seconds=600.0)
 SHORT = replace(QUICK, stage_seconds=2.0)

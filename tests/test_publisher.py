@@ -41,7 +41,7 @@ from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.upload import NotStaged, chunk_pieces
 from penstock.wire.upload import upload as wire_upload
-from tests.harness import (
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     SwitchWeights,
@@ -49,7 +49,7 @@ from tests.harness import (
     serve,
     weights_of,
 )
-from tests.scripted_trainer_server import Progress, Received, ScriptedServer, refuse
+from tests.support.scripted_trainer_server import Progress, Received, ScriptedServer, refuse
 
 KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
 SAME = weights_pb2.TENSOR_ENCODING_SAME

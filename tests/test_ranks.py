@@ -32,7 +32,9 @@ from safetensors.torch import load_file
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.ranks import LOCAL, PORT_BYTES, Leader, Place, join_group, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
-from tests.rank_work import groups_of, plan_for
+from tests.support.rank_work import groups_of, plan_for
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_processes import ASKED
 from tests.test_trainer_end_to_end import (
     configure,
     letters,
@@ -42,8 +44,6 @@ from tests.test_trainer_end_to_end import (
     trained,
     working,
 )
-from tests.tiny_model import make_tiny_model
-from tests.trainer_processes import ASKED
 
 # The nursery is one for all tests here.
 one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -75,7 +75,7 @@ class RankNursery:
 
     async def begin(self, function: str, count: int, log: Path, **arguments: Any) -> Ranks:
         assert self.process.stdin is not None
-        name = f"tests.rank_work:{function}"
+        name = f"tests.support.rank_work:{function}"
         order = {"function": name, "arguments": arguments, "ranks": count, "log": str(log)}
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.running = (await self.hear())["pids"]
@@ -96,7 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def nursery(model: Path) -> AsyncGenerator[RankNursery]:
-    command = (sys.executable, "-m", "tests.rank_nursery", str(model))
+    command = (sys.executable, "-m", "tests.support.rank_nursery", str(model))
     process = await asyncio.create_subprocess_exec(
         *command, stdin=-1, stdout=-1, cwd=Path(__file__).parents[1]
     )

@@ -15,8 +15,8 @@ from penstock.up.cluster_config import Cluster, Share
 from penstock.up.placement import PlacementFailed
 from penstock.up.processes import Command
 from penstock.up.ray_placement import RayPlacement, RayProcess, open_ray
-from tests.clusters import ROLES, all_gone, cluster, is_alive
 from tests.faults.test_supervised_run import check
+from tests.support.clusters import ROLES, all_gone, cluster, is_alive
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed; `make cluster-test` does it")
 

@@ -34,8 +34,8 @@ from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
     ContinueRequest,

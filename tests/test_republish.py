@@ -16,8 +16,8 @@ import torch
 from safetensors.numpy import save_file
 
 from penstock.client import Task, Trajectory, connect
-from tests.processes import Server, server_process
-from tests.trainer_walk import StillPolicy, running
+from tests.support.processes import Server, server_process
+from tests.support.trainer_walk import StillPolicy, running
 
 LENGTH = 1 << 20
 """Elements: what an upload takes a while for."""

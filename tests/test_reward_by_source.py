@@ -55,7 +55,7 @@ def settings(folder: Path, tiny: Path, address: str, *, steps: int, fails_at: in
     """A run in which everything is told every two steps."""
     tracker = {
         "kind": "custom",
-        "function": "tests.file_tracker:FileTracker",
+        "function": "tests.support.file_tracker:FileTracker",
         "options": {"path": str(folder / "tracked.jsonl"), "fails_at": fails_at},
     }
     path = configure(

@@ -58,8 +58,8 @@ from penstock.trainer.batching.batching import read_group
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from tests.fakes import EOS, START_OF_TURN, ByteRenderer, decode_bytes
-from tests.harness import Harness, hello, serve
+from tests.support.fakes import EOS, START_OF_TURN, ByteRenderer, decode_bytes
+from tests.support.harness import Harness, hello, serve
 
 FOLDER = Path(__file__).parents[1] / "examples" / "search"
 TEXTS = ("The Nile is 6650 km long.", "The Danube is 2850 km long.", "Paris has a metro.")
@@ -141,7 +141,7 @@ async def retrieval(tmp_path: Path) -> AsyncGenerator[RetrievalClient]:
 
 @pytest.fixture
 async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Harness]:
-    monkeypatch.setattr("tests.fakes.sampled", scripted)
+    monkeypatch.setattr("tests.support.fakes.sampled", scripted)
     async with serve(tmp_path, max_context=4096) as running:
         yield running
 
@@ -228,7 +228,7 @@ async def test_attempts_are_scored_stopped_and_counted(
 async def test_a_malformed_tool_call_is_told_and_is_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retrieval: RetrievalClient
 ) -> None:
-    monkeypatch.setattr("tests.fakes.sampled", scripted)
+    monkeypatch.setattr("tests.support.fakes.sampled", scripted)
     researcher = Researcher(settings(calls="tools"), retrieval, None)
     async with serve(tmp_path, max_context=4096, renderer=ToolRenderer()) as harness:
         groups = await attempt(harness, researcher, *TOOL_SCRIPTS)

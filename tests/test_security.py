@@ -34,16 +34,16 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security, TokenSource, open_channel
-from tests.authorities import (
+from tests.faults.proxy import proxying
+from tests.support.authorities import (
     COMMON_NAMES,
     Authorities,
     authority,
     make_authorities,
     write_certificate,
 )
-from tests.collector import Collector
-from tests.faults.proxy import proxying
-from tests.harness import (
+from tests.support.collector import Collector
+from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
     ContinueRequest,
@@ -63,10 +63,10 @@ from tests.harness import (
     serve,
     upload,
 )
-from tests.harness import Task as WireTask
-from tests.processes import server_process, worker_process
-from tests.rpcs import call, every_rpc
-from tests.tiny_model import make_tiny_model
+from tests.support.harness import Task as WireTask
+from tests.support.processes import server_process, worker_process
+from tests.support.rpcs import call, every_rpc
+from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -830,7 +830,7 @@ def _dry_runs(made: Authorities, config: Path) -> list[str]:
     assert wrong.exit_code == 2, wrong.output
     settings = [part for setting in made.settings() for part in ("--set", setting)]
     second = subprocess.run(
-        [sys.executable, "-m", "tests.fake_serve", *settings, "--dry-run"],
+        [sys.executable, "-m", "tests.support.fake_serve", *settings, "--dry-run"],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(ROOT), **environment},

@@ -15,7 +15,7 @@ import pytest
 from penstock.cli.__main__ import main
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
 

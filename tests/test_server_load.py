@@ -11,7 +11,7 @@ import pytest
 from penstock.trainer.exchange.server_load import LoadFigures, LoadMeter
 from penstock.v1 import rollout_service_pb2
 from penstock.wire import codec
-from tests.scripted_trainer_server import ScriptedServer, unanswering
+from tests.support.scripted_trainer_server import ScriptedServer, unanswering
 
 ServerLoad = codec.twin(rollout_service_pb2.ServerLoad)
 

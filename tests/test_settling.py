@@ -22,7 +22,7 @@ from penstock.server.turns.group_bytes import decode_group
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.harness import (
+from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
     ContinueRequest,

@@ -23,7 +23,7 @@ from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sender, Sent
 from penstock.v1 import weights_pb2
-from tests.harness import Harness, serve, weights_of
+from tests.support.harness import Harness, serve, weights_of
 from tests.test_publisher import bytes_of
 
 EPOCH = 1 << 62

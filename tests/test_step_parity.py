@@ -21,10 +21,10 @@ from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.wire import codec
-from tests import reference_algorithms as reference
+from tests.support import reference_algorithms as reference
+from tests.support.tiny_model import make_tiny_model
 from tests.test_algorithm_parity import MAX_LAG, VERSION, branched, name_of, random_group
 from tests.test_batching import context, group, trajectory
-from tests.tiny_model import make_tiny_model
 
 STEPS, UPDATES = 2, 3
 TRAIN: dict[str, Any] = {

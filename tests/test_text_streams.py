@@ -8,7 +8,7 @@ import pytest
 
 from penstock.server.http.reply import _Sent  # pyright: ignore[reportPrivateUsage]
 from penstock.server.text.streaming import ParsedStream, PlainStream, TextStream
-from tests.fakes import decode_bytes
+from tests.support.fakes import decode_bytes
 
 MARK, END = 256, 257
 

@@ -30,8 +30,8 @@ from penstock.server.vllm.parsers import VllmParsers
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
-from tests.fakes import EOS
-from tests.harness import (
+from tests.support.fakes import EOS
+from tests.support.harness import (
     AbortRequest,
     Harness,
     LeaseTasksRequest,
@@ -40,8 +40,8 @@ from tests.harness import (
     hello,
     serve,
 )
-from tests.merging_tokenizers import make_merging_tokenizer
-from tests.random_agents import (
+from tests.support.merging_tokenizers import make_merging_tokenizer
+from tests.support.random_agents import (
     DESCRIPTION,
     NAME,
     SCHEMA,
@@ -50,8 +50,8 @@ from tests.random_agents import (
     Line,
     Surface,
 )
-from tests.random_sdks import HTTP_SURFACES
-from tests.writing_engine import Attempt, Style, WritingEngine
+from tests.support.random_sdks import HTTP_SURFACES
+from tests.support.writing_engine import Attempt, Style, WritingEngine
 
 PARSERS = {"chatml": ("hermes", ""), "llama3": ("llama3_json", ""), "qwen3": ("hermes", "qwen3")}
 POLICIES = [policy for policy in weights_pb2.InFlightPolicy.values() if policy]

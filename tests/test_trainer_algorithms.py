@@ -23,6 +23,7 @@ from penstock.trainer.policy.fsdp import FsdpPolicy, learning_rate
 from penstock.trainer.policy.sharding import Sharding
 from penstock.trainer.policy.token_model import TokenModel
 from penstock.trainer.state.checkpoint import save_checkpoint
+from tests.support.tiny_model import make_tiny_model
 from tests.test_batching import context, cut, group, plan, read, trajectory, written
 from tests.test_trainer_checkpoint import state, weights
 from tests.test_trainer_end_to_end import (
@@ -33,7 +34,6 @@ from tests.test_trainer_end_to_end import (
     start_trainer,
     working,
 )
-from tests.tiny_model import make_tiny_model
 
 KL_IN_LOSS = {"kl": {"kind": "loss", "coefficient": 0.5, "estimator": "k3"}}
 

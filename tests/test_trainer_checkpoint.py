@@ -34,7 +34,7 @@ from penstock.trainer.state.checkpoint import (
     restore,
     save_checkpoint,
 )
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

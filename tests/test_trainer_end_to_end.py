@@ -36,10 +36,10 @@ from penstock.server.serving import Serving, bind
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.wire.reasons import Reason
-from tests.fakes import ByteRenderer, FakeEngine
-from tests.scripted_trainer_server import unanswering
-from tests.tiny_model import VOCAB_SIZE, make_tiny_model
-from tests.trainer_processes import ASKED, TrainerProcess, start_trainer_process
+from tests.support.fakes import ByteRenderer, FakeEngine
+from tests.support.scripted_trainer_server import unanswering
+from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
+from tests.support.trainer_processes import ASKED, TrainerProcess, start_trainer_process
 
 Reward = Callable[[Task, Trajectory], Awaitable[float]]
 

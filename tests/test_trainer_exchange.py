@@ -17,8 +17,8 @@ from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.harness import Harness, hello
-from tests.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
+from tests.support.harness import Harness, hello
+from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)
 GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)

@@ -16,7 +16,7 @@ from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
-from tests.scripted_trainer_server import ScriptedServer, Session, refuse
+from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
 from tests.test_trainer_exchange import Notice, delivery, greet
 
 Script = Callable[[Session], Awaitable[None]]

@@ -21,8 +21,9 @@ from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.policy.adapter import check_taken
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.state.checkpoint import save_checkpoint
-from tests.harness import until
-from tests.pools import serve_hub
+from tests.support.harness import until
+from tests.support.pools import serve_hub
+from tests.support.tiny_model import make_tiny_model
 from tests.test_trainer_checkpoint import plan, policy_of, state, weights
 from tests.test_trainer_config import MINIMAL, write
 from tests.test_trainer_end_to_end import (
@@ -34,7 +35,6 @@ from tests.test_trainer_end_to_end import (
     tensors_of,
     working,
 )
-from tests.tiny_model import make_tiny_model
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 TOKENS = list(b"what an adapter changes")

@@ -18,7 +18,7 @@ from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.state.checkpoint import TrainerState, read_state, save_checkpoint
 from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.probe import Probe
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 TOKENS = [5, 250, 17, 17, 99, 3, 200, 64]
 

@@ -59,10 +59,10 @@ from tests.faults.trainers import (
     nursing,
     standing,
 )
-from tests.scripted_trainer_server import ScriptedServer, Session
+from tests.support.scripted_trainer_server import ScriptedServer, Session
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_walk import delivery, greet
 from tests.test_trainer_end_to_end import letters, records, serving
-from tests.tiny_model import make_tiny_model
-from tests.trainer_walk import delivery, greet
 
 # The trainers' nursery is one for all tests here.
 one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -209,7 +209,7 @@ async def test_a_second_start_has_nothing_of_the_first(
     every = 0 if left == "no_checkpoints" else 2
     tracker = {
         "kind": "custom",
-        "function": "tests.file_tracker:FileTracker",
+        "function": "tests.support.file_tracker:FileTracker",
         "options": {"path": str(tmp_path / "tracked.jsonl")},
     }
     metrics = {"trackers": [tracker]}

@@ -15,8 +15,8 @@ import pytest
 
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.state.ledger import FILE, Ledger
-from tests.scripted_trainer_server import ScriptedServer, Session, refuse
-from tests.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage
+from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
+from tests.support.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage
 
 
 class Stalling(ScriptedServer):

@@ -34,9 +34,9 @@ from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
 from penstock.wire.codec import twin
-from tests.scripted_server import status
-from tests.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
-from tests.trainer_walk import greet, running
+from tests.support.scripted_server import status
+from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
+from tests.support.trainer_walk import greet, running
 
 SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 DATA = DataConfig(

@@ -24,8 +24,8 @@ from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.v1 import rejection_pb2, rollout_service_pb2, weights_pb2
 from penstock.wire import codec
-from tests.scripted_trainer_server import Received, ScriptedServer, Session, refuse
-from tests.trainer_walk import Scalars, StillPolicy, WeightReceipt, delivery, greet, running
+from tests.support.scripted_trainer_server import Received, ScriptedServer, Session, refuse
+from tests.support.trainer_walk import Scalars, StillPolicy, WeightReceipt, delivery, greet, running
 
 Rejection = codec.twin(rejection_pb2.Rejection)
 ProbeResult = codec.twin(weights_pb2.WeightProbeResult)

@@ -20,7 +20,7 @@ from penstock.server.security.callers import COPIES
 from penstock.v1 import task_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security, open_channel
-from tests.harness import (
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     Failure,
     GenerateRequest,
@@ -35,7 +35,7 @@ from tests.harness import (
     serve,
     until,
 )
-from tests.zero_window import zero_window
+from tests.support.zero_window import zero_window
 
 GET = "penstock.v1.RolloutService/GetTrajectory"
 LEASE = "penstock.v1.TaskService/LeaseTasks"

@@ -236,11 +236,11 @@ async def test_a_run_goes_on_to_its_end_though_everything_is_killed(
         for wanted in steps.values():
             wanted(line)
 
-    command = (sys.executable, "-m", "tests.up_with_fakes", str(config))
+    command = (sys.executable, "-m", "tests.support.up_with_fakes", str(config))
     process = Process.start(Command("up", command, tmp_path / "up.log"), on_line)
     try:
         await steps[3].wait(process)
-        os.kill(pid_of(out, "tests.fake_serve"), signal.SIGKILL)
+        os.kill(pid_of(out, "tests.support.fake_serve"), signal.SIGKILL)
         await steps[8].wait(process)
         os.kill(pid_of(out, "train"), signal.SIGKILL)
         async with asyncio.timeout(90):
@@ -297,7 +297,7 @@ async def test_a_stop_on_request_goes_from_the_trainer_to_the_server(
 async def test_a_dry_run_prints_what_each_command_makes_of_its_part(
     config: Path, tmp_path: Path
 ) -> None:
-    command = (sys.executable, "-m", "tests.up_with_fakes", str(config), "--dry-run")
+    command = (sys.executable, "-m", "tests.support.up_with_fakes", str(config), "--dry-run")
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
     resolved = tomllib.loads(printed.decode())

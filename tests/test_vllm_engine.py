@@ -49,8 +49,8 @@ from penstock.server.weights.upload.manifest import Encoding, ManifestTensor
 from penstock.server.weights.upload.stage import WeightStage
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
-from tests.processes import engines_of
-from tests.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
+from tests.support.processes import engines_of
+from tests.support.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -91,7 +91,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], P
 async def start(path: Path) -> VllmEngine:
     arguments = engine_arguments(["--model", str(path), *OPTIONS])
     # Penstock's own, until it is told otherwise.
-    arguments.worker_extension_cls = "tests.stale_head.WorkerExtension"
+    arguments.worker_extension_cls = "tests.support.stale_head.WorkerExtension"
     return await VllmEngine.start(arguments)
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from penstock.server.__main__ import main as serve
 from penstock.server.text.renderer import ParsedCall, Tool
 from penstock.server.vllm.parsers import ParserUnknown, VllmParsers, check_names
-from tests.chat_templates import make_tokenizer
+from tests.support.chat_templates import make_tokenizer
 
 TOOL = Tool("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

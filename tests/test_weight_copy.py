@@ -25,7 +25,7 @@ from penstock.trainer.weights.transports import (
     VersionFolders,
 )
 from penstock.wire.channel import client_options
-from tests.scripted_trainer_server import ScriptedServer
+from tests.support.scripted_trainer_server import ScriptedServer
 from tests.test_publisher import ANNOUNCED, KEEP, Weights, bytes_of, change, changing, uploads
 
 

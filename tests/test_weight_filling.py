@@ -29,7 +29,7 @@ from penstock.server.weights.upload.verify import Check
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.harness import (
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     UpdateWeightsRequest,

@@ -14,8 +14,8 @@ from penstock.trainer.core.errors import TrainerError
 from penstock.trainer.weights.transfer import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed
 from penstock.v1 import weights_pb2
 from penstock.wire import gloo_group
-from tests.fakes import TENSORS
-from tests.harness import Harness
+from tests.support.fakes import TENSORS
+from tests.support.harness import Harness
 
 NAMES = [name for name, meta in TENSORS.items() if not meta.optional]
 SPECS = tuple(

@@ -19,9 +19,9 @@ from penstock.cli.__main__ import main
 from penstock.cli.checkpoint import CheckpointUnreadable, read_checkpoint
 from penstock.client import connect
 from penstock.v1 import rollout_service_pb2, weights_pb2
-from tests.fakes import TENSORS
-from tests.harness import Harness, sampling, serve
-from tests.scripted_trainer_server import Received, ScriptedServer, refuse
+from tests.support.fakes import TENSORS
+from tests.support.harness import Harness, sampling, serve
+from tests.support.scripted_trainer_server import Received, ScriptedServer, refuse
 
 EMBEDDING, MLP, HEAD = TENSORS
 

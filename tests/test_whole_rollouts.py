@@ -19,12 +19,12 @@ from penstock.client.plugins.slime_functions import SingletonMeta, get_async_loo
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
 from penstock.wire.agent_marks import read_unwanted
-from tests.harness import Exchange, hello, serve
+from tests.support.harness import Exchange, hello, serve
 from tests.test_plugins import arguments, check_sampled, tasks, tokenizer
 
 __all__ = ["tokenizer"]
 
-FUNCTIONS = "tests.slime_rollouts"
+FUNCTIONS = "tests.support.slime_rollouts"
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
     tmp_path: Path, tokenizer: Path, takes_nothing: bool, shares_loop: bool
 ) -> None:
     modules.install()
-    from tests.slime_rollouts import Background
+    from tests.support.slime_rollouts import Background
 
     Background.one = None
     work = at_work(

@@ -19,8 +19,8 @@ from penstock.server.weights.adapter_folder import NAME
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
-from tests.fakes import MAX_CONTEXT, expected_scores, expected_tokens
-from tests.harness import (
+from tests.support.fakes import MAX_CONTEXT, expected_scores, expected_tokens
+from tests.support.harness import (
     AbortRequest,
     GetServerInfoRequest,
     Harness,
@@ -37,8 +37,8 @@ from tests.harness import (
     serve,
     shared,
 )
+from tests.support.weight_checks import check_tokens, held_bytes, refused, state_of
 from tests.test_wire_exchange import finish_groups
-from tests.weight_checks import check_tokens, held_bytes, refused, state_of
 
 RANK = 2
 MODULE = "base_model.model.model.layers.0.mlp"

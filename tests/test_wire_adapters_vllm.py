@@ -21,7 +21,7 @@ from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
-from tests.harness import (
+from tests.support.harness import (
     GenerateRequest,
     GetServerInfoRequest,
     InlineSource,
@@ -35,8 +35,8 @@ from tests.harness import (
     messages,
     sequence,
 )
+from tests.support.tiny_model import make_tiny_model
 from tests.test_wire_vllm import upload_of
-from tests.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

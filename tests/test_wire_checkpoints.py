@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.v1 import weights_pb2
-from tests.harness import (
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     delta,
@@ -24,7 +24,7 @@ from tests.harness import (
     send,
     weights_of,
 )
-from tests.weight_checks import MODEL_BYTES, held_bytes, refused
+from tests.support.weight_checks import MODEL_BYTES, held_bytes, refused
 
 FEW, MANY = "model.layers.0.mlp.weight", "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"

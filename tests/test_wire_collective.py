@@ -20,8 +20,8 @@ from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
-from tests.fakes import TENSORS, expected_scores
-from tests.harness import (
+from tests.support.fakes import TENSORS, expected_scores
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     TensorSpec,
@@ -37,7 +37,7 @@ from tests.harness import (
     send,
     serve,
 )
-from tests.weight_checks import check_tokens, held_bytes
+from tests.support.weight_checks import check_tokens, held_bytes
 
 READY = weights_pb2.WEIGHT_STATE_READY
 ACTIVE = weights_pb2.WEIGHT_STATE_ACTIVE

@@ -17,9 +17,9 @@ from penstock.server.turns.history import MatchKind, match
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import branches, codec
-from tests.chat_templates import make_tokenizer
-from tests.fakes import EOS, FakeEngine
-from tests.harness import (
+from tests.support.chat_templates import make_tokenizer
+from tests.support.fakes import EOS, FakeEngine
+from tests.support.harness import (
     AbortRequest,
     ChatMessage,
     Conversation,

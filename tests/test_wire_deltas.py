@@ -15,7 +15,7 @@ import pytest
 from penstock.server.config import settings as config
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
-from tests.harness import (
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     UpdateWeightsRequest,
@@ -30,7 +30,7 @@ from tests.harness import (
     shared,
     weights_of,
 )
-from tests.weight_checks import MODEL_BYTES, held_bytes, no_room_for, refused, state_of
+from tests.support.weight_checks import MODEL_BYTES, held_bytes, no_room_for, refused, state_of
 
 ACTIVE = weights_pb2.WEIGHT_STATE_ACTIVE
 SPARSE = weights_pb2.TENSOR_ENCODING_SPARSE

@@ -33,8 +33,8 @@ from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     ChatMessage,
     CompleteTrajectoryRequest,
     ContinueRequest,

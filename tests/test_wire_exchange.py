@@ -12,7 +12,7 @@ import pytest
 from penstock.server.rollouts import complete as closing
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
-from tests.harness import (
+from tests.support.harness import (
     Exchange,
     ExchangeRequest,
     Harness,

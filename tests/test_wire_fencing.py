@@ -13,7 +13,7 @@ import pytest
 from penstock.server.core.errors import DomainError
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
-from tests.harness import (
+from tests.support.harness import (
     AbortRequest,
     Exchange,
     GetServerInfoRequest,

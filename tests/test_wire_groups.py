@@ -19,8 +19,8 @@ from penstock.server.rollouts import complete as closing
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
     GetTrajectoryRequest,

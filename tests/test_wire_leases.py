@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from penstock.server.core.errors import DomainError
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
-from tests.fakes import ByteRenderer, expected_tokens
-from tests.harness import (
+from tests.support.fakes import ByteRenderer, expected_tokens
+from tests.support.harness import (
     AbortRequest,
     GenerateRequest,
     GetServerInfoRequest,

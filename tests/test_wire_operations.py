@@ -18,8 +18,8 @@ from penstock.server.rpc.boundary import SERVICES
 from penstock.server.serving import AddressInUse, bind
 from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     LeaseTasksRequest,

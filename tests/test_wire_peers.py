@@ -16,8 +16,8 @@ import xxhash
 
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure, read_failure
-from tests.authorities import make_authorities
-from tests.harness import (
+from tests.support.authorities import make_authorities
+from tests.support.harness import (
     FetchWeightsRequest,
     Harness,
     header,

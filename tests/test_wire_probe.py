@@ -15,8 +15,8 @@ import pytest
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
-from tests.fakes import MAX_CONTEXT, VOCAB_SIZE, expected_scores
-from tests.harness import (
+from tests.support.fakes import MAX_CONTEXT, VOCAB_SIZE, expected_scores
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     WeightProbe,
@@ -30,7 +30,7 @@ from tests.harness import (
     serve,
     until,
 )
-from tests.weight_checks import MODEL_BYTES, check_tokens, held_bytes, refused, state_of
+from tests.support.weight_checks import MODEL_BYTES, check_tokens, held_bytes, refused, state_of
 
 TOKENS = [*range(1, 40)]
 ABORTED = trajectory_pb2.FINISH_REASON_ABORTED

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from penstock.wire.failure import read_failure
-from tests.harness import (
+from tests.support.harness import (
     ContinueRequest,
     GenerateRequest,
     GetServerInfoRequest,

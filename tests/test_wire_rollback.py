@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from penstock.server.engine.protocol import EngineLost, StagedWeights
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
-from tests.fakes import TENSORS
-from tests.harness import (
+from tests.support.fakes import TENSORS
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     delta,
@@ -28,7 +28,7 @@ from tests.harness import (
     shared,
     weights_of,
 )
-from tests.weight_checks import MODEL_BYTES, check_tokens, held_bytes, state_of
+from tests.support.weight_checks import MODEL_BYTES, check_tokens, held_bytes, state_of
 
 KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
 POLICIES = ("keep", "recompute", "drain", "abort")

@@ -15,8 +15,8 @@ from penstock.common.memory_file import host_id
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.upload import Staging
-from tests.fakes import EOS, TENSORS
-from tests.harness import (
+from tests.support.fakes import EOS, TENSORS
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     UpdateWeightsRequest,

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     Failure,
     GenerateRequest,

@@ -13,8 +13,8 @@ from penstock.server.turns.subscription import Subscription
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
-from tests.fakes import EOS, START_OF_TURN, expected_tokens
-from tests.harness import (
+from tests.support.fakes import EOS, START_OF_TURN, expected_tokens
+from tests.support.harness import (
     AbortRequest,
     ChatMessage,
     ContinueRequest,

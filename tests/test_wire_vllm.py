@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from penstock.v1 import conversation_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.harness import (
+from tests.support.harness import (
     AbortRequest,
     ChatMessage,
     ContinueRequest,
@@ -36,7 +36,7 @@ from tests.harness import (
     messages,
     sequence,
 )
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

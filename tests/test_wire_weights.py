@@ -17,8 +17,8 @@ from google.protobuf.internal.encoder import _VarintBytes
 
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
-from tests.fakes import expected_tokens
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     GetServerInfoRequest,
     Harness,
     InlineSource,

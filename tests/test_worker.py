@@ -27,8 +27,8 @@ from penstock.client.groups import GroupBook
 from penstock.client.leases import Attempt
 from penstock.client.scoring import RewardInvalid, as_failed, as_outcome, as_outcomes, single_turn
 from penstock.client.worker import Worker, WorkerMisconfigured
-from tests.harness import until
-from tests.scripted_server import Script, ScriptedServer, expected_tokens, status
+from tests.support.harness import until
+from tests.support.scripted_server import Script, ScriptedServer, expected_tokens, status
 
 ANSWER = str(expected_tokens(0)[-1])
 

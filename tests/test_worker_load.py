@@ -13,7 +13,7 @@ import pytest
 
 from penstock.client import SamplingParams, Task, connect
 from penstock.client.calls import Calls
-from tests.harness import serve, until
+from tests.support.harness import serve, until
 
 WAITING = 300
 LIMIT_BYTES = 24 * 1024

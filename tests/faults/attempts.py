@@ -31,7 +31,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire import sparse
 from penstock.wire.failure import Failure, read_failure
 from tests.faults.sites import EPOCH, Site, Tensors
-from tests.harness import (
+from tests.support.harness import (
     InlineSource,
     SparseCoding,
     TensorSpec,

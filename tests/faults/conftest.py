@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.faults.report import report_of
 from tests.faults.sites import Site, fake_site, vllm_site
 from tests.faults.trainers import Nursery, nursing
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 HERE = Path(__file__).parent
 LONG_SECONDS = 7_200

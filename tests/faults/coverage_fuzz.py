@@ -27,7 +27,7 @@ import atheris
 
 FUZZER: Any = atheris
 with FUZZER.instrument_imports(include=["penstock.server", "penstock.wire"]):
-    from tests.harness import serve, upload
+    from tests.support.harness import serve, upload
 
 from tests.faults.footprint import Footprint, footprint
 from tests.faults.grammar import OWN_TRAJECTORY, SEEDS, Bodies

@@ -55,7 +55,7 @@ def fake_server(
     """Starts one with a journal in `folder`; `prefix` goes before its command, `options` behind it."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
-    command = [*prefix, sys.executable, "-m", "tests.fake_serve", "--listen", f"{host}:0"]
+    command = [*prefix, sys.executable, "-m", "tests.support.fake_serve", "--listen", f"{host}:0"]
     command += ["--step-seconds", str(step_seconds), *options]
     # Turns are of a few tokens.
     given = (f"journal.folder={folder / 'journal'}", "journal.refers_from_bytes=1", *settings)

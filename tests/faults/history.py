@@ -30,7 +30,7 @@ from typing import Any
 
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from tests.fakes import expected_tokens
+from tests.support.fakes import expected_tokens
 
 POLICY = trajectory_pb2.AUTHOR_POLICY
 

@@ -13,7 +13,7 @@ import grpc
 
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
-from tests.harness import Wire, hello, upload
+from tests.support.harness import Wire, hello, upload
 
 
 async def main(address: str, epoch: int, groups: int) -> None:

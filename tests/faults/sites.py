@@ -20,13 +20,13 @@ from penstock.server.config import settings as config
 from penstock.server.engine.protocol import EngineLoadFailed, StagedWeights
 from penstock.server.serving import Serving, bind
 from penstock.wire.channel import client_options
-from tests import harness
-from tests.fakes import FakeEngine, expected_tokens
 from tests.faults.scoring import Scorer, runs
 from tests.faults.trajectories import Seen, Trajectories
-from tests.harness import Exchange, GetServerInfoRequest, Wire, hello
-from tests.processes import engines_of
-from tests.tiny_model import make_tiny_model
+from tests.support import harness
+from tests.support.fakes import FakeEngine, expected_tokens
+from tests.support.harness import Exchange, GetServerInfoRequest, Wire, hello
+from tests.support.processes import engines_of
+from tests.support.tiny_model import make_tiny_model
 
 EPOCH = 1_000_000
 Tensors = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]

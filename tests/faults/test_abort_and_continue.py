@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from penstock.v1 import trajectory_pb2, weights_pb2
-from tests.harness import AbortRequest, Harness, sampling
+from tests.support.harness import AbortRequest, Harness, sampling
 
 ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
 

@@ -35,7 +35,7 @@ from tests.faults.report import COUNT, Report, report_of
 from tests.faults.sites import EPOCH, OPTIONS, Site, Tensors, versions_of
 from tests.faults.trajectories import Trajectories
 from tests.faults.weight_faults import FAULTS
-from tests.harness import (
+from tests.support.harness import (
     GenerateRequest,
     GetServerInfoRequest,
     InlineSource,
@@ -49,8 +49,8 @@ from tests.harness import (
     sequence,
     until,
 )
-from tests.processes import Server
-from tests.tiny_model import make_tiny_model
+from tests.support.processes import Server
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

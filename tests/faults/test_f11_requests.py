@@ -20,11 +20,11 @@ from penstock.v1 import conversation_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
-from tests.fakes import VOCAB_SIZE, expected_tokens
 from tests.faults.fake_server import ServerProcess, fake_server
 from tests.faults.lateness import watched_lateness
 from tests.faults.report import Report, report_of
-from tests.harness import (
+from tests.support.fakes import VOCAB_SIZE, expected_tokens
+from tests.support.harness import (
     AbortRequest,
     ChatMessage,
     CompleteTrajectoryRequest,

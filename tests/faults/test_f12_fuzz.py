@@ -25,12 +25,12 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from penstock.wire.channel import client_options
-from tests.fakes import expected_tokens
 from tests.faults.fake_server import ServerProcess, fake_server
 from tests.faults.footprint import Footprint
 from tests.faults.grammar import OWN_TRAJECTORY, SEEDS, Bodies, messages, raw
 from tests.faults.report import Report
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     Failure,
     Harness,

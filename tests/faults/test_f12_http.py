@@ -23,7 +23,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from tests.faults.report import Report
-from tests.harness import serve
+from tests.support.harness import serve
 
 QUICK = 60
 """Examples of each endpoint where nobody says how many."""

@@ -35,7 +35,6 @@ from hypothesis.stateful import (
 )
 
 from penstock.wire.failure import read_failure
-from tests.fakes import expected_tokens
 from tests.faults.history import (
     Answer,
     Group,
@@ -48,7 +47,8 @@ from tests.faults.history import (
     violations,
 )
 from tests.faults.report import Report
-from tests.harness import (
+from tests.support.fakes import expected_tokens
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     Exchange,
     Failure,

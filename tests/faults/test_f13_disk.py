@@ -17,8 +17,8 @@ from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from tests.faults.report import Report
-from tests.harness import SubmitTasksRequest, Task, Wire, sequence
-from tests.processes import Server, server_process
+from tests.support.harness import SubmitTasksRequest, Task, Wire, sequence
+from tests.support.processes import Server, server_process
 
 ENDED = ("JOURNAL_FAILED", "UNAVAILABLE", "CANCELLED")
 """What a caller hears of a server whose journal failed: why, or, where it ends meanwhile or has ended,

@@ -14,8 +14,8 @@ from penstock.client import connect
 from penstock.wire.channel import client_options
 from tests.faults.report import Report
 from tests.faults.test_f3_killed_engine import TRAJECTORIES, Script
-from tests.harness import SubmitTasksRequest, Task, Wire, hello, sampling
-from tests.processes import Server, server_process, worker_process
+from tests.support.harness import SubmitTasksRequest, Task, Wire, hello, sampling
+from tests.support.processes import Server, server_process, worker_process
 
 FILE = "tests/faults/test_f16_start_and_stop.py::"
 GROUPS, GROUP_SIZE = 12, 2
@@ -27,7 +27,7 @@ WORK = ("--concurrency", "4", "--generate", "tests.faults.agents:generate")
 async def test_a_port_in_use_fails_loudly(tmp_path: Path, report: Report) -> None:
     async with server_process(tmp_path) as server:
         second = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.fake_serve", "--listen", server.address),
+            *(sys.executable, "-m", "tests.support.fake_serve", "--listen", server.address),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

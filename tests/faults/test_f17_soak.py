@@ -52,8 +52,8 @@ from penstock.wire.security import open_channel
 from tests.faults.footprint import Footprint, footprint
 from tests.faults.report import Report, slope
 from tests.faults.workload import LOST, PATIENCE
-from tests.harness import StalenessContract
-from tests.processes import Server, server_process
+from tests.support.harness import StalenessContract
+from tests.support.processes import Server, server_process
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from penstock.common.token_file import Role, new_token
 from penstock.server.security.gate import ALLOWED, ANYBODY
 from penstock.wire.failure import Failure
 from penstock.wire.security import Security, open_channel
-from tests.authorities import COMMON_NAMES, Authorities, make_authorities
 from tests.faults.report import Report
-from tests.harness import Harness, serve
-from tests.rpcs import Rpc, call, every_rpc
+from tests.support.authorities import COMMON_NAMES, Authorities, make_authorities
+from tests.support.harness import Harness, serve
+from tests.support.rpcs import Rpc, call, every_rpc
 
 RPCS = every_rpc()
 WHERE = "F18 server"

@@ -33,7 +33,7 @@ from tests.faults.trainers import (
     model_of,
     standing,
 )
-from tests.trainer_processes import ASKED
+from tests.support.trainer_processes import ASKED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,8 +13,8 @@ import pytest
 from tests.faults.agents import TOOL_ANSWERS
 from tests.faults.report import Report
 from tests.faults.workers import GRACE_SECONDS, GROUP_SIZE, Crew
-from tests.harness import serve
-from tests.processes import start_worker
+from tests.support.harness import serve
+from tests.support.processes import start_worker
 
 WAITING = 400
 # Of what must be done again, by a server and a worker that share this machine.

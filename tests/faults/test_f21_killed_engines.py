@@ -37,7 +37,6 @@ from penstock.server.weights.upload.incoming import Staged
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from tests.fakes import sampled
 from tests.faults.report import COUNT, Report
 from tests.faults.scoring import Scorer
 from tests.faults.trainers import (
@@ -49,12 +48,13 @@ from tests.faults.trainers import (
     check_lineage,
 )
 from tests.faults.trajectories import Seen
-from tests.harness import Harness
-from tests.pools import serve_hub
-from tests.processes import Server, engines_of
+from tests.support.fakes import sampled
+from tests.support.harness import Harness
+from tests.support.pools import serve_hub
+from tests.support.processes import Server, engines_of
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_processes import ASKED
 from tests.test_trainer_end_to_end import configure
-from tests.tiny_model import make_tiny_model
-from tests.trainer_processes import ASKED
 
 MAX_LAG = 2
 STEP_SECONDS = "0.004"
@@ -298,7 +298,7 @@ def _tensors(staged: Staged) -> dict[str, Any]:
 
 FAKE = Kind(
     "F21 fake",
-    ("-m", "tests.fake_serve"),
+    ("-m", "tests.support.fake_serve"),
     ("--step-seconds", STEP_SECONDS),
     lambda _: ByRule(),
     in_flight="keep",

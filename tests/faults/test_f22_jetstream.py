@@ -20,8 +20,8 @@ from tests.faults.report import COUNT, Report
 from tests.faults.test_f2_killed_server import POINTS, kill_at
 from tests.faults.test_f13_disk import ENDED, submit_known, submit_until_refused
 from tests.faults.workload import Workload
-from tests.nats_server import NatsServer, find_program, nats_server
-from tests.processes import Server, server_process
+from tests.support.nats_server import NatsServer, find_program, nats_server
+from tests.support.processes import Server, server_process
 
 WHERE = "JetStream"
 GROUPS = 16

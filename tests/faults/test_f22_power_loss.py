@@ -27,8 +27,8 @@ from penstock.server.journal.jetstream import log as jetstream_log
 from penstock.server.journal.jetstream.frames import StoredOutside
 from penstock.server.journal.records import Stored
 from tests.faults.report import COUNT, Report
-from tests.journal_stores import MEBIBYTE, JetStreamStore, names_in, record
-from tests.nats_server import NatsServer, find_program, nats_server
+from tests.support.journal_stores import MEBIBYTE, JetStreamStore, names_in, record
+from tests.support.nats_server import NatsServer, find_program, nats_server
 
 WHERE = "JetStream"
 NAME = "power of NATS lost"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters import ROLES, all_gone, cluster
 from tests.faults.report import Report
 from tests.faults.test_supervised_run import check
+from tests.support.clusters import ROLES, all_gone, cluster
 
 TEST = "tests/faults/test_f23_cluster.py::test_a_run_on_ray_ends_whatever_actor_is_killed"
 WHERE, NAME = "F23 ray", "each actor killed, in random order"

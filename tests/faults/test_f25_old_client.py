@@ -24,9 +24,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 
-from tests.fakes import expected_tokens
 from tests.faults.report import Report
-from tests.harness import header, messages, serve
+from tests.support.fakes import expected_tokens
+from tests.support.harness import header, messages, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).parent / "recorded"

@@ -24,7 +24,7 @@ from penstock.wire.failure import read_failure
 from tests.faults.history import Answer, Group, Step, read_group, read_outcome, read_runs, step_with
 from tests.faults.history_sources import check_what_is_left
 from tests.faults.report import Report
-from tests.harness import (
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     Failure,
     GenerateRequest,
@@ -39,7 +39,7 @@ from tests.harness import (
     sampling,
     sequence,
 )
-from tests.processes import Server, server_process
+from tests.support.processes import Server, server_process
 
 # The name, and the most hits before the one that kills: not all of them are hit often.
 POINTS = {

@@ -21,10 +21,10 @@ import pytest
 from penstock.client import Client, Patience, connect
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.supervisor import SERVING
-from tests.fakes import expected_tokens
 from tests.faults.report import COUNT, Report
-from tests.ports import HeldPort
-from tests.processes import ENVIRONMENT, Server, engines_of, server_process
+from tests.support.fakes import expected_tokens
+from tests.support.ports import HeldPort
+from tests.support.processes import ENVIRONMENT, Server, engines_of, server_process
 
 TRAJECTORIES = 6
 VLLM_COUNT = 3
@@ -176,7 +176,7 @@ async def test_a_killed_vllm_engine_costs_no_token(tmp_path: Path, report: Repor
     if report.count is None:
         pytest.skip("vLLM has to start twice for each; `make faults` does it")
     pytest.importorskip("vllm")
-    from tests.tiny_model import make_tiny_model
+    from tests.support.tiny_model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model")
     count = min(report.count, VLLM_COUNT)

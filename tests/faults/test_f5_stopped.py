@@ -24,7 +24,7 @@ from tests.faults.history_sources import check_what_is_left
 from tests.faults.report import COUNT, Report
 from tests.faults.test_f3_killed_engine import TRAJECTORIES, Script
 from tests.faults.workers import crew
-from tests.harness import (
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     GetServerInfoRequest,
     Harness,
@@ -36,7 +36,7 @@ from tests.harness import (
     hello,
     serve,
 )
-from tests.processes import Server, server_process, stopped
+from tests.support.processes import Server, server_process, stopped
 
 FILE = "tests/faults/test_f5_stopped.py::"
 ROOMY = {"max_lag": 1_000, "groups_per_step": 1_000}

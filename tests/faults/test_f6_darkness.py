@@ -26,7 +26,7 @@ from tests.faults.lateness import watched_lateness
 from tests.faults.namespace import Namespace, namespace, why_not
 from tests.faults.report import Report
 from tests.faults.workload import Workload
-from tests.harness import GetServerInfoRequest, LeaseTasksRequest, Wire
+from tests.support.harness import GetServerInfoRequest, LeaseTasksRequest, Wire
 
 GROUPS = 24
 QUICK_GROUPS = 8

@@ -26,14 +26,14 @@ from penstock.wire.channel import (
 )
 from penstock.wire.security import Security
 from penstock.wire.upload import NotStaged, upload
-from tests import harness
-from tests.authorities import authority, server_certificate, write_certificate
 from tests.faults.fake_server import ServerProcess, fake_server
 from tests.faults.lateness import watched_lateness
 from tests.faults.proxy import Proxy, Way, proxying
 from tests.faults.report import Report, report_of
 from tests.faults.workload import Workload
-from tests.harness import (
+from tests.support import harness
+from tests.support.authorities import authority, server_certificate, write_certificate
+from tests.support.harness import (
     GetServerInfoRequest,
     LeaseTasksRequest,
     SubmitTasksRequest,

@@ -32,7 +32,7 @@ from penstock.wire.channel import client_options
 from tests.faults.fake_server import ServerProcess, fake_server
 from tests.faults.lateness import watched_lateness
 from tests.faults.report import Report
-from tests.harness import (
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     GenerateRequest,
     GetServerInfoRequest,

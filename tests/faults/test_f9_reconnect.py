@@ -18,7 +18,7 @@ from tests.faults.fake_server import ServerProcess, fake_server
 from tests.faults.lateness import watched_lateness
 from tests.faults.proxy import Proxy, proxying
 from tests.faults.report import Report
-from tests.harness import GetServerInfoRequest, LeaseTasksRequest, Wire
+from tests.support.harness import GetServerInfoRequest, LeaseTasksRequest, Wire
 
 CLIENTS = 1_000
 QUICK = 50

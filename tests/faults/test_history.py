@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes import expected_tokens
 from tests.faults.history import (
     Answer,
     Group,
@@ -26,6 +25,7 @@ from tests.faults.history import (
     violations,
     write_answer,
 )
+from tests.support.fakes import expected_tokens
 
 
 def make_trajectory(rng: random.Random, group_id: str, index: int, retry: int) -> Trajectory:

@@ -8,7 +8,7 @@ from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, Train
 from tests.faults.history import Answer, Kind, Step, explain_fake, read_outcome, violations
 from tests.faults.history_sources import history_of, steps_of
 from tests.faults.workload import Workload
-from tests.harness import (
+from tests.support.harness import (
     CompleteTrajectoryRequest,
     Failure,
     LeaseTasksRequest,

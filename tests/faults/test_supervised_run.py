@@ -69,7 +69,7 @@ WAYS = {
     "checkpoint": 'weights = { transport = "checkpoint" }',
     "adapter": "model.lora = { rank = 4, alpha = 8.0 }",
 }
-VICTIMS = {"server": "tests.fake_serve", "worker": "rollout", "trainer": "train"}
+VICTIMS = {"server": "tests.support.fake_serve", "worker": "rollout", "trainer": "train"}
 
 
 @dataclass
@@ -108,7 +108,7 @@ def start(folder: Path, way: str, steps: int) -> Watched:
     lora = str(way == "adapter").lower()
     config = FILE.format(folder=folder, steps=steps, lora=lora) + WAYS[way] + "\n"
     (folder / "up.toml").write_text(config)
-    command = (sys.executable, "-m", "tests.up_with_fakes", str(folder / "up.toml"))
+    command = (sys.executable, "-m", "tests.support.up_with_fakes", str(folder / "up.toml"))
     run: Watched
 
     def on_line(line: str) -> None:

@@ -34,7 +34,7 @@ from tests.faults.scoring import runs
 from tests.faults.sites import Site
 from tests.faults.trajectories import Seen
 from tests.faults.weight_faults import FAULTS
-from tests.harness import GetServerInfoRequest
+from tests.support.harness import GetServerInfoRequest
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(3600)]
 

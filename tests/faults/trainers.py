@@ -28,8 +28,8 @@ from penstock.server.engine.protocol import AdapterLimits
 from penstock.trainer.state.ledger import RefusedEntry, StepEntry, read_ledger
 from tests.faults.agent_log import write_down
 from tests.faults.history_sources import check_what_is_left
+from tests.support.trainer_processes import TrainerProcess, start_trainer_process
 from tests.test_trainer_end_to_end import Server, configure, letters, sampled, serving
-from tests.trainer_processes import TrainerProcess, start_trainer_process
 
 GROUPS_PER_STEP = 2
 JOURNAL, AGENTS = "journal", "agents.jsonl"

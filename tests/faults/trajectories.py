@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from tests.harness import (
+from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
     ContinueRequest,

@@ -37,7 +37,7 @@ from tests.faults.attempts import (
     places_in,
     progress_offset,
 )
-from tests.harness import TensorSpec, UpdateWeightsRequest, WeightChunk
+from tests.support.harness import TensorSpec, UpdateWeightsRequest, WeightChunk
 
 Fault = Callable[[Attempt], Awaitable[None]]
 FAULTS: dict[str, tuple[Fault, tuple[Source, ...]]] = {}

@@ -14,7 +14,7 @@ from tests.faults.agents import LOG
 from tests.faults.history import read_answers
 from tests.faults.history_sources import check_what_is_left
 from tests.faults.lateness import watched_lateness
-from tests.harness import (
+from tests.support.harness import (
     Exchange,
     Harness,
     SubmitTasksRequest,
@@ -23,7 +23,7 @@ from tests.harness import (
     sampling,
     serve,
 )
-from tests.processes import start_worker
+from tests.support.processes import start_worker
 
 GROUP_SIZE = 2
 LEASE_SECONDS = 1.5

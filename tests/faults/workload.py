@@ -32,7 +32,7 @@ from tests.faults.history import (
     step_with,
     violations,
 )
-from tests.harness import StalenessContract
+from tests.support.harness import StalenessContract
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2

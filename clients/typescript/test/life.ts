@@ -1,6 +1,6 @@
 /**
  * The agent of tests/test_languages.py: `node life.js ADDRESS ATTEMPTS`. What it does with an attempt is named
- * by the task's metadata, and is the same, call by call, in tests/life.py and clients/go/internal/life.
+ * by the task's metadata, and is the same, call by call, in tests/support/life.py and clients/go/internal/life.
  */
 
 import { type Agent, Failed, type Message, type Outcome, connect } from "@penstock/client";

@@ -1,5 +1,5 @@
 // The agent of tests/test_languages.py: life ADDRESS ATTEMPTS. What it does with an attempt is named by the task's
-// metadata, and is the same, call by call, in tests/life.py and clients/typescript/test/life.ts.
+// metadata, and is the same, call by call, in tests/support/life.py and clients/typescript/test/life.ts.
 package main
 
 import (

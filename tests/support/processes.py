@@ -16,7 +16,7 @@ import psutil
 
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.supervisor import SERVING
-from tests.ports import HeldPort
+from tests.support.ports import HeldPort
 
 ENGINE = re.compile(r"^fake engine process (\d+)$")
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -24,12 +24,12 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 
 @dataclass
 class Server:
-    """`tests.fake_serve`, or another, over as many starts as it takes, all on one port."""
+    """`tests.support.fake_serve`, or another, over as many starts as it takes, all on one port."""
 
     folder: Path
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    command: tuple[str, ...] = ("-m", "tests.fake_serve")
+    command: tuple[str, ...] = ("-m", "tests.support.fake_serve")
     held: HeldPort = field(default_factory=HeldPort)
     """Keeps the port between two starts."""
     engine_pid: int = 0

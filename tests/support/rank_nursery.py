@@ -1,6 +1,6 @@
 """Ranks at the price of a fork: `rank_nursery.py MODEL` has loaded all libraries. Each line of JSON is
 
-    {"function": "tests.rank_work:train", "arguments": {...}, "ranks": 2, "log": "trainer.log"}
+    {"function": "tests.support.rank_work:train", "arguments": {...}, "ranks": 2, "log": "trainer.log"}
 
 and is answered with {"pids": [7, 8]} and, when all have ended, with {"codes": [0, 0]}, negative where a
 signal ended one. Each rank finds its place in the environment as under torchrun; one rank alone finds
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from tests.faults.trainer_nursery import load, say
-from tests.trainer_processes import ENVIRONMENT
+from tests.support.trainer_processes import ENVIRONMENT
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import anthropic
 import openai
 
-from tests.random_agents import DESCRIPTION, MAX_TOKENS, NAME, SCHEMA, Call, Held, Line
-from tests.writing_engine import TurnName, WritingEngine
+from tests.support.random_agents import DESCRIPTION, MAX_TOKENS, NAME, SCHEMA, Call, Held, Line
+from tests.support.writing_engine import TurnName, WritingEngine
 
 INTERRUPTED = 0.15
 RETRY = {"x-stainless-retry-count": "1"}

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from penstock.wire.failure import Failure, read_failure
-from tests.fakes import expected_tokens
-from tests.harness import GetServerInfoRequest, Harness, Turn, payload, send
+from tests.support.fakes import expected_tokens
+from tests.support.harness import GetServerInfoRequest, Harness, Turn, payload, send
 
 MODEL_BYTES = len(payload(0)[0])
 COUNTER = iter(range(1_000_000))

@@ -1,4 +1,4 @@
-"""Puts the table of figures on its page: `python -m tests.write_metrics_page`."""
+"""Puts the table of figures on its page: `python -m tests.support.write_metrics_page`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.trainer.core.figures import MOMENT
 from penstock.trainer.metrics.step_record import FIGURES
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 

@@ -1,15 +1,15 @@
 """`penstock serve` around the fake engine, as a process of its own, to be killed and started again.
 
-    python -m tests.fake_serve --listen 127.0.0.1:0 [--config FILE] [--set KEY=VALUE]...
+    python -m tests.support.fake_serve --listen 127.0.0.1:0 [--config FILE] [--set KEY=VALUE]...
         [--model FOLDER] [--max-model-len N] [--step-seconds S] [--turn-seconds S] [--start-seconds S]
         [--engine-process] [--enable-lora] [--max-lora-rank N] [--max-loras N]
 
 Options, output and exit status are those of `penstock serve`, and so is all of the server but the engine
-(`tests.fakes.FakeEngine`) and the tokenizer (bytes). A table [engine] in FILE counts where its names are
+(`tests.support.fakes.FakeEngine`) and the tokenizer (bytes). A table [engine] in FILE counts where its names are
 those of the options here, and is ignored otherwise.
 
 - `--model`: the tensors and the vocabulary are those of this Hugging Face folder, so that a real trainer
-  fits it; without it those of `tests.fakes`. What is sampled stays a function of prefix and version.
+  fits it; without it those of `tests.support.fakes`. What is sampled stays a function of prefix and version.
 - `--step-seconds`: how long one token of every request takes. `--turn-seconds`: how much longer with each
   request that samples. `--start-seconds`: how long the engine takes to start.
 - `--engine-process`: the engine lives in a process of its own, whose id is printed as `fake engine process
@@ -17,7 +17,7 @@ those of the options here, and is ignored otherwise.
   kill the engine.
 
 Exit status: 0 stopped on request (SIGTERM, SIGINT); 1 the address or the journal is in use, or the engine
-is lost; 2 bad configuration. For a test, `tests.processes.Server` starts, kills and restarts one.
+is lost; 2 bad configuration. For a test, `tests.support.processes.Server` starts, kills and restarts one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import JournalInUse, JournalUnreadable
 from penstock.server.security.gate import open_gate
 from penstock.server.serving import AddressInUse, Serving, bind
-from tests.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
+from tests.support.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ question, puts an empty one into the last answer, and joins the answers of tools
 
 from __future__ import annotations
 
-from tests.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer
+from tests.support.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer
 
 CHATML_TOKENS = ("<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<|pad|>")
 LLAMA3_TOKENS = (

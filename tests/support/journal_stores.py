@@ -17,7 +17,7 @@ from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk import snapshot as journal_snapshot
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import Journal, JournalRecord, Record, Stored, tasks_known
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 MEBIBYTE = 1 << 20
 STREAMS = itertools.count()

@@ -1,4 +1,4 @@
-"""The agent of test_languages.py: `python -m tests.life ADDRESS ATTEMPTS`. What it does with an attempt is
+"""The agent of test_languages.py: `python -m tests.support.life ADDRESS ATTEMPTS`. What it does with an attempt is
 named by the task's metadata, and is the same, call by call, in clients/typescript/test/life.ts and
 clients/go/internal/life."""
 

@@ -16,8 +16,8 @@ from penstock.server.pool.rules import PoolRules
 from penstock.server.security.gate import open_gate
 from penstock.server.serving import Serving, bind
 from penstock.wire.security import open_channel
-from tests.fakes import ByteRenderer, FakeEngine
-from tests.harness import Harness, Wire, serve, until
+from tests.support.fakes import ByteRenderer, FakeEngine
+from tests.support.harness import Harness, Wire, serve, until
 
 QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0, whole_flush_seconds=0.0)
 

@@ -1,4 +1,4 @@
-"""What `test_megatron_policy` has processes do: `python -m tests.megatron_worker FOLDER RANK PART`.
+"""What `test_megatron_policy` has processes do: `python -m tests.support.megatron_worker FOLDER RANK PART`.
 
     rank 0, alone:  rollouts and ten steps of the default policy for each case; megatron-core on one rank
     all:            the same steps on the cases' layouts; the checkpoints of one rank
@@ -37,8 +37,8 @@ from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.policy.megatron import hook as megatron_hook
-from tests.policy_rollouts import roll_out
-from tests.tiny_model import make_byte_tokenizer
+from tests.support.policy_rollouts import roll_out
+from tests.support.tiny_model import make_byte_tokenizer
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

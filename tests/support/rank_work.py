@@ -29,7 +29,7 @@ from penstock.trainer.policy.ranks import (
     lead,
 )
 from penstock.trainer.policy.sharding import Sharding
-from tests.policy_rollouts import roll_out
+from tests.support.policy_rollouts import roll_out
 from tests.test_batching import context, group, read, trajectory, written
 
 STEPS, FEW_STEPS = 10, 3

@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 
 from penstock.server.engine.protocol import Delta, EngineRequest
-from tests.fakes import EOS, FakeEngine
-from tests.merging_tokenizers import control_tokens, make_merging_tokenizer
+from tests.support.fakes import EOS, FakeEngine
+from tests.support.merging_tokenizers import control_tokens, make_merging_tokenizer
 
 CALLS = {
     "chatml": (

@@ -30,7 +30,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tests.chat_templates import FAMILIES
+from tests.support.chat_templates import FAMILIES
 
 SPACE = "\u2581"
 WORDS = (
@@ -100,7 +100,7 @@ def _trained(family: str) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=256 + kind.merges, initial_alphabet=alphabet, show_progress=False
     )
-    text = (Path(__file__).resolve().parents[1] / "LICENSE").read_text()
+    text = (Path(__file__).resolve().parents[2] / "LICENSE").read_text()
     tokenizer.train_from_iterator([text, *CALLS * 20], trainer)
     learned = json.loads(tokenizer.to_str())["model"]
     merges: list[tuple[str, str]] = [(left, right) for left, right in learned["merges"]]

@@ -34,7 +34,7 @@ from penstock.server.engine.protocol import (
 )
 from penstock.server.text.renderer import Message, Tool, Written
 from penstock.server.text.streaming import PlainStream, TurnStream
-from tests.fake_collective import FakeCollective
+from tests.support.fake_collective import FakeCollective
 
 VOCAB_SIZE = 300
 EOS = 256

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from penstock.v1 import conversation_pb2, trajectory_pb2
-from tests.harness import (
+from tests.support.harness import (
     ChatMessage,
     Conversation,
     GenerateRequest,
@@ -23,7 +23,7 @@ from tests.harness import (
     collect,
     sampling,
 )
-from tests.writing_engine import TurnName
+from tests.support.writing_engine import TurnName
 
 ToolMessage = T(conversation_pb2.Tool)
 

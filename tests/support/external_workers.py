@@ -21,9 +21,9 @@ from penstock.client.external.settings import Api, CommandSettings, Keep, Sandbo
 from penstock.client.external.worker import CommandWorker
 from penstock.client.scoring import Agent
 from penstock.wire.security import Security
-from tests.harness import Harness, SubmitTasksRequest, Task, hello, sampling
+from tests.support.harness import Harness, SubmitTasksRequest, Task, hello, sampling
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OFF, LOCKED = SandboxUse.OFF, SandboxUse.REQUIRE
 # A turn, and then what each test appends.
 TURN = """

@@ -152,7 +152,7 @@ class Cluster:
 async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cluster]:
     """Starts one, and leaves nothing of it."""
     path = write_cluster(folder, placement, steps)
-    command = (sys.executable, "-m", "tests.up_with_fakes", str(path))
+    command = (sys.executable, "-m", "tests.support.up_with_fakes", str(path))
     running: Cluster
 
     def on_line(line: str) -> None:

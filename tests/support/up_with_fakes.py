@@ -1,4 +1,4 @@
-"""`penstock up` with the fake engine's server: `python -m tests.up_with_fakes CONFIG [--resume]`."""
+"""`penstock up` with the fake engine's server: `python -m tests.support.up_with_fakes CONFIG [--resume]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.up.up import Programs, up
 
-FAKES = Programs(serve=(sys.executable, "-m", "tests.fake_serve"))
+FAKES = Programs(serve=(sys.executable, "-m", "tests.support.fake_serve"))
 
 if __name__ == "__main__":
     config, *options = sys.argv[1:]

@@ -7,7 +7,7 @@ and that the trainer: `penstock train` from its configuration to its exit code. 
 line of the trainer's pid, and of its exit code when it has ended, negative where a signal ended it. The
 nursery ends when its standard input does, which is when the tests do.
 
-    python -m tests.trainer_processes SOCKET MODEL
+    python -m tests.support.trainer_processes SOCKET MODEL
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.trainer_nursery import load
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 ASKED = 3
 """Exit code of a trainer that was asked to stop before it was done."""
@@ -77,7 +77,7 @@ def nursery() -> Path:
         [sys.executable, "-m", __name__, str(path / "socket"), str(model)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         # Ctrl-C is for the tests, which end it.
         start_new_session=True,
     )

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from penstock.server.config.settings import JournalSection
-from tests.ports import HeldPort
+from tests.support.ports import HeldPort
 
 # What `.ci/programs.py` fetched, where the machine has none of its own.
-FETCHED = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs" / "nats-server"
+FETCHED = Path(__file__).resolve().parents[2] / ".venv" / "share" / "programs" / "nats-server"
 START_SECONDS = 20.0
 SYNCS_FROM = (2, 10)
 """The first version that can be told to sync each write before it acknowledges it."""

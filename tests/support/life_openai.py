@@ -1,4 +1,4 @@
-"""The agent `chat` of tests/life.py by OpenAI's SDK: `python -m tests.life_openai ADDRESS ATTEMPTS HTTP`.
+"""The agent `chat` of tests/support/life.py by OpenAI's SDK: `python -m tests.support.life_openai ADDRESS ATTEMPTS HTTP`.
 
 It knows a base URL, and nothing of turns; what leases and closes the attempt around it is the worker.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 from penstock.client import Outcome, Task, Trajectory, connect
-from tests.life import judged
+from tests.support.life import judged
 
 
 async def converse(base_url: str) -> int:

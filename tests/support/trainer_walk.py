@@ -37,7 +37,7 @@ from penstock.trainer.weights.publisher import Publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.scripted_trainer_server import Progress, Session
+from tests.support.scripted_trainer_server import Progress, Session
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)
 GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)

@@ -36,7 +36,7 @@ from penstock.v1 import (
 )
 from penstock.wire import codec, sparse
 from penstock.wire.security import Security, open_channel
-from tests.fakes import TENSORS, ByteRenderer, FakeEngine
+from tests.support.fakes import TENSORS, ByteRenderer, FakeEngine
 
 if TYPE_CHECKING:
     import pytest
