@@ -6,7 +6,7 @@ finishes, and delivers what the gate selects. Tokens are seconds of a sibling's 
 stamped with the weight version that was active in it, so lag and masking are measured per token, as
 the server would.
 
-`benchmarks/staleness.py` prints figures from it; `tests/test_staleness_gate.py` adds failures,
+`benchmarks/staleness.py` prints figures from it; `tests/server/groups/test_staleness_gate.py` adds failures,
 restarts and an observer that checks each decision.
 """
 

@@ -17,12 +17,12 @@ from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroup
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 from penstock.wire.frames import FRAME
+from tests.server.groups.test_recovery import on_disk
+from tests.server.journal.test_journal import opened, record
+from tests.server.rpc.test_wire_exchange import finish_groups
 from tests.support.harness import Harness, hello
 from tests.support.scripted_trainer_server import ScriptedServer, Session
-from tests.test_journal import opened, record
-from tests.test_recovery import on_disk
 from tests.test_trainer_exchange import delivery, exchanging
-from tests.test_wire_exchange import finish_groups
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)
 GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)

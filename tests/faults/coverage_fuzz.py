@@ -32,7 +32,7 @@ with FUZZER.instrument_imports(include=["penstock.server", "penstock.wire"]):
 from tests.faults.footprint import Footprint, footprint
 from tests.faults.grammar import OWN_TRAJECTORY, SEEDS, Bodies
 from tests.faults.test_f12_fuzz import Fuzzed
-from tests.test_wire_errors import KNOWN_IDS, RPCS, valid
+from tests.server.rpc.test_wire_errors import KNOWN_IDS, RPCS, valid
 
 LENGTH_BYTES = 2
 HELD_VERSION = 1

@@ -14,9 +14,17 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
+from tests.server.rpc.test_wire_errors import (
+    KNOWN_IDS,
+    TEXTS,
+    extremes,
+    own_name,
+    put,
+    scalar_fields,
+    valid,
+)
 from tests.support.harness import ExchangeRequest, UpdateWeightsRequest, header
 from tests.support.harness import messages as upload_messages
-from tests.test_wire_errors import KNOWN_IDS, TEXTS, extremes, own_name, put, scalar_fields, valid
 
 MOST_DEEP = 5
 SEEDS = itertools.count(1_100_000)

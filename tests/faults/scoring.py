@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from tests.faults.trajectories import Seen
 
 TOLERANCE = 1e-3
-"""Nats; the same as in tests/test_vllm_engine.py."""
+"""Nats; the same as in tests/server/vllm/test_engine.py."""
 BLOCK = 16
 """Tokens; vLLM shares cache between requests in blocks of this, or of several times as many."""
 

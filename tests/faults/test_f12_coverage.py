@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.report import Report
-from tests.test_wire_errors import RPCS
+from tests.server.rpc.test_wire_errors import RPCS
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_SECONDS = 5

@@ -29,6 +29,15 @@ from tests.faults.fake_server import ServerProcess, fake_server
 from tests.faults.footprint import Footprint
 from tests.faults.grammar import OWN_TRAJECTORY, SEEDS, Bodies, messages, raw
 from tests.faults.report import Report
+from tests.server.rpc.test_wire_errors import (
+    NAMES,
+    RPCS,
+    STREAMS,
+    call,
+    in_table,
+    own_name,
+    with_known_ids,
+)
 from tests.support.fakes import expected_tokens
 from tests.support.harness import (
     CompleteTrajectoryRequest,
@@ -42,15 +51,6 @@ from tests.support.harness import (
     sampling,
     sequence,
     upload,
-)
-from tests.test_wire_errors import (
-    NAMES,
-    RPCS,
-    STREAMS,
-    call,
-    in_table,
-    own_name,
-    with_known_ids,
 )
 
 QUICK = 18

@@ -3,7 +3,7 @@
     make faults ARGS="-k f19"
 
 200 seeds of 10,000 steps each take some twenty minutes of one core. The simulation and the referee are
-those of tests/test_staleness_gate.py: every decision is judged, no token is trained too old, and every step
+those of tests/server/groups/test_staleness_gate.py: every decision is judged, no token is trained too old, and every step
 is made.
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 from penstock.server.groups.staleness_gate import LatePolicy
 from tests.faults.report import Report
-from tests.test_staleness_gate import random_run
+from tests.server.groups.test_staleness_gate import random_run
 
 POLICIES = tuple(LatePolicy)
 
@@ -31,7 +31,9 @@ def run(seed: int, steps: int) -> tuple[int, int]:
 
 def test_the_gate(report: Report, request: pytest.FixtureRequest) -> None:
     if report.count is None:
-        pytest.skip("tests/test_staleness_gate.py has 200 shorter runs; these are for make faults")
+        pytest.skip(
+            "tests/server/groups/test_staleness_gate.py has 200 shorter runs; these are for make faults"
+        )
     steps: int = request.config.getoption("gate_steps")
     count, node, name = report.count, request.node.nodeid, "random runs"
     decisions = 0

@@ -21,6 +21,7 @@ from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
+from tests.server.vllm.test_wire_vllm import upload_of
 from tests.support.harness import (
     GenerateRequest,
     GetServerInfoRequest,
@@ -36,7 +37,6 @@ from tests.support.harness import (
     sequence,
 )
 from tests.support.tiny_model import make_tiny_model
-from tests.test_wire_vllm import upload_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

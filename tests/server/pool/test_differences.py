@@ -12,6 +12,8 @@ import pytest
 
 from penstock.server.pool import differences as pool_differences
 from penstock.server.pool.member import Member
+from tests.server.pool.test_branches import sources
+from tests.server.weights.test_wire_peers import loaded, tensors_of
 from tests.support.harness import (
     InlineSource,
     Tensors,
@@ -23,8 +25,6 @@ from tests.support.harness import (
     weights_of,
 )
 from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
-from tests.test_pool_branches import sources
-from tests.test_wire_peers import loaded, tensors_of
 
 RULES = replace(QUICK, branches=1)
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.server.pool.member import State
+from tests.server.pool.test_branches import sources
+from tests.server.pool.test_switch import hang
+from tests.server.weights.test_wire_peers import loaded, tensors_of
 from tests.support.harness import GetServerInfoRequest, Harness, serve, until
 from tests.support.pools import QUICK, Pool, serve_pool
-from tests.test_pool_branches import sources
-from tests.test_pool_switch import hang
-from tests.test_wire_peers import loaded, tensors_of
 
 
 async def joining(

@@ -34,7 +34,7 @@ from penstock.server.groups.staleness_gate import (
 )
 from penstock.wire.staleness import lag
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from staleness_simulation import Attempt, Group, Load, Simulation, Tally
 
 MASK, WAIT, REQUEUE, DROP = LatePolicy

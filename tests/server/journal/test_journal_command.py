@@ -33,6 +33,7 @@ from penstock.server.journal.disk.segment import (
 )
 from penstock.server.journal.records import JournalRecord, tasks_known
 from penstock.wire.frames import FRAME, MARK, frame_length
+from tests.server.groups.test_recovery import killed, lease, on_disk, submit, work
 from tests.support.harness import (
     CompleteTrajectoryRequest,
     Exchange,
@@ -42,7 +43,6 @@ from tests.support.harness import (
     sampling,
     serve,
 )
-from tests.test_recovery import killed, lease, on_disk, submit, work
 
 
 def invoke(*arguments: object) -> Result:

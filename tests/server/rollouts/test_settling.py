@@ -22,6 +22,7 @@ from penstock.server.turns.group_bytes import decode_group
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
+from tests.server.groups.test_recovery import killed, lease, on_disk, submit, work
 from tests.support.harness import (
     AbortRequest,
     CompleteTrajectoryRequest,
@@ -46,7 +47,6 @@ from tests.support.harness import (
     serve,
     until,
 )
-from tests.test_recovery import killed, lease, on_disk, submit, work
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from penstock.wire.failure import read_failure
+from tests.server.groups.test_recovery import killed, on_disk
 from tests.support.harness import (
     ContinueRequest,
     GenerateRequest,
@@ -24,7 +25,6 @@ from tests.support.harness import (
     sampling,
     sequence,
 )
-from tests.test_recovery import killed, on_disk
 
 
 async def submit(harness: Harness, size: int, wanted: int, name: str = "race") -> None:

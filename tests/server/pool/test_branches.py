@@ -21,9 +21,9 @@ from penstock.server.weights.upload.incoming import Upload
 from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
+from tests.server.weights.test_wire_peers import loaded, tensors_of
 from tests.support.harness import Harness, serve, until
 from tests.support.pools import QUICK, Pool, serve_pool
-from tests.test_wire_peers import loaded, tensors_of
 
 
 def member(number: int, *, hands_on: bool = True) -> Member:

@@ -42,7 +42,7 @@ from tests.support.tiny_model import make_tiny_model
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 DEADLINE_SECONDS = 4.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 PROMPT = list(b"weights in flight")

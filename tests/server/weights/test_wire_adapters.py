@@ -19,6 +19,7 @@ from penstock.server.weights.adapter_folder import NAME
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
+from tests.server.rpc.test_wire_exchange import finish_groups
 from tests.support.fakes import MAX_CONTEXT, expected_scores, expected_tokens
 from tests.support.harness import (
     AbortRequest,
@@ -38,7 +39,6 @@ from tests.support.harness import (
     shared,
 )
 from tests.support.weight_checks import check_tokens, held_bytes, refused, state_of
-from tests.test_wire_exchange import finish_groups
 
 RANK = 2
 MODULE = "base_model.model.model.layers.0.mlp"

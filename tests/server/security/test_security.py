@@ -68,7 +68,7 @@ from tests.support.processes import server_process, worker_process
 from tests.support.rpcs import call, every_rpc
 from tests.support.tiny_model import make_tiny_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -24,6 +24,17 @@ from penstock.server.weights.upload.incoming import Upload
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security
+from tests.server.pool.test_branches import sources
+from tests.server.weights.test_wire_adapters import (
+    ACTIVE,
+    MODULE,
+    POLICIES,
+    begin,
+    info_of,
+    probe,
+    push,
+    tensors_of,
+)
 from tests.support.fakes import (
     MAX_CONTEXT,
     TENSORS,
@@ -48,17 +59,6 @@ from tests.support.harness import header as full_header
 from tests.support.pools import Pool, serve_hub, serve_pool
 from tests.support.processes import Server
 from tests.support.weight_checks import held_bytes
-from tests.test_pool_branches import sources
-from tests.test_wire_adapters import (
-    ACTIVE,
-    MODULE,
-    POLICIES,
-    begin,
-    info_of,
-    probe,
-    push,
-    tensors_of,
-)
 
 PROMPT = [1, 2, 3]
 LIMITS = AdapterLimits(8, 2)

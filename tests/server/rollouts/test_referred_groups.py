@@ -33,9 +33,9 @@ from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroup
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.referred import put_together
+from tests.server.groups.test_recovery import ContinueRequest, killed, on_disk
+from tests.server.rpc.test_wire_exchange import finish_groups
 from tests.support.harness import Harness, hello, sampling, sequence
-from tests.test_recovery import ContinueRequest, killed, on_disk
-from tests.test_wire_exchange import finish_groups
 
 Outcome = codec.twin(trajectory_pb2.Outcome)
 GroupReferred = codec.twin(journal_pb2.GroupReferred)

@@ -44,7 +44,7 @@ SAID = "It has 21 degrees in Paris."
 POLICIES = ("KEEP", "RECOMPUTE", "ABORT")
 NPM_SECONDS = 45
 OPENAI = "openai@6"
-NODE = Path(__file__).parents[1] / ".venv" / "share" / "node"
+NODE = Path(__file__).parents[3] / ".venv" / "share" / "node"
 
 
 def taught(folder: Path) -> Path:
