@@ -32,7 +32,7 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 backends: setup ## each backend, on layouts of up to four ranks: the numbers of one process; the tiny demo's reward climbs
-	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/test_megatron_policy.py tests/test_megatron_end_to_end.py tests/test_demo_backends.py $(ARGS)
+	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/test_demo_backends.py $(ARGS)
 
 # Ray is no part of set-up: without it the tests of it are skipped, and say so.
 cluster-test: setup ## `penstock up` on a Ray cluster of this machine, each actor killed; installs Ray

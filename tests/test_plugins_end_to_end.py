@@ -15,7 +15,7 @@ import tomli_w
 
 from penstock.trainer.config.trainer import load_config
 from tests.support.tiny_model import make_tiny_model
-from tests.test_trainer_end_to_end import serving, tensors_of
+from tests.trainer.test_end_to_end import serving, tensors_of
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins"
 ROOT = Path(__file__).parents[1]

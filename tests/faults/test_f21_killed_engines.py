@@ -54,7 +54,7 @@ from tests.support.pools import serve_hub
 from tests.support.processes import Server, engines_of
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_processes import ASKED
-from tests.test_trainer_end_to_end import configure
+from tests.trainer.test_end_to_end import configure
 
 MAX_LAG = 2
 STEP_SECONDS = "0.004"

@@ -29,7 +29,7 @@ from penstock.trainer.state.ledger import RefusedEntry, StepEntry, read_ledger
 from tests.faults.agent_log import write_down
 from tests.faults.history_sources import check_what_is_left
 from tests.support.trainer_processes import TrainerProcess, start_trainer_process
-from tests.test_trainer_end_to_end import Server, configure, letters, sampled, serving
+from tests.trainer.test_end_to_end import Server, configure, letters, sampled, serving
 
 GROUPS_PER_STEP = 2
 JOURNAL, AGENTS = "journal", "agents.jsonl"

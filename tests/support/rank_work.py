@@ -30,7 +30,7 @@ from penstock.trainer.policy.ranks import (
 )
 from penstock.trainer.policy.sharding import Sharding
 from tests.support.policy_rollouts import roll_out
-from tests.test_batching import context, group, read, trajectory, written
+from tests.trainer.batching.test_batching import context, group, read, trajectory, written
 
 STEPS, FEW_STEPS = 10, 3
 

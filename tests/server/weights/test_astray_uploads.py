@@ -18,7 +18,7 @@ from penstock.wire.failure import read_failure
 from penstock.wire.upload import Staging, upload
 from tests.support.harness import Harness, header, messages, serve
 from tests.support.scripted_trainer_server import Progress, ScriptedServer
-from tests.test_publisher import changing, publish, publishing
+from tests.trainer.weights.test_publisher import changing, publish, publishing
 
 READY = weights_pb2.WEIGHT_STATE_READY
 STAGED = weights_pb2.WEIGHT_STATE_STAGED
