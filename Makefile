@@ -32,12 +32,12 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 backends: setup ## each backend, on layouts of up to four ranks: the numbers of one process; the tiny demo's reward climbs
-	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/test_demo_backends.py $(ARGS)
+	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/system/test_demo_backends.py $(ARGS)
 
 # Ray is no part of set-up: without it the tests of it are skipped, and say so.
 cluster-test: setup ## `penstock up` on a Ray cluster of this machine, each actor killed; installs Ray
 	@$(BIN)/python .ci/add_extra.py ray
-	@$(BIN)/python -m pytest tests/test_cluster.py tests/test_keeper.py tests/test_ray_placement.py $(ARGS)
+	@$(BIN)/python -m pytest tests/up/test_cluster.py tests/up/test_keeper.py tests/up/test_ray_placement.py $(ARGS)
 	@$(BIN)/python -m pytest -q tests/faults/test_f23_cluster.py --fault-count $(or $(FAULTS),1)
 
 FAULTS :=
@@ -58,7 +58,7 @@ FAULTY = $(BIN)/python -m pytest -q $(UNHURRIED) --machine-examples $(MACHINES) 
 faults: setup ## each fault as often as its table says, FAULTS=3: three times; SEED=7; writes docs/reliability.md
 	-@$(BIN)/python .ci/add_extra.py ray
 	-@$(BIN)/python .ci/programs.py
-	@$(FAULTY) tests/faults tests/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
+	@$(FAULTY) tests/faults tests/system/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
 fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, FUZZ_SECONDS=3600 of bytes, and MACHINES=2000 runs of the model
@@ -94,7 +94,7 @@ gen-into:
 
 clients: setup ## set up, build and test the clients in TypeScript and Go, each where its tools can be had
 	@$(BIN)/python .ci/clients.py
-	@$(BIN)/python -m pytest tests/test_languages.py tests/test_client_packages.py $(ARGS)
+	@$(BIN)/python -m pytest tests/system/test_languages.py tests/system/test_client_packages.py $(ARGS)
 
 CLIENT_STUBS := .
 GOOGLE_PROTOS = $(dir $(shell $(BIN)/python -c "import google.rpc; print(list(google.rpc.__path__)[0])"))..

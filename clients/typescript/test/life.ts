@@ -1,5 +1,5 @@
 /**
- * The agent of tests/test_languages.py: `node life.js ADDRESS ATTEMPTS`. What it does with an attempt is named
+ * The agent of tests/system/test_languages.py: `node life.js ADDRESS ATTEMPTS`. What it does with an attempt is named
  * by the task's metadata, and is the same, call by call, in tests/support/life.py and clients/go/internal/life.
  */
 

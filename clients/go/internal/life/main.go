@@ -1,4 +1,4 @@
-// The agent of tests/test_languages.py: life ADDRESS ATTEMPTS. What it does with an attempt is named by the task's
+// The agent of tests/system/test_languages.py: life ADDRESS ATTEMPTS. What it does with an attempt is named by the task's
 // metadata, and is the same, call by call, in tests/support/life.py and clients/typescript/test/life.ts.
 package main
 

@@ -21,7 +21,7 @@ from penstock.server.config import settings as serve_config  # noqa: E402
 from penstock.server.config.settings import ServeConfig  # noqa: E402
 from penstock.trainer.config.trainer import load_config  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "kubernetes"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
 """The oldest whose every field is used, and the newest that is known."""
 

@@ -19,8 +19,8 @@ from penstock.client.plugins.slime_functions import SingletonMeta, get_async_loo
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
 from penstock.wire.agent_marks import read_unwanted
+from tests.client.plugins.test_plugins import arguments, check_sampled, tasks, tokenizer
 from tests.support.harness import Exchange, hello, serve
-from tests.test_plugins import arguments, check_sampled, tasks, tokenizer
 
 __all__ = ["tokenizer"]
 
@@ -153,7 +153,7 @@ async def test_an_attempt_that_comes_again_alone_fails_and_nothing_of_it_is_reme
     work = at_work(
         *(tmp_path, tokenizer, "one_by_one"),
         max_lag=4,
-        generate="tests.test_whole_rollouts.first_fails",
+        generate="tests.client.plugins.test_whole_rollouts.first_fails",
         first_kept=0,
     )
     async with work as trainer:
@@ -178,7 +178,7 @@ async def test_a_reward_that_is_not_finite_fails_its_attempt_only(
     work = at_work(
         *(tmp_path, tokenizer, "one_by_one"),
         max_lag=4,
-        generate="tests.test_whole_rollouts.first_scores_nothing",
+        generate="tests.client.plugins.test_whole_rollouts.first_scores_nothing",
         first_kept=0,
     )
     async with work as trainer:

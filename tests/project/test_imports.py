@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OWN = ("penstock.", "tests.", "benchmarks.")
 PACKAGES = {
     "wire": ROOT / "clients/python/penstock/wire",

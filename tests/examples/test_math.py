@@ -11,7 +11,7 @@ import pytest
 
 from penstock.trainer.config.trainer import TrainerConfig
 
-FOLDER = Path(__file__).parents[1] / "examples" / "math"
+FOLDER = Path(__file__).parents[2] / "examples" / "math"
 
 
 @pytest.fixture

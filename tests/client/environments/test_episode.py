@@ -27,7 +27,7 @@ from penstock.trainer.data.sources.episodes import EpisodeSource
 from penstock.trainer.data.sources.problem import Finite
 from tests.support.harness import SubmitTasksRequest, serve
 
-PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
 def turn_of(text: str, finish: FinishReason = FinishReason.STOP) -> Turn:
@@ -341,7 +341,7 @@ def test_a_task_cannot_name_what_the_worker_was_not_given(wanted, names):
     ("names", "settings", "words"),
     [
         (["nowhere:Game"], [], "cannot import nowhere"),
-        (["tests.test_environments_episode:task"], [], "has no reset and step"),
+        (["tests.client.environments.test_episode:task"], [], "has no reset and step"),
         ([f"{__name__}:Countdown"], ["environment.depth=3"], "depth"),
         ([f"{__name__}:Countdown"], ["turns=3"], "a setting begins with episode"),
         ([f"{__name__}:Countdown"], ["episode.turns=0"], "turns 0"),

@@ -27,7 +27,7 @@ from research.retrieval_client import RetrievalClient, RetrievalFailed
 
 from penstock.up.processes import Command, FirstMatch, Process, end
 
-FOLDER = Path(__file__).parents[1] / "examples" / "search"
+FOLDER = Path(__file__).parents[2] / "examples" / "search"
 SERVING = re.compile(r"^retrieval serving shard \S+ at http://(\S+:\d+)$")
 VOCABULARY = [
     "nile",

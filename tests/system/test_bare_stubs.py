@@ -27,7 +27,7 @@ from tests.support.harness import (
     until,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "clients.md"
 FROZEN_AT = 3
 """Tokens of the first turn after which it is aborted."""

@@ -61,7 +61,7 @@ from penstock.wire import codec
 from tests.support.fakes import EOS, START_OF_TURN, ByteRenderer, decode_bytes
 from tests.support.harness import Harness, hello, serve
 
-FOLDER = Path(__file__).parents[1] / "examples" / "search"
+FOLDER = Path(__file__).parents[2] / "examples" / "search"
 TEXTS = ("The Nile is 6650 km long.", "The Danube is 2850 km long.", "Paris has a metro.")
 QUESTION = "How long is the Nile?"
 SCRIPTS: dict[str, tuple[str, ...]] = {

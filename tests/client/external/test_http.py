@@ -220,7 +220,7 @@ async def test_an_agent_of_the_openai_sdk_takes_its_turns_by_tls_without_the_wor
 
 def found_in_the_docs(language: str) -> str:
     """The page's one agent in a language."""
-    page = Path(__file__).parents[1] / "docs" / "external.md"
+    page = Path(__file__).parents[3] / "docs" / "external.md"
     blocks = re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
     (agent,) = [block for block in blocks if "PENSTOCK_RESULT_FILE" in block]
     return agent

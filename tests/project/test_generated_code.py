@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 COMMITTED = ROOT / "clients" / "python" / "penstock" / "v1"
 HANDWRITTEN = {"__init__.py", "py.typed"}
