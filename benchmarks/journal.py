@@ -33,7 +33,7 @@ FILLING_STEPS = 3
 
 def tokens_per_second(folder: Path, steps: int, durability: str) -> float:
     """Of one demo."""
-    command = [sys.executable, "-m", "penstock.client", "demo", "--steps", str(steps)]
+    command = [sys.executable, "-m", "penstock.cli", "demo", "--steps", str(steps)]
     command += ["--out", str(folder), "--durability", durability]
     with (folder.parent / f"{folder.name}.log").open("wb") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)

@@ -150,7 +150,7 @@ async def hub(
     """One in front of these engine servers, once all are in rotation."""
     listed = folder / "engines"
     listed.write_text("".join(f"{address}\n" for address in addresses))
-    command = ["-m", "penstock.client", "serve", "--engines", f"file:{listed}"]
+    command = ["-m", "penstock.cli", "serve", "--engines", f"file:{listed}"]
     command += ["--model", str(tokenizer), "--listen", "127.0.0.1:0", "--http-listen", ""]
     for setting in ("pool.discover_seconds=3600", "drain_seconds=0", *settings):
         command += ["--set", setting]

@@ -73,7 +73,7 @@ class Engines:
         model = ("--model", str(self.model), "--max-model-len", str(self.context))
         if self.vllm:
             # What is uploaded is of this precision.
-            return ("-m", "penstock.client", "serve", *model, "--dtype", "float32", *listen)
+            return ("-m", "penstock.cli", "serve", *model, "--dtype", "float32", *listen)
         pace = ("--step-seconds", str(self.step_seconds), "--turn-seconds", str(self.turn_seconds))
         return ("-m", "tests.support.fake_serve", *model, *pace, *listen)
 
@@ -97,7 +97,7 @@ async def running_pool(
         addresses = await asyncio.gather(
             *(start(f"engine-{n}", engines.command(n)) for n in range(engines.count))
         )
-        hub = ("-m", "penstock.client", "serve", "--engines", ",".join(addresses))
+        hub = ("-m", "penstock.cli", "serve", "--engines", ",".join(addresses))
         hub += ("--model", str(engines.model), "--listen", "127.0.0.1:0", "--http-listen", "")
         address = await start("hub", hub)
         async with connect(address) as client, asyncio.timeout(60):

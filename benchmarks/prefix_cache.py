@@ -176,7 +176,7 @@ async def measure(model: Path, count: int, shape: Shape, rounds: int) -> dict[st
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes: list[Process] = []
         for number in range(count):
-            command = ("-m", "penstock.client", "serve", "--model", str(model), *ENGINE)
+            command = ("-m", "penstock.cli", "serve", "--model", str(model), *ENGINE)
             command += ("--listen", "127.0.0.1:0", "--http-listen", "")
             log = folder / f"engine-{number}.log"
             process = await stack.enter_async_context(started(*command, log=log))

@@ -192,7 +192,7 @@ def make_credentials(folder: Path) -> tuple[list[str], Security]:
     server.cert_chain_pems[0].write_to_path(folder / "server.pem")
     create = ("token", "create", "--file", str(folder / "tokens.toml"), "--name", "agent")
     made = subprocess.run(
-        [sys.executable, "-m", "penstock.client", *create, "--role", "agent"],
+        [sys.executable, "-m", "penstock.cli", *create, "--role", "agent"],
         capture_output=True,
         text=True,
         check=True,
@@ -220,7 +220,7 @@ async def penstock_server(
     security: Security | None = None,
 ) -> AsyncIterator[dict[str, Run]]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", "serve", "--model", model),
+        *(sys.executable, "-m", "penstock.cli", "serve", "--model", model),
         *("--listen", "127.0.0.1:0", *options, *ENGINE),
         stdout=asyncio.subprocess.PIPE,
     )

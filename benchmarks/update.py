@@ -107,7 +107,7 @@ class Server:
 @contextlib.asynccontextmanager
 async def serve(model: Path, *options: str) -> AsyncIterator[Server]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
+        *(sys.executable, "-m", "penstock.cli", "serve", "--model", str(model)),
         *("--listen", "127.0.0.1:0", "--dtype", "bfloat16", "--max-model-len", "1024"),
         *options,
         stdout=asyncio.subprocess.PIPE,

@@ -98,7 +98,7 @@ def _take_place(
     if place.size == ranks or ranks == 1:
         return place, None
     settings = [part for override in overrides for part in ("--set", override)]
-    command = ("-m", "penstock.client", "train", str(config_path), *settings)
+    command = ("-m", "penstock.cli", "train", str(config_path), *settings)
     local = LocalRanks(ranks, (sys.executable, *command))
     return find_place(os.environ), local
 

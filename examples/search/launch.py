@@ -227,7 +227,7 @@ def main(
     if only_prepare:
         return
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "penstock.client", "up", str(config.resolve())]
+    command = [sys.executable, "-m", "penstock.cli", "up", str(config.resolve())]
     command += [part for override in settled for part in ("--set", override)]
     command += ["--resume"] if resume else []
     try:

@@ -108,7 +108,7 @@ def test_a_missing_module_of_ours_is_a_defect_and_not_an_extra(stub):
 
 async def run_rollout(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", "rollout", *arguments),
+        *(sys.executable, "-m", "penstock.cli", "rollout", *arguments),
         stderr=asyncio.subprocess.PIPE,
         cwd=folder,
         env={**os.environ, "GRPC_VERBOSITY": "NONE"},

@@ -14,7 +14,7 @@ from tests.support.harness import serve
 
 async def health(*arguments: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", "health", *arguments),
+        *(sys.executable, "-m", "penstock.cli", "health", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

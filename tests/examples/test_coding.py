@@ -317,7 +317,7 @@ async def test_penstock_runs_the_agent_against_its_own_endpoints(
         await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
         command = f"{sys.executable} $PENSTOCK_WORKER_FOLDER/agent.py"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.client", "rollout", "--server", harness.address),
+            *(sys.executable, "-m", "penstock.cli", "rollout", "--server", harness.address),
             *("--command", command, "--env", "CODING_TURNS=2", "--concurrency", "2"),
             *("--attempts", "2", "--time-limit", "120"),
             cwd=FOLDER,

@@ -198,7 +198,7 @@ class Doomed:
                 *("--model", str(model), "--http-listen", "", *OPTIONS),
                 *("--set", f"weights.prepare_ahead={ahead}"),
             ),
-            command=("-m", "penstock.client", "serve"),
+            command=("-m", "penstock.cli", "serve"),
         )
         self.address = ""
 

@@ -307,7 +307,7 @@ FAKE = Kind(
 )
 VLLM = Kind(
     "F21 vLLM",
-    ("-m", "penstock.client", "serve"),
+    ("-m", "penstock.cli", "serve"),
     (
         *("--http-listen", "", "--dtype", "float32"),
         *("--max-model-len", "512", "--max-num-seqs", "16"),

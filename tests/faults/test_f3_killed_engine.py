@@ -150,7 +150,7 @@ async def vllm_process(
     command = Command(
         "server",
         (
-            *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
+            *(sys.executable, "-m", "penstock.cli", "serve", "--model", str(model)),
             *("--listen", f"127.0.0.1:{port.number}", "--http-listen", ""),
             *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "1"),
             *("--set", f"journal.folder={folder / 'journal'}"),

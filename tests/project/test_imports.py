@@ -128,10 +128,10 @@ def loaded_by(*command: str) -> set[str]:
     "command",
     [
         ("-c", "import penstock.client"),
-        ("-m", "penstock.client", "--help"),
-        ("-m", "penstock.client", "version"),
+        ("-m", "penstock.cli", "--help"),
+        ("-m", "penstock.cli", "version"),
         *(
-            ("-m", "penstock.client", name, "--help")
+            ("-m", "penstock.cli", name, "--help")
             for name in (
                 "serve",
                 "train",

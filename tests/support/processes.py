@@ -130,7 +130,7 @@ def start_worker(
     environment: Mapping[str, str] | None = None,
 ) -> Process:
     """`penstock rollout`, started."""
-    command = (sys.executable, "-m", "penstock.client", "rollout", "--server", address, *options)
+    command = (sys.executable, "-m", "penstock.cli", "rollout", "--server", address, *options)
     environment = {**ENVIRONMENT, **(environment or {})}
     return Process.start(Command(name, command, folder / f"{name}.log", environment))
 

@@ -37,7 +37,7 @@ MEGATRON = ("--backend", "megatron", "--ranks", "2")
 )
 def test_the_reward_climbs(options: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    demo = (sys.executable, "-m", "penstock.client", "demo", "--tiny")
+    demo = (sys.executable, "-m", "penstock.cli", "demo", "--tiny")
     done = subprocess.run(
         [*demo, "--steps", str(STEPS), "--out", str(out), *options],
         stdout=subprocess.PIPE,

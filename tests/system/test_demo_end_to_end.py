@@ -96,7 +96,7 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
     out = tmp_path / "out"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "penstock.client", "demo", "--tiny"),
+            *(sys.executable, "-m", "penstock.cli", "demo", "--tiny"),
             *("--steps", "4", "--out", str(out)),
             *getattr(request, "param", ()),
         ],

@@ -86,7 +86,7 @@ async def start() -> AsyncGenerator[Callable[..., object]]:
 
     async def run(*arguments: str) -> Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.client", *arguments),
+            *(sys.executable, "-m", "penstock.cli", *arguments),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},

@@ -34,7 +34,7 @@ def table(path: Path, folder: Path, **changes: Any) -> Path:
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", *arguments),
+        *(sys.executable, "-m", "penstock.cli", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=EXAMPLE,

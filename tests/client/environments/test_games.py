@@ -264,7 +264,7 @@ async def test_penstock_rollout_plays_the_tasks_episodes():
         server.add_task(Task("other", metadata={"environment": "os:system"}))
         server.script.max_attempts = 1
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.client", "rollout", "--server", server.address),
+            *(sys.executable, "-m", "penstock.cli", "rollout", "--server", server.address),
             *("--environment", "textarena", "--environment", "reasoning_gym:chain_sum"),
             *("--set", "episode.invalid_actions=9", "--set", "textarena.errors_in_a_row=2"),
             *("--attempts", "5", "--concurrency", "2"),

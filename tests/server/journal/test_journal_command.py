@@ -158,7 +158,7 @@ async def test_it_lists_in_lines_for_a_pipe_and_in_tables_for_a_terminal(filled:
     assert any(line.startswith("waiting waits purpose=train attempts=2") for line in lines)
     assert any(line.startswith("finished ") and "state=used step=3" in line for line in lines)
     parent, child = pty.openpty()
-    command = (sys.executable, "-m", "penstock.client", "journal", "list", str(filled))
+    command = (sys.executable, "-m", "penstock.cli", "journal", "list", str(filled))
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160"}
     process = await asyncio.create_subprocess_exec(*command, stdout=child, env=environment)
     os.close(child)
@@ -558,7 +558,7 @@ def test_neither_help_nor_the_command_loads_what_is_heavy(tmp_path: Path, comman
     out = ("out.jsonl",) if command == "export" else ()
     shown = subprocess.run(
         [
-            *(sys.executable, "-X", "importtime", "-m", "penstock.client"),
+            *(sys.executable, "-X", "importtime", "-m", "penstock.cli"),
             *("journal", command, str(tmp_path), *(str(tmp_path.with_name(o)) for o in out)),
         ],
         capture_output=True,

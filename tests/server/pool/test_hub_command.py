@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, *options: str, on_line: Any = None) -> Process:
-    command = (sys.executable, "-m", "penstock.client", "serve", *options)
+    command = (sys.executable, "-m", "penstock.cli", "serve", *options)
     return Process.start(Command("hub", command, folder / "hub.log", ENVIRONMENT), on_line)
 
 

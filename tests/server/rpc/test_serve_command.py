@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "penstock.client", "serve", *arguments],
+        [sys.executable, "-m", "penstock.cli", "serve", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -104,7 +104,7 @@ def test_a_durability_without_a_place_is_refused(
 def test_it_ends_without_a_word(model: Path) -> None:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
+            *(sys.executable, "-m", "penstock.cli", "serve", "--model", str(model)),
             *("--dtype", "float32", "--max-model-len", "128", "--listen", "127.0.0.1:0"),
         ],
         stdout=subprocess.PIPE,

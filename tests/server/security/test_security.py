@@ -792,7 +792,7 @@ async def test_a_run_over_tls_writes_no_secret_anywhere(
 async def command(*arguments: str) -> tuple[int, str]:
     """Exit status and output of `penstock`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", *arguments),
+        *(sys.executable, "-m", "penstock.cli", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -141,7 +141,7 @@ class Stand:
 
 async def start_server(model: Path) -> tuple[Spoken, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.client", "serve", "--model", str(model)),
+        *(sys.executable, "-m", "penstock.cli", "serve", "--model", str(model)),
         *("--dtype", "float32", "--max-model-len", "512", "--listen", "127.0.0.1:0"),
         *("--kv-cache-memory-bytes", str(64 << 20)),
         *("--set", f"weights.collective_seconds={DEADLINE_SECONDS}"),

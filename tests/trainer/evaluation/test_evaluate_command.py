@@ -413,7 +413,7 @@ async def test_every_set_of_a_file_has_a_table_and_a_line_and_functions_of_anoth
 ) -> None:
     file = trainer_file(tmp_path, f"127.0.0.1:{harness.port}")
     status, out, err = await run(
-        *("-m", "penstock.client", "eval", "--config", str(file), "--style", "verl"),
+        *("-m", "penstock.cli", "eval", "--config", str(file), "--style", "verl"),
         *("--reward", "tests.trainer.evaluation.test_evaluate_command:score_row", "--prompts", "4"),
         *("--only", "mixed", "--only", "rows-alone", "--attempts", "1"),
     )

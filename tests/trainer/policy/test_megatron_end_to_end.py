@@ -29,7 +29,7 @@ SECONDS = 250
 
 
 async def start_ranks(config: Path, ranks: int, *options: str) -> Trainer:
-    command = ("-m", "penstock.client", "train", str(config), "--ranks", str(ranks), *options)
+    command = ("-m", "penstock.cli", "train", str(config), "--ranks", str(ranks), *options)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,

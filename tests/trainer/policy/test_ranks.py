@@ -306,7 +306,7 @@ async def torchrun(stand: Stand, *arguments: str) -> asyncio.subprocess.Process:
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with stand.log.open("ab") as log:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *command, "-m", "penstock.client", "train", str(stand.config)),
+            *(sys.executable, "-m", *command, "-m", "penstock.cli", "train", str(stand.config)),
             *arguments,
             stdout=log,
             stderr=log,
@@ -389,7 +389,7 @@ async def test_ranks_wait_for_one_that_writes_for_longer_than_a_collective_may(
 async def test_one_command_starts_all_ranks_of_a_host(model: Path, tmp_path: Path) -> None:
     async with serving(model) as server, working(server.address, letters):
         config = configure(tmp_path, model, server.address, run={"steps": 2})
-        command = (sys.executable, "-m", "penstock.client", "train", str(config), "--ranks", "2")
+        command = (sys.executable, "-m", "penstock.cli", "train", str(config), "--ranks", "2")
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=subprocess.PIPE,

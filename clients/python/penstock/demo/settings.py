@@ -220,7 +220,7 @@ def train_command(plan: Plan) -> tuple[str, ...]:
 
 def penstock(*arguments: str) -> tuple[str, ...]:
     """The command line of this very installation."""
-    return (sys.executable, "-m", "penstock.client", *arguments)
+    return (sys.executable, "-m", "penstock.cli", *arguments)
 
 
 def environment(threads: int) -> Mapping[str, str]:

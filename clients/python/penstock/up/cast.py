@@ -21,7 +21,7 @@ from penstock.up.supervisor import Cast, Listens
 if TYPE_CHECKING:
     from penstock.common.settings import Table
 
-PENSTOCK = (sys.executable, "-m", "penstock.client")
+PENSTOCK = (sys.executable, "-m", "penstock.cli")
 
 
 @dataclass(frozen=True)
