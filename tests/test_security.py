@@ -252,7 +252,7 @@ def test_an_insecure_server_says_so_loudly(caplog: Any):
     from penstock.server.authorization import open_gate
 
     open_gate(config.load(None, ["listen=0.0.0.0:1", "security.insecure=true"]))
-    assert "in plaintext from anybody who reaches it" in caplog.text
+    assert "in plaintext from anyone who reaches it" in caplog.text
 
 
 def test_a_token_in_the_place_of_a_file_is_not_told_on():
