@@ -1,7 +1,7 @@
 """Maps domain errors to an HTTP status and to the body that each SDK reads. The reasons are in
 `errors`.
 
-A gRPC code becomes the HTTP status that Google's APIs use for it (google/rpc/code.proto), with one
+A gRPC code becomes the HTTP status that Google's APIs use for it (google/rpc/code.proto). There is one
 exception: a message that is too large gets 413, because SDKs would retry a 429. The reason is the
 error's `code`, unless SDKs know the case by another name. The metadata is in a separate field.
 

@@ -184,7 +184,8 @@ class _Protocol(HttpToolsProtocol):
     waiting.
 
     The parser holds a head of any length. An incomplete head is bounded by the bytes received so
-    far. A complete one is bounded by its content, whatever else arrived in the same piece. The application bounds bodies.
+    far. A complete one is bounded by its content, whatever else arrived in the same piece. The
+    application bounds bodies.
     """
 
     _head_bytes = 0

@@ -427,7 +427,7 @@ async def test_tokens_change_while_the_server_runs(
                 made.token_file.write_text(broken)
             for _ in range(3):
                 await agent.RenewLease(RenewLeaseRequest())
-        assert caplog.text.count("the tokens before stay in force") == 3
+        assert caplog.text.count("keeping the previous tokens") == 3
         assert fresh not in caplog.text
         made.write_tokens(agent=None)
         assert (await refused(agent.RenewLease(RenewLeaseRequest()))).reason == "TOKEN_INVALID"
