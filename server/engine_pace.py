@@ -74,7 +74,7 @@ class Pace:
     def slowness(self, usual: float, turns: int, now: float) -> float:
         """Ratio of its pace to the usual one, for an engine with `turns` in flight.
 
-        It is at least 1, and exactly 1 if the engine is due for a trial.
+        It is at least 1, and exactly 1 if an idle engine is due for a trial.
         """
         if not usual or (not turns and self.is_due(now)):
             return 1.0

@@ -57,7 +57,7 @@ class VllmSource:
     """vLLM in this process, the engine of an ordinary server."""
 
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for an unknown parser or an invalid engine option."""
         # Imports vllm, which takes seconds, so only do it when it is needed.
         from penstock.server.vllm_options import describe_options, engine_arguments
 
@@ -91,7 +91,7 @@ class HubSource:
     """The pool of engine servers behind a hub."""
 
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for an unknown parser or an engine option, which a hub cannot use."""
         unused = [name for name in config.engine if name not in ("model", "tokenizer")]
         unused += engine_options
         if unused:

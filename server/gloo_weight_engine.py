@@ -1,9 +1,8 @@
 """Receives weight versions through a gloo group, inside vLLM's worker process like vLLM's backends.
 
 Received tensors are kept and checked in separate memory. Only `finish_weight_update` changes the
-model. An update
-that breaks off, or differs from its announcement, changes nothing. vLLM finds the backend as "gloo",
-through `vllm_weight_engine`, which connects the two.
+model, so an update that breaks off, or differs from its announcement, changes nothing. vLLM finds
+the backend as "gloo", through `vllm_weight_engine`, which connects the two.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ The staleness gate limits the number of training groups. It counts a group from 
 it is taken. The task queue limits evaluation groups.
 
 A group in a journal on disk is also kept in memory until its first delivery, if there is room. Most
-groups are requested as soon as they finish. If the memory is needed for
-something else, the group is read from the journal instead. Redelivered groups are read from the
-journal too.
+groups are requested as soon as they finish. If the memory is needed for something else, the group is
+read from the journal instead. Redelivered groups are read from the journal too.
 
 A group too large for any message is dropped. It is counted, and reported to the trainer as an
 event.

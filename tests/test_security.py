@@ -506,7 +506,7 @@ async def test_a_certificate_changes_while_the_server_runs(
     (made.folder / "server.pem").write_text("nothing")
     async with open_channel(guarded.address, renamed, own_connection=True) as channel:
         assert await collect(Wire(channel).Generate(generate("two")))
-    assert "stays in use" in caplog.text
+    assert "keeping the previous certificate" in caplog.text
 
 
 async def test_a_server_far_away_is_reached_by_tls(guarded: Harness, made: Authorities):
