@@ -195,8 +195,8 @@ class Http(Section):
     """The HTTP endpoints, compatible with the SDKs of other services; see docs/endpoints.md."""
 
     listen: str | None = None
-    """HOST:PORT. Defaults to gRPC's host and the port after gRPC's. If that port is 0 or past the
-    last one, a free port is used. An empty string turns the endpoints off."""
+    """HOST:PORT. Defaults to gRPC's host and the port after gRPC's, or a free port if gRPC's is 0 or the
+    last one. An empty string turns the endpoints off."""
 
     def address(self, beside: str, port: int) -> str | None:
         """Returns the address for HTTP, or None if it is off. gRPC was configured with the address

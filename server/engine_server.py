@@ -69,7 +69,7 @@ class EngineServer:
     """Calls to one address. The first call makes the channels, on its own event loop."""
 
     def __init__(self, address: str, security: Security) -> None:
-        """Raises CredentialsUnusable if `security` does not allow calls to the address."""
+        """Raises CredentialsUnusable if `security` cannot be used for the address."""
         self.address = address
         self._security = security
         self._turns: dict[str, grpc.aio.Call] = {}
