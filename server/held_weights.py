@@ -2,9 +2,9 @@
 switch.
 
 The base model is not held, because it can be read again from its folder. A pool also needs the
-bytes for engines that join late.
-So if a pool's active version is an adapter, the adapter is held in addition to the full weights
-under it. With an adapter, a server with its own engine holds nothing, because the engine keeps both.
+bytes for engines that join late. So if a pool's active version is an adapter, the adapter is held in
+addition to the full weights under it. With an adapter, a server with its own engine holds nothing,
+because the engine keeps both.
 """
 
 from __future__ import annotations
