@@ -1,6 +1,6 @@
-"""Where the engine of `penstock serve` comes from: vLLM in this process, or a pool of engine servers.
+"""Sources of the engine of `penstock serve`: vLLM in this process, or a pool of engine servers.
 
-What vLLM has is imported only by who needs it: that takes seconds.
+Code that needs vLLM is imported on first use, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -24,37 +24,41 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSource(Protocol):
-    """One of them."""
+    """Creates the engine of a server."""
 
     @property
     def model(self) -> str:
-        """What is served, as the operator is told."""
+        """The model's name, for the operator."""
         ...
 
     @property
     def options(self) -> dict[str, object]:
-        """Every option of the engine as it would be."""
+        """The effective value of every engine option."""
         ...
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
-        """The model's, as soon as it is known which: before the engine is there, or with it."""
+        """Loads the model's tokenizer once the model is known.
+
+        Called without the engine before it starts, and with it afterwards. Returns None if it needs
+        the engine.
+        """
         ...
 
     async def start(self) -> Engine:
-        """The engine, once it can sample."""
+        """Starts the engine and returns it once it can sample."""
         ...
 
 
 class ParserFailed(Exception):
-    """A parser that was named cannot read what this model writes."""
+    """A configured parser cannot read this model's output."""
 
 
 class VllmSource:
-    """The engine of an ordinary server."""
+    """vLLM in this process, the engine of an ordinary server."""
 
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
-        """Raises ConfigError."""
-        # Imports vllm, which takes seconds: only now that it is certain to be needed.
+        """Raises ConfigError for an unknown parser or an invalid engine option."""
+        # Imports vllm, which takes seconds, so only do it when it is needed.
         from penstock.server.vllm.options import describe_options, engine_arguments
 
         _check_parsers(config)
@@ -66,37 +70,33 @@ class VllmSource:
 
     @property
     def model(self) -> str:
-        """What is served."""
         return str(self._arguments.model)
 
     @property
     def options(self) -> dict[str, object]:
-        """Every option of the engine as it would be."""
         return self._describe(self._arguments)
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
-        """The model's, as soon as it is known which it is."""
         from penstock.server.text.renderer import load_tokenizer
 
         return load_tokenizer(str(self._arguments.tokenizer or self._arguments.model))
 
     async def start(self) -> Engine:
-        """Loads the model."""
         from penstock.server.vllm.engine import VllmEngine
 
         return await VllmEngine.start(self._arguments)
 
 
 class HubSource:
-    """The pool of a hub."""
+    """The pool of engine servers behind a hub."""
 
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for an unknown parser or an engine option, which a hub cannot use."""
         unused = [name for name in config.engine if name not in ("model", "tokenizer")]
         unused += engine_options
         if unused:
             raise ConfigError(
-                f"a hub has no engine of its own for {unused[0]!r}; give it to the others"
+                f"a hub has no engine to configure with {unused[0]!r}; give it to the engine servers"
             )
         _check_parsers(config)
         self._config = config
@@ -104,16 +104,15 @@ class HubSource:
 
     @property
     def model(self) -> str:
-        """What is served."""
         return str(self._config.engine.get("model", "what the engines serve"))
 
     @property
     def options(self) -> dict[str, object]:
-        """What a hub knows of the model."""
+        """What the hub's settings name of the model."""
         return dict(self._config.engine)
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
-        """That of its own settings at once, else what the engines name."""
+        """Loads the tokenizer that the hub's settings name at once, otherwise the engines' one."""
         from penstock.server.text.renderer import load_tokenizer
 
         named = self._config.engine.get("tokenizer") or self._config.engine.get("model")
@@ -135,7 +134,7 @@ class HubSource:
             try:
                 engine.set_addresses(addresses)
             except CredentialsUnusable as error:
-                logger.warning("what was looked up is not used: %s", error)
+                logger.warning("ignoring the looked-up engine addresses: %s", error)
 
         self._tasks.start(discovery.run(pool.discover_seconds, tell), "discovery")
         click.echo(f"penstock hub waiting for an engine of {', '.join(pool.engines)}")
@@ -149,10 +148,10 @@ class HubSource:
 
 
 def pool_rules(pool: Pool) -> PoolRules:
-    """How a hub runs them."""
-    from penstock.server.engine.turn_limit import LimitRules
-    from penstock.server.pool.routing import RoutingRules
+    """Converts the pool settings to rules."""
     from penstock.server.pool.rules import PoolRules
+    from penstock.server.pool.routing import RoutingRules
+    from penstock.server.engine.turn_limit import LimitRules
 
     return PoolRules(
         RoutingRules(pool.margin, pool.routing),
@@ -169,7 +168,7 @@ def pool_rules(pool: Pool) -> PoolRules:
 
 
 def _check_parsers(config: ServeConfig) -> None:
-    """Raises ConfigError for a name that vLLM does not know."""
+    """Raises ConfigError for a parser that vLLM does not know."""
     names = config.conversation.tool_parser, config.conversation.reasoning_parser
     if not any(names):
         return
@@ -182,7 +181,7 @@ def _check_parsers(config: ServeConfig) -> None:
 
 
 def make_parser(config: ServeConfig, tokenizer: object) -> OutputParser | None:
-    """What reads tool calls and reasoning, where one is named. Raises ParserFailed."""
+    """Makes the parser of tool calls and reasoning, if one is configured. Raises ParserFailed."""
     names = config.conversation.tool_parser, config.conversation.reasoning_parser
     if not any(names):
         return None

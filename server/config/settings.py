@@ -1,8 +1,8 @@
-"""Configuration of `penstock serve`: one TOML file, each field also on the command line.
+"""Configuration of `penstock serve`: one TOML file. Every field is also a command-line option.
 
 listen = "127.0.0.1:50051"
 
-[engine]                 # vLLM's own names; here and as options
+[engine]                 # vLLM's own names, here and as options
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
 dtype = "bfloat16"
 max-model-len = 2048
@@ -43,86 +43,93 @@ if TYPE_CHECKING:
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the message names the value it got."""
+    """The configuration cannot be used. The message names the offending value."""
 
 
 class Leases(Section):
-    """How long leases last and how often an attempt is made."""
+    """How long leases last and how many times an attempt is made."""
 
     seconds: float = Field(default=60.0, gt=0)
-    """Length of a lease without a call on the trajectory."""
+    """How long a lease lasts without a call on its trajectory."""
     grace_seconds: float = Field(default=10.0, gt=0)
-    """What is left of it when the agent's lease stream is lost."""
+    """How long a lease lasts at most after the agent's lease stream is lost."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times an attempt is made before its failure becomes part of the group."""
+    """How many times an attempt is made before its failure becomes part of the group."""
     own_seconds: float = Field(default=7_200.0, gt=0)
-    """How long a trajectory that its agent opened for itself, without a lease or a group, stays open
-    without a call on it or a turn in flight."""
+    """How long an unleased trajectory stays open without a call on it or a turn in flight. An
+    unleased trajectory is one that its agent opened without a lease or a group."""
 
 
 class Weights(Section):
-    """How weight versions are taken and switched."""
+    """How the server receives weight versions and switches to them."""
 
     in_flight: Literal["keep", "recompute", "drain", "abort"] = "keep"
-    """What happens to turns in flight where the trainer leaves it to the server."""
+    """What happens to turns in flight during a switch, if the trainer does not choose."""
     stage_folder: Path | None = None
-    """Where uploads are staged; unset is shared memory, or the temporary folder where that is small."""
+    """Folder where uploads are staged. Defaults to shared memory, or to the temporary folder if
+    shared memory is small."""
     max_staged: int = Field(default=2, ge=1)
-    """Versions staged beside the active one; the oldest makes room."""
+    """Most versions staged in addition to the active one. The oldest is removed to make room."""
     await_trainer: bool = False
-    """Whether turns wait until a trainer is there and the version it holds is active: for a server that is
-    started again in the middle of a run. With a journal that is known by itself."""
+    """Whether turns wait until a trainer is connected and the version it holds is active. Use it
+    for a server that is restarted in the middle of a run. With a journal the server detects this on
+    its own."""
     hold_active: bool = True
-    """Whether the bytes of the active version stay in memory: deltas apply to them, and a version that
-    fails to load goes back to them."""
+    """Whether the bytes of the active version stay in memory. Deltas apply to them, and the server
+    returns to them if a version fails to load."""
     prepare_ahead: bool = True
-    """Whether a version is made ready while generation goes on, so that the pause is short: meanwhile the
-    engine has a second copy of the weights. Where there is no room for one, or the model is of a kind for
-    which it cannot be done, the pause is the whole load."""
+    """Whether a version is prepared while generation continues, which keeps the pause short.
+    Meanwhile the engine holds a second copy of the weights. If there is no room for one, or the
+    kind of model does not allow it, the pause lasts for the whole load."""
     collective_seconds: float = Field(default=300.0, gt=0, le=86_400)
-    """Longest time that joining a collective takes, and each step of an upload by one. Where the engine is
-    not back by then it is given up, and the server with it."""
+    """Longest time for joining a collective, and for each step of an upload through one. An engine
+    that exceeds it is given up, and the server stops with it."""
 
 
 class JournalSection(Section):
-    """What survives the server."""
+    """The journal: what survives a restart of the server."""
 
     folder: Path | None = None
-    """Where groups, outcomes and open trajectories are kept; without it and `url` they are in memory only,
-    and a server that restarts has lost them. One server writes to a folder."""
+    """Folder that keeps groups, outcomes and open trajectories. Without `folder` and `url` they are
+    in memory only, and a restart loses them. Only one server may write to a folder."""
     url: str | None = None
-    """nats://HOST:PORT of a NATS server with JetStream, where they are kept instead; several, with commas
-    between, of one cluster, unless `durability` is "fsync". Needs the extra `jetstream`;
-    docs/many-hubs.md."""
+    """nats://HOST:PORT of a NATS server with JetStream that keeps the journal instead of a folder.
+    Unless `durability` is "fsync", it can list several servers of one cluster, separated by commas.
+    Needs the extra `jetstream`; see docs/many-hubs.md."""
     stream: str = "PENSTOCK"
-    """Name of the stream there; it is made where there is none. One server writes to a stream."""
+    """Name of the stream there; it is created if it does not exist. Only one server may write to a
+    stream."""
     durability: Literal["fsync", "process", "none"] = "fsync"
-    """What an answer promises: that what it says survives the loss of power, or kill -9 of the server, or
-    nothing, which is what is left where there is neither `folder` nor `url`. With `url` "fsync" needs
-    `monitor`."""
+    """What an acknowledged call survives: loss of power ("fsync"), kill -9 of the server
+    ("process"), or nothing ("none"). It is "none" if neither `folder` nor `url` is set. "fsync"
+    with `url` needs `monitor`."""
     monitor: str | None = None
-    """http://HOST:PORT at which the NATS server is monitored: it is asked whether it syncs every write."""
+    """http://HOST:PORT of the NATS server's monitoring endpoint. It reports whether the NATS server
+    syncs every write."""
     credentials: Path | None = None
-    """File of NATS credentials, as `nsc` writes it; in `url` no password and no token may stand."""
+    """File of NATS credentials, as `nsc` writes it. `url` must not contain a password or a
+    token."""
     ca: Path | None = None
-    """PEM file of the authority that signed the NATS server's certificate; with it or `certificate`
-    connections are made by TLS only."""
+    """PEM file of the authority that signed the NATS server's certificate. With `ca` or
+    `certificate`, connections use TLS only."""
     certificate: Path | None = None
-    """PEM file of a certificate of this server's own, for mutual TLS."""
+    """PEM file of this server's own certificate, for mutual TLS."""
     key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of the private key of `certificate`."""
     patience_seconds: float = Field(default=60.0, gt=0)
-    """Longest time that the NATS server may be away while something waits for it. Beyond it this server
-    ends, as with a disk that fails."""
+    """How long the NATS server may be unreachable while an operation waits for it. After that this
+    server stops, as it does when a disk fails."""
     max_bytes: int = Field(default=64 << 30, ge=4 << 20)
-    """Most bytes on the disk, or in the stream. Nearly a third of them may be in use: the rest is for what
-    compaction is about to free, and for its copy. Beyond that callers get DISK_FULL."""
+    """Size limit of the journal on disk or in the stream. Live data can use nearly a third of it.
+    The rest is for data that compaction is about to free and for the copy it makes. Beyond that
+    callers get DISK_FULL."""
     refers_from_bytes: int = Field(default=16 << 10, ge=1)
-    """Of a finished group, segments of so many bytes or more are not written again: its record refers to
-    those of its turns. Each is a read of its own for the trainer. Not with `url`."""
+    """Segments of this many bytes or more are not written again when their group finishes. The
+    group's record refers to those of its turns instead, and the trainer reads each one separately.
+    Has no effect with `url`."""
     segment_bytes: int = Field(default=128 << 20, ge=1 << 20)
-    """Size of one file, allocated whole, and at most a sixteenth of `max_bytes` whatever stands here; in a
-    stream, how much that nobody needs makes for a compaction."""
+    """Size of one file, which is allocated in full. It is never more than a sixteenth of
+    `max_bytes`. In a stream, how many unneeded bytes start a compaction."""
 
     @field_validator("stream")
     @classmethod
@@ -145,7 +152,7 @@ class JournalSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_a_place(cls, table: object) -> object:
-        """Nothing is promised that nobody asked for."""
+        """Defaults `durability` to "none" if neither a folder nor a URL is given."""
         if not isinstance(table, dict):
             return table
         given = cast("dict[str, object]", table)
@@ -157,18 +164,18 @@ class JournalSection(Section):
     def _check_place(self) -> JournalSection:
         if self.url is None and self.folder is None and self.durability != "none":
             raise ValueError(
-                f'durability "{self.durability}" needs folder or url: without either all is in memory only'
+                f'durability "{self.durability}" needs folder or url; without them nothing is on disk'
             )
         if self.url is not None and self.folder is not None:
-            raise ValueError("folder and url exclude each other")
+            raise ValueError("folder and url are mutually exclusive")
         if self.url is not None and self.durability == "fsync" and self.monitor is None:
             raise ValueError(
-                'with url, durability "fsync" needs monitor, where the NATS server says whether it syncs '
-                'every write; durability "process" does not'
+                'with url, durability "fsync" needs monitor, which reports whether the NATS server '
+                'syncs every write; durability "process" does not'
             )
         if self.url is not None and self.durability == "fsync" and "," in self.url:
             raise ValueError(
-                f'durability "fsync" needs one server in url, the one that monitor is of; got {self.url}'
+                f'durability "fsync" needs a single server in url, the one behind monitor; got {self.url}'
             )
         if self.key is not None and self.certificate is None:
             raise ValueError("key needs certificate")
@@ -176,23 +183,24 @@ class JournalSection(Section):
 
 
 class Streaming(Section):
-    """How turns are streamed where the caller leaves it open."""
+    """How turns are streamed if the caller does not choose."""
 
     flush_seconds: float = Field(default=0.2, ge=0, le=60)
-    """Longest time tokens wait before they are sent."""
+    """Longest time that sampled tokens wait before they are sent."""
     interval: int = Field(default=16, ge=1)
-    """Tokens the engine gathers before it hands them over."""
+    """How many tokens the engine gathers before it hands them over."""
 
 
 class Http(Section):
-    """Endpoints that SDKs of other services know; docs/endpoints.md."""
+    """The HTTP endpoints, compatible with the SDKs of other services; see docs/endpoints.md."""
 
     listen: str | None = None
-    """HOST:PORT; unset is gRPC's host, and the port after gRPC's, or a free one where that is 0 or the last
-    there is. Empty is off."""
+    """HOST:PORT. Defaults to gRPC's host and the port after gRPC's, or a free port if gRPC's is 0 or the
+    last one. An empty string turns the endpoints off."""
 
     def address(self, beside: str, port: int) -> str | None:
-        """Where to listen beside gRPC on the address `beside`, which got `port`; None where it is off."""
+        """Returns the address for HTTP, or None if it is off. gRPC was configured with the address
+        `beside` and listens on `port`."""
         if self.listen is not None:
             return self.listen or None
         host, asked = split_address(beside)
@@ -200,32 +208,35 @@ class Http(Section):
 
 
 class ConversationSection(Section):
-    """How what the policy writes in a conversation is read; docs/conversations.md."""
+    """How the policy's messages in a conversation are parsed; see docs/conversations.md."""
 
     tool_parser: str = ""
-    """vLLM's name of the parser that finds tool calls, such as "hermes"; empty leaves them text."""
+    """vLLM's name of the parser that finds tool calls, such as "hermes". If empty, they remain
+    text."""
     reasoning_parser: str = ""
-    """vLLM's name of the parser that finds reasoning, such as "qwen3"; empty leaves it text."""
+    """vLLM's name of the parser that finds reasoning, such as "qwen3". If empty, it remains
+    text."""
 
 
 class _Calling(Section):
-    """What is shown to other servers, and trusted of them."""
+    """How this server connects to other servers: what it trusts and what it presents."""
 
     tls: bool = False
-    """Whether they are spoken to by TLS; implied by `ca` and `certificate`."""
+    """Whether connections use TLS. Implied by `ca` and `certificate`."""
     ca: Path | None = None
     """PEM file of the authority that signed their certificates."""
     certificate: Path | None = None
-    """PEM file of this server's own, for mutual TLS."""
+    """PEM file of this server's own certificate, for mutual TLS."""
     key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of the private key of `certificate`."""
     server_name: str = ""
-    """Name that their certificates are for, where it is not the address's."""
+    """Name in their certificates, if it differs from the host of the address."""
     token_file: Path | None = None
-    """File with a token there: of the role admin for a hub, of trainer or admin for a peer."""
+    """File with a token for them. A hub needs a token with the role admin; a peer accepts trainer
+    or admin."""
 
     def shown(self) -> ClientSecurity:
-        """The same, as channels are made with it."""
+        """The same settings in the form that channels take."""
         from penstock.wire.security import Security
 
         return Security(
@@ -239,57 +250,61 @@ class _Calling(Section):
 
 
 class Peers(_Calling):
-    """Servers that an upload says to take a version from; docs/pool.md."""
+    """Servers from which an upload tells this one to fetch a version; see docs/pool.md."""
 
     silent_seconds: float = Field(default=30.0, gt=0)
-    """How long one may send nothing before the upload is refused."""
+    """How long a peer may send nothing before the upload is refused."""
 
 
 class Pool(_Calling):
-    """Engine servers behind a hub; docs/pool.md."""
+    """Engine servers behind a hub; see docs/pool.md."""
 
     engines: tuple[str, ...] = ()
-    """Where they are: HOST:PORT each; dns:HOST:PORT for every address of a name, looked up again and again;
-    file:PATH for a file with one a line, likewise. Given, this server has no engine of its own."""
+    """Addresses of the engine servers. Each is HOST:PORT, dns:HOST:PORT for every address of a
+    name, or file:PATH for a file with one address a line. Names and files are looked up again every
+    `discover_seconds`. If set, this server does not start an engine itself."""
     switch: Literal["rolling", "all"] = "rolling"
-    """Whether engines switch to a version in parts, so that generation never stops as a whole, or all at
-    the same time."""
+    """How engines switch to a version: "rolling" switches some at a time, so that generation never
+    stops everywhere; "all" switches all of them at once."""
     switch_part: float = Field(default=0.5, gt=0, le=1)
-    """Part of the engines that switch at the same time with "rolling"; at least one does."""
+    """Fraction of the engines that switch at the same time with "rolling"; at least one does."""
     routing: Policy = "sticky"
-    """Which engine takes a turn: with "sticky" the one that has its prefix in its cache, unless that is
-    much busier than another; with "least_loaded" the least busy one; with "round_robin" each in turn."""
+    """Which engine takes a turn. With "sticky" it is the engine that has the turn's prefix in its
+    cache, unless that engine is much busier than another. With "least_loaded" it is the least busy
+    engine. With "round_robin" engines take turns."""
     margin: float = Field(default=0.25, ge=0)
-    """How much busier than the least busy engine one may be that has a turn's prefix in its cache, as a
-    part of its limit."""
+    """How much busier than the least busy engine the engine with the cached prefix may be, as a
+    fraction of its limit."""
     first_turns: int = Field(default=32, ge=1)
-    """Turns that an engine is given at a time, until its load says how many it can have."""
+    """How many turns an engine gets at a time until its load shows how many it can take."""
     most_turns: int = Field(default=4_096, ge=1)
-    """Most that it is ever given."""
+    """Most turns that an engine ever gets at a time."""
     look_seconds: float = Field(default=1.0, gt=0)
-    """Between two looks at an engine's load; longer in a large pool."""
+    """Interval between two polls of an engine's load; longer in a large pool."""
     silent_seconds: float = Field(default=600.0, gt=0)
-    """Longest time that an engine has turns and samples no token of any of them, before those go on
-    elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
+    """Longest time that an engine with turns samples no token, before its turns continue on other
+    engines. Time spent in switches does not count. Set it above the time that the longest prompt
+    alone takes to its first token."""
     discover_seconds: float = Field(default=5.0, gt=0)
-    """Between two looks for addresses."""
+    """Interval between two lookups of the engines' addresses."""
     stage_seconds: float = Field(default=600.0, gt=0)
-    """Longest time that an engine takes to have all of a version, after the switch to it was asked for,
-    before it leaves the rotation; longer where links are slow. Some times `peers.silent_seconds`, after
-    which one whose source hangs takes it from another."""
+    """Longest time that an engine takes to receive a version, counted from the request to switch to
+    it. After that it leaves the rotation. Allow more for slow links. Set it to several times
+    `peers.silent_seconds`, after which an engine whose source hangs fetches from another."""
     switch_seconds: float = Field(default=600.0, gt=0)
-    """Longest time that an engine takes to switch, its turns in flight included, before it is given up."""
+    """Longest time that an engine takes to switch, including its turns in flight, before it is
+    given up."""
     branches: int = Field(default=2, ge=0)
-    """Hosts that the hub, and each host, hands a version on to. 1 makes a chain of them, 2 and more a tree;
-    with 0 the hub sends it to each by itself."""
+    """How many hosts the hub and each host forward a version to. 1 makes a chain and 2 or more a
+    tree. With 0 the hub sends it to every host directly."""
     differences: bool = True
-    """Whether hosts that hold the version before are sent what changed, where that is fewer bytes out of
-    the hub; it costs the hub a comparison of both."""
+    """Whether hosts that hold the previous version receive only what changed, if that is fewer
+    bytes out of the hub. The hub then has to compare both versions."""
 
     @field_validator("engines", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """HOST:PORT,HOST:PORT, as on the command line."""
+        """Splits HOST:PORT,HOST:PORT, the form used on the command line."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
@@ -311,75 +326,78 @@ class Pool(_Calling):
 
 
 class Security(Section):
-    """Who is let in, and what the connection is; docs/security.md."""
+    """Who may connect and how connections are protected; see docs/security.md."""
 
     certificate: Path | None = None
-    """PEM file of the server's certificate and what it was signed by; with it and `key` connections are
-    made by TLS only."""
+    """PEM file of the server's certificate and its chain. With `certificate` and `key`, connections
+    use TLS only."""
     key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of the private key of `certificate`."""
     client_ca: Path | None = None
-    """PEM file of the authority of client certificates; with it connections are made by mutual TLS only."""
+    """PEM file of the authority of client certificates. If set, connections use mutual TLS only."""
     tokens: Path | None = None
-    """File of tokens and roles that `penstock token` writes; without it nobody is asked who it is."""
+    """File of tokens and roles that `penstock token` writes. Without it callers are not
+    authenticated."""
     insecure: bool = False
-    """Whether an address that is not of loopback may be listened on without the above: where the network
-    is closed otherwise."""
+    """Whether the server may listen on a non-loopback address without the settings above. Only for
+    a network that is closed by other means."""
 
 
 class CallerLimits(Section):
-    """What one caller has open at most: one token, one client certificate or, where nobody is asked who it
-    is, one host."""
+    """What one caller may have open. A caller is one token or one client certificate, or one host
+    if callers are not authenticated."""
 
     calls: int = Field(default=8_192, ge=1)
     """Calls open at a time."""
     turns_in_flight: int = Field(default=8_192, ge=1)
-    """Turns begun and not ended."""
+    """Turns in flight at a time."""
     tokens_in_flight: int = Field(default=1 << 28, ge=1)
-    """Tokens of the turns in flight: their contexts, and what they may still sample. The turn that comes
-    to be over it still begins."""
+    """Tokens of the turns in flight: their contexts and what they may still sample. The turn that
+    first exceeds the limit still begins."""
     open_trajectories: int = Field(default=8_192, ge=1)
-    """Trajectories opened and not closed."""
+    """Trajectories open at a time."""
     unread_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of answers that it has not read yet, and of requests over HTTP that are not whole yet; one
-    alone may be longer. Unset is a sixteenth of `limits.memory_bytes`."""
+    """Bytes of answers that the caller has not read yet, and of incomplete HTTP requests. A single
+    one may be longer. Defaults to a sixteenth of `limits.memory_bytes`."""
     message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=1, le=MAX_MESSAGE_BYTES)
-    """Length of one message."""
+    """Bytes of one message."""
 
 
 class Limits(Section):
-    """What the server holds at most; beyond it callers get RESOURCE_EXHAUSTED."""
+    """What the server holds at most. Beyond these limits callers get RESOURCE_EXHAUSTED."""
 
     open_trajectories: int = Field(default=8_192, ge=1)
     """Trajectories open at a time."""
     pending_tasks: int = Field(default=100_000, ge=1)
-    """Tasks waiting for an agent."""
+    """Tasks waiting for a worker."""
     groups_without_trainer: int = Field(default=256, ge=1)
-    """Training groups begun and not delivered while no trainer has named its staleness contract."""
+    """Training groups begun and not yet delivered while no trainer has declared its staleness
+    contract."""
     evaluation_groups: int = Field(default=256, ge=1)
-    """Evaluation groups begun and not delivered."""
+    """Evaluation groups begun and not yet delivered."""
     memory_bytes: int = Field(default_factory=default_bytes, ge=16 << 20)
-    """Most memory for trajectories, groups and tasks together; by default a quarter of the machine's."""
+    """Memory for trajectories, groups and tasks together. Defaults to a quarter of the machine's
+    memory."""
     stalled_seconds: float = Field(default=60.0, gt=0)
-    """Longest time that an answer waits for its caller to read, before the caller is cut off; and that a
-    request takes to be whole, over HTTP each 256 KiB of it."""
+    """How long an answer waits for its caller to read it before the server disconnects the caller.
+    Also how long a request may take to arrive; over HTTP, how long each 256 KiB of it may take."""
     concurrent_calls: int = Field(default=16_384, ge=1)
     """Calls open at a time."""
     caller: CallerLimits = CallerLimits()
-    """What one caller has of all this."""
+    """Limits of one caller."""
 
 
 class ServeConfig(Section):
-    """Everything `penstock serve` is told."""
+    """All settings of `penstock serve`."""
 
     listen: str = "127.0.0.1:50051"
-    """HOST:PORT; port 0 takes a free one and prints it."""
+    """HOST:PORT. With port 0 the server takes a free port and prints it."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """How long SIGTERM waits for turns in flight before it aborts them."""
     freshness: bool = True
-    """Whether the number of outstanding groups adapts, rather than staying at its largest."""
+    """Whether the number of outstanding groups adapts instead of staying at its maximum."""
     engine: dict[str, object] = Field(default_factory=dict[str, object])
-    """vLLM's options by their own names."""
+    """vLLM's options under their own names."""
     leases: Leases = Leases()
     weights: Weights = Weights()
     journal: JournalSection = JournalSection()
@@ -393,12 +411,12 @@ class ServeConfig(Section):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Every address that it names to listen on, by the name of its setting."""
+        """Every address that the server is to listen on, by the name of its setting."""
         named = {"listen": self.listen, "http.listen": self.http.listen}
         return {name: address for name, address in named.items() if address}
 
     def engine_options(self) -> list[str]:
-        """The engine table as command-line options."""
+        """The engine table as vLLM command-line options."""
         options: list[str] = []
         for name, value in self.engine.items():
             flag = f"--{name.replace('_', '-')}"
@@ -418,7 +436,7 @@ class ServeConfig(Section):
 def load(path: Path | None, settings: list[str]) -> ServeConfig:
     """Reads a TOML file and applies `section.key=value` settings over it.
 
-    Raises ConfigError where the file cannot be read or a value does not fit.
+    Raises ConfigError if the file cannot be read or a value is invalid.
     """
     try:
         table = read_table(path) if path is not None else {}
@@ -432,10 +450,10 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
         found: list[str] = []
         for item in error.errors():
             place, got = ".".join(map(str, item["loc"])), f", got {item['input']!r}"
-            # Some say it themselves.
+            # Some messages already name the value.
             said = item["msg"].removeprefix("Value error, ").removesuffix(got)
             found.append(f"{place}: {said}{got}")
-        # What is refused may be an address with a password in it.
+        # The refused value can be an address that contains a password.
         raise ConfigError(re.sub(r"//[^/@\s]+@", "//***@", redact("; ".join(found)))) from None
     for name, address in config.addresses.items():
         try:
@@ -447,9 +465,9 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
 
 
 def check_exposure(listen: str, security: Security) -> None:
-    """Raises ConfigError where anybody could come in from outside, or listen to those who may."""
+    """Raises ConfigError if anyone outside could call the server or eavesdrop on its callers."""
     if (security.certificate is None) != (security.key is None):
-        raise ConfigError("security.certificate and security.key are given together")
+        raise ConfigError("security.certificate and security.key must be given together")
     if security.client_ca is not None and security.certificate is None:
         raise ConfigError("security.client_ca needs security.certificate and security.key")
     if security.client_ca is not None and security.tokens is None:
@@ -461,5 +479,5 @@ def check_exposure(listen: str, security: Security) -> None:
         names = ", ".join(f"security.{name}" for name in missing)
         raise ConfigError(
             f"{listen} can be reached from outside and needs {names}; listen on 127.0.0.1, or set "
-            "security.insecure=true where the network is closed otherwise"
+            "security.insecure=true if the network is closed by other means"
         )

@@ -1,4 +1,4 @@
-"""Waking everyone who waits for a change, without polling and without a queue to bound."""
+"""Wakes all waiters of a change, without polling and without a queue to bound."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 
 
 class Broadcast:
-    """A change that any number of coroutines wait for.
+    """A change that any number of coroutines can wait for.
 
-    A waiter checks its condition, and where it does not hold calls `wait` before it awaits anything else:
-    then no change between the check and the wait can be missed.
+    A waiter first checks its condition. If it is false, the waiter calls `wait` before it awaits
+    anything else. Then it cannot miss a change between the check and the wait.
     """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes everyone who waits now."""
+        """Wakes all current waiters."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Returns at the next `notify`."""
+        """Waits for the next `notify`."""
         await self._event.wait()

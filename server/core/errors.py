@@ -1,8 +1,8 @@
-"""Domain error -> status code, ErrorInfo and friends: the one table of errors.
+"""The table of errors: maps domain errors to status codes and error details.
 
 Every refusal in the server is a `DomainError` with a reason from `wire.reasons`. The boundary
-(`service.py`) turns it into a status; inside a stream it becomes a `Rejection`. Whatever the message
-says is in the metadata too, so that no client need parse text.
+(`service.py`) turns it into a status. Inside a stream it becomes a `Rejection`. Everything in the
+message is also in the metadata, so that clients need not parse text.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ RETRY_SECONDS: Mapping[Reason, float] = {
     Reason.MEMORY_BUDGET: 1.0,
     Reason.SLOW_READER: 1.0,
     Reason.CALLER_LIMIT: 1.0,
-    # Until something is compacted, or freed by hand.
+    # Until a compaction frees room, or the operator does.
     Reason.DISK_FULL: 5.0,
 }
-"""When to come back, where who refuses does not know better. MESSAGE_TOO_LARGE is not here: it stays so."""
+"""Default retry delays. MESSAGE_TOO_LARGE has none because a retry does not help."""
 
 MAX_TEXT = 400
 MAX_VALUE = 200
 
 
 class DomainError(Exception):
-    """A refusal, with a reason from the table."""
+    """A refusal with a reason from the table."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class DomainError(Exception):
         *,
         retry_after_seconds: float | None = None,
     ) -> None:
-        # Together they travel in the trailers, which both ends bound (`wire.channel`).
+        # Both are sent in the trailers, whose size both ends limit (`wire.channel`).
         self.message = message if len(message) <= MAX_TEXT else f"{message[:MAX_TEXT]}..."
         super().__init__(self.message)
         self.reason = reason
@@ -117,7 +117,7 @@ class DomainError(Exception):
 
     @property
     def code(self) -> grpc.StatusCode:
-        """The status code of the reason."""
+        """The status code for the reason."""
         return STATUS_CODES[self.reason]
 
 
@@ -138,7 +138,7 @@ def _short(value: object) -> str:
 
 
 class RpcStatus(grpc.Status):
-    """What `context.abort_with_status` takes."""
+    """The argument of `context.abort_with_status`."""
 
     def __init__(self, code: grpc.StatusCode, details: str, serialized: bytes) -> None:
         self.code = code
@@ -147,7 +147,7 @@ class RpcStatus(grpc.Status):
 
 
 def to_status(error: DomainError) -> RpcStatus:
-    """The status of an error, with ErrorInfo, and BadRequest or RetryInfo where they apply."""
+    """Converts an error to a status with ErrorInfo, and BadRequest or RetryInfo if they apply."""
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     ]
@@ -169,5 +169,5 @@ def to_status(error: DomainError) -> RpcStatus:
 
 
 def to_rejection(error: DomainError) -> rejection_pb2.Rejection:
-    """The same refusal, as it travels inside a stream."""
+    """Converts an error to a message inside a stream."""
     return Rejection(reason=error.reason, message=error.message, metadata=error.metadata)

@@ -1,24 +1,25 @@
-"""The engine seam: what the server asks of a sampler, and nothing of how it is done.
+"""The interface between the server and a sampler.
 
-`vllm_engine.VllmEngine` is the real one. The tests' fake is a function of (prefix, weight version), so
-that every token can be recomputed. Types here are small frozen dataclasses: the engine's own types and
-protobuf's never meet.
+`vllm_engine.VllmEngine` is the real implementation. The tests' fake is a function of (prefix,
+weight version), so that every token can be recomputed. The types here are small frozen dataclasses.
+They keep the engine's own types apart from protobuf's.
 
 Order of a weight switch, which the server's `WeightSwitch` drives under one lock:
 
-    prepare -> pause -> load -> resume -> score, where there is a probe
+    prepare -> pause -> load -> resume -> score, if there is a probe
 
-Where the weights come by a collective that the engine joined before, `load` is
+If the weights arrive through a collective that the engine has joined, `load` is replaced by
 
     begin_collective -> receive_collective, once for each round -> finish_collective
                   or -> abandon_collective
 
-Between the return of `pause` and the call of `resume` the engine samples nothing. Each delta names the
-weight version whose forward pass sampled it: the server hands the version over in `load`, at the pause
-boundary, and the engine attaches it to every later step. A delta never spans two versions.
+Between the return of `pause` and the call of `resume` the engine samples nothing. Each delta names
+the weight version whose forward pass sampled it. The server passes the version to `load` during the
+pause, and the engine attaches it to every later step. A delta never spans two versions.
 
-An adapter is a version of its own beside the full weights. It is added and removed without a pause; a
-request that names one is sampled by it and by no other, and its deltas carry that adapter's version.
+An adapter is a separate version in addition to the full weights. Adapters are added and removed
+without a pause. A request that names an adapter is sampled by that adapter only, and its deltas
+carry the adapter's version.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Finish(Enum):
-    """Why the engine stopped."""
+    """Why the engine stopped sampling a request."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -44,10 +45,11 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one attempt; already validated, every default already applied."""
+    """Sampling parameters of one engine request. They are validated and have every default
+    applied."""
 
     max_tokens: int
-    """Tokens this attempt may write, at least 1: what is left of the turn's budget."""
+    """Most tokens to sample, at least 1. This is what is left of the turn's budget."""
     temperature: float = 1.0
     """Zero is greedy."""
     top_p: float = 1.0
@@ -60,45 +62,46 @@ class Sampling:
 
 
 WHOLE = 1 << 20
-"""Stream interval of a request that nobody reads before it ends."""
+"""Stream interval of a request whose tokens are only read at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One attempt at a turn."""
+    """One request to the engine. A turn that is resumed makes several."""
 
     request_id: str
-    """Unique among all attempts ever made."""
+    """Unique among all requests ever made."""
     token_ids: NDArray[np.int32]
-    """Everything the policy sees, shape [n], n >= 1."""
+    """All tokens that the policy sees, shape [n], n >= 1."""
     sampling: Sampling
     cache_salt: str
-    """Requests share key-value cache only with requests of the same salt."""
+    """Requests share the key-value cache only with requests of the same salt."""
     priority: int = 0
-    """Lower runs earlier."""
+    """Lower values run earlier."""
     stream_interval: int = 1
-    """Tokens the engine may gather before it hands them over; the first and the last never wait."""
+    """Tokens the engine may gather before it hands them over. The first and the last never wait."""
     trace_headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    """W3C context for the engine's own span."""
+    """W3C trace context for the engine's own span."""
     adapter_version: int | None = None
-    """Version of the adapter that samples it, which the engine has; None for the full weights alone."""
+    """Version of the adapter that samples it, which the engine must have. None for the full
+    weights."""
     trajectory_id: str = ""
     group_id: str = ""
-    """What it belongs to, for an engine that has several places."""
+    """Trajectory and group of the request, for an engine that routes between several servers."""
     required_weight_version: int = 0
-    """The only version that may sample it; zero for any."""
+    """The only version that may sample it; zero for any version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens sampled since the delta before, all by one weight version."""
+    """Tokens sampled since the previous delta, all by one weight version."""
 
     token_ids: NDArray[np.int32]
     """Shape [n], n >= 0."""
     logprobs: NDArray[np.float32]
     """Log-probability of each token under the distribution it was sampled from, shape [n]."""
     weight_version: int
-    """Version that sampled them."""
+    """Version that sampled the tokens."""
     finish: Finish | None = None
     """Set on the last delta."""
     cached_token_count: int = 0
@@ -107,11 +110,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape of one tensor as the checkpoint names it."""
+    """Shape of one tensor, in the checkpoint's naming."""
 
     shape: tuple[int, ...]
     optional: bool = False
-    """Whether a full upload may leave it out, such as a tied `lm_head.weight`."""
+    """Whether a full upload may omit it, such as a tied `lm_head.weight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class StagedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """One complete, verified version, in a file another process of this host can map."""
+    """One complete, verified version in a file that other processes on this host can map."""
 
     weight_version: int
     path: Path
@@ -140,101 +143,105 @@ class Adapter:
 
     weight_version: int
     folder: Path
-    """As PEFT writes it; it stays until the engine no longer has the adapter."""
+    """Folder in PEFT's format. It remains until the engine no longer has the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What an engine offers for adapters."""
+    """Limits of an engine that was started with adapters."""
 
     max_rank: int
     max_adapters: int
-    """Most that sample at the same time; one more can be there."""
+    """Most adapters that sample at the same time. The engine can hold one more."""
 
 
 CollectiveUpdate = Mapping[str, object] | Sequence[Mapping[str, object]]
-"""One description for every worker, or one for each."""
+"""One description for all workers, or a list with one for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """What does not change while the engine lives."""
+    """Properties that stay the same for the lifetime of the engine."""
 
     model: str
     vocab_size: int
     max_context_length: int
     eos_token_ids: tuple[int, ...]
     weight_dtype: str
-    """Torch dtype name an uploaded tensor must have."""
+    """Torch dtype name that uploaded tensors must have."""
     tensors: Mapping[str, TensorMeta]
     """Hugging Face parameter name -> shape, for every tensor of a full upload."""
     checkpoint: Path | None = None
-    """Folder of safetensors files that version 0 was read from, where there is one."""
+    """Folder of the safetensors files that version 0 was read from, if there is one."""
     adapters: AdapterLimits | None = None
-    """None where it was started without adapters."""
+    """None if the engine was started without adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Load now."""
+    """Current load of the engine."""
 
     running: int = 0
     waiting: int = 0
     kv_cache_usage: float = 0.0
     preemptions: int = 0
-    """Requests that lost their place in the cache and were computed again, ever."""
+    """Total number of requests evicted from the key-value cache and computed again."""
 
 
 class RequestLost(Exception):
-    """The engine is there, but nobody works on this request any more. What its deltas had stands; the
-    rest can be asked for again."""
+    """The engine is alive but no longer works on this request.
+
+    Tokens it has already delivered remain valid. The rest can be requested again.
+    """
 
 
 class EngineLost(Exception):
-    """The engine died; nothing on it can be continued without a new one."""
+    """The engine died. Its requests can only continue on a new engine."""
 
 
 class EngineLoadFailed(Exception):
-    """Loading weights failed. Where it was `load`, what the engine holds cannot be trusted."""
+    """Loading weights failed. After a failed `load`, the weights in the engine cannot be
+    trusted."""
 
 
 class Engine(Protocol):
-    """A sampler with swappable weights. Methods are called from one event loop."""
+    """A sampler with replaceable weights. All methods are called from one event loop."""
 
     @property
     def description(self) -> EngineDescription: ...
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """Returns once the engine has the request; then yields until a delta's `finish` is set.
+        """Returns once the engine has the request, then yields until a delta's `finish` is set.
 
-        A request that the engine had before a `pause` belongs to the version before it, one made later
-        to the version after it: that is why this is a coroutine and not merely a generator. Closing the
-        generator early stops the request. Requests made while paused wait. Raises EngineLost, at once or
-        from the generator, and from that RequestLost.
+        A request that the engine received before a `pause` belongs to the version before it, and a
+        later one to the version after it. That is why this is a coroutine and not only a generator.
+        Closing the generator early stops the request. Requests made during a pause wait. Raises
+        EngineLost, at once or from the generator. The generator can also raise RequestLost.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stops requests; returns once the engine no longer works on them.
+        """Stops requests and returns once the engine no longer works on them.
 
-        Their iterators yield what was sampled and end with ABORTED. Unknown ids are ignored.
+        Their iterators yield the tokens sampled so far and end with ABORTED. Unknown ids are
+        ignored.
         """
         ...
 
     async def pause(self, *, drop_cache: bool) -> None:
         """Freezes every request at a step boundary and returns when nothing is being sampled.
 
-        With `drop_cache` the key-value cache is discarded, that of frozen requests included; they
-        recompute it after `resume`, under the weights then active.
+        With `drop_cache` the key-value cache is discarded, including that of frozen requests. They
+        recompute it after `resume`, under the weights that are active then.
         """
         ...
 
     async def prepare(self, weights: StagedWeights) -> None:
-        """Does as much of `load` as can be done while requests go on, so that the pause is short.
+        """Does as much of `load` as possible while requests continue, so that the pause is short.
 
-        It may be nothing, and `load` does the rest. What was prepared and then not loaded is given up with
-        the next `prepare` or `load`. Raises EngineLoadFailed, after which everything is as it was, and
-        EngineLost.
+        It may do nothing and leave all the work to `load`. A prepared version that is not loaded is
+        discarded by the next `prepare` or `load`. Raises EngineLost. Raises EngineLoadFailed, after
+        which the engine is unchanged.
         """
         ...
 
@@ -248,41 +255,45 @@ class Engine(Protocol):
     async def join_collective(
         self, backend: str, rendezvous: Mapping[str, object], seconds: float
     ) -> None:
-        """Joins a collective in place of the one it is in, if any; `rendezvous` is the backend's own.
+        """Joins a collective and leaves the current one, if any. `rendezvous` is specific to the
+        backend.
 
-        The engine may stand still meanwhile. Raises WeightRefused where it did not come to be: the engine
-        is in no collective then. Raises EngineLost where it is not back within about `seconds`.
+        The engine may stop sampling in the meantime. Raises WeightRefused if the collective could
+        not be formed; the engine is then in no collective. Raises EngineLost if the engine does not
+        return within about `seconds`.
         """
         ...
 
     async def begin_collective(self) -> None:
-        """Begins an update by the collective; only while paused. Changes nothing yet."""
+        """Begins an update through the collective; only while paused. The weights do not change
+        yet."""
         ...
 
     async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
-        """Takes part in one transfer, which `update` describes in the backend's own words.
+        """Takes part in one transfer. `update` describes it in the backend's own format.
 
-        After an error the update has ended and the collective is left. Raises WeightRefused where the
-        weights are what they were, EngineLoadFailed where they are not, and EngineLost as joining does.
+        After an error the update has ended and the engine has left the collective. Raises
+        WeightRefused if the weights are unchanged, EngineLoadFailed if they are not, and EngineLost
+        as joining does.
         """
         ...
 
     async def finish_collective(self, weight_version: int, seconds: float) -> None:
-        """Makes what came the weights; later tokens carry `weight_version`.
+        """Makes the received tensors the weights. Later tokens carry `weight_version`.
 
-        Raises as `receive_collective`.
+        Raises the same errors as `receive_collective`.
         """
         ...
 
     async def abandon_collective(self, seconds: float) -> bool:
-        """Ends an update without finishing it, and leaves the collective.
+        """Ends an update without finishing it and leaves the collective.
 
-        Returns whether the weights are what they were. Raises EngineLost.
+        Returns whether the weights are unchanged. Raises EngineLost.
         """
         ...
 
     async def resume(self) -> None:
-        """Ends a pause."""
+        """Ends a pause. Frozen requests continue."""
         ...
 
     async def score(
@@ -290,31 +301,32 @@ class Engine(Protocol):
     ) -> NDArray[np.float32]:
         """Log-probability of each token but the first, given those before it, at temperature 1.
 
-        Shape [n] -> [n - 1], n >= 2; one place of the context has to stay free. Computed anew by the
-        weights that are there, with that adapter where one is named, before any request that still waits
-        for a place; not while paused. Raises EngineLost.
+        Shape [n] -> [n - 1], n >= 2; one position of the context must remain free. The engine
+        computes them from scratch with its current weights, and with the named adapter if there is
+        one. They run before any request that is still waiting. Not available while paused. Raises
+        EngineLost.
         """
         ...
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Makes an adapter known, beside those that are there; nothing pauses.
+        """Adds an adapter to those that the engine has, without a pause.
 
-        Raises EngineLoadFailed, after which everything is as it was, and EngineLost.
+        Raises EngineLost. Raises EngineLoadFailed, after which the engine is unchanged.
         """
         ...
 
     async def remove_adapter(self, weight_version: int) -> None:
-        """Frees an adapter; no request that names it is left. Raises EngineLost."""
+        """Frees an adapter that no request uses any more. Raises EngineLost."""
         ...
 
     def stats(self) -> EngineStats:
-        """Load now."""
+        """Returns the current load."""
         ...
 
     async def lost(self) -> str:
-        """Returns only when the engine has died, with the reason."""
+        """Waits until the engine has died and returns the reason."""
         ...
 
     async def close(self) -> None:
-        """Stops the engine and everything it started."""
+        """Stops the engine and all processes it started."""
         ...

@@ -1,11 +1,12 @@
-"""Admission of groups: the staleness gate where a trainer has named its contract, a plain bound before.
+"""Admission of groups: the staleness gate of the trainer's contract, and a plain limit before there
+is one.
 
-The gate itself (`staleness_gate`) is pure and belongs to one contract. This keeps it across trainers: a
-Hello with another contract makes a new gate, which is told of every group that is still under way.
+A gate (`staleness_gate`) is pure and belongs to one contract. This module keeps state across
+trainers: a Hello with another contract makes a new gate, to which all groups under way are added.
 
-A server that is started again in the middle of a run does not know the contract before its trainer is back.
-No task is begun until then: by the plain bound more would be under way than the contract has places for,
-and they would be too old by the time that they are trained.
+A server that is restarted in the middle of a run does not know the contract until its trainer
+reconnects. No task begins until then. The plain limit could start more groups than the contract has
+slots for, and those would be too old when they are trained.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Admitted:
 
 
 class Admission:
-    """Which training groups may begin, and which finished ones may be taken now."""
+    """Decides which training groups may begin, and which finished ones may be taken now."""
 
     def __init__(
         self,
@@ -39,14 +40,14 @@ class Admission:
         self._bound = max_groups_without_trainer
         self._freshness = freshness
         self.trainer_awaited = False
-        """Whether a run is under way here, of which the trainer has not named its contract yet."""
+        """Whether a run is under way whose trainer has not declared its contract yet."""
         self._gate: StalenessGate | None = None
         self._groups: dict[str, _Admitted] = {}
         self._changed = changed
 
     @property
     def contract(self) -> StalenessContract | None:
-        """What the trainer named in its last Hello."""
+        """The contract of the trainer's last Hello."""
         return self._gate.contract if self._gate is not None else None
 
     @property
@@ -65,7 +66,7 @@ class Admission:
         return self._gate.target if self._gate is not None else self._bound
 
     def agree(self, contract: StalenessContract, trainer_version: int) -> None:
-        """Puts a contract in force, with the version the trainer holds."""
+        """Puts a contract into force, given the version that the trainer holds."""
         if self._gate is not None and self._gate.contract == contract:
             self._gate.advance(trainer_version, self._clock())
         else:
@@ -79,7 +80,7 @@ class Admission:
         self._changed.notify()
 
     def advance(self, trainer_version: int) -> None:
-        """The trainer now holds this version."""
+        """Records the version that the trainer now holds."""
         if self._gate is not None:
             self._gate.advance(trainer_version, self._clock())
             self._changed.notify()
@@ -91,19 +92,21 @@ class Admission:
         return len(self._groups) < self._bound
 
     def may_begin(self, active_version: int) -> bool:
-        """Whether another task may begin: as `may_admit`, but not while the trainer is awaited."""
+        """Whether another task may begin. Like `may_admit`, but false until an expected trainer is
+        back."""
         if self._gate is None and self.trainer_awaited:
             return False
         return self.may_admit(active_version)
 
     def admit(self, group_id: str, active_version: int) -> None:
-        """A group begins; `may_admit` was true."""
+        """Records that a group begins. Call it only if `may_admit` returned true."""
         self._groups[group_id] = _Admitted(active_version)
         if self._gate is not None:
             self._gate.admit(group_id, active_version)
 
     def finish(self, group_id: str, oldest_version: int | None) -> None:
-        """Every sibling is complete; `oldest_version` is None where there is no policy token."""
+        """Records that every sibling is complete. `oldest_version` is None without policy
+        tokens."""
         group = self._groups[group_id]
         group.finished, group.oldest = True, oldest_version
         if self._gate is not None:
@@ -111,14 +114,15 @@ class Admission:
         self._changed.notify()
 
     def vacate(self, group_id: str) -> None:
-        """A group left without being trained, taken or not; unknown ids are ignored."""
+        """Removes a group that will not be trained, taken or not. Ignores unknown ids."""
         self._groups.pop(group_id, None)
         if self._gate is not None:
             self._gate.vacate(group_id)
         self._changed.notify()
 
     def restore(self, groups: Iterable[tuple[str, int, int | None]]) -> None:
-        """Groups that were taken must be taken again: (id, version it began under, oldest version)."""
+        """Brings back groups that must be taken again: (id, version it began under, oldest
+        version)."""
         for group_id, version, oldest in groups:
             self._groups[group_id] = _Admitted(version, True, oldest)
             if self._gate is not None:
@@ -126,10 +130,10 @@ class Admission:
         self._changed.notify()
 
     def select(self, credit: int) -> Selection:
-        """Finished groups to take now for a demand of `credit` groups.
+        """Returns finished groups to take now for a demand of `credit` groups.
 
-        To be called after every change, also with a credit of zero: that is how the gate measures the
-        time the trainer waits.
+        Call it after every change, even with a credit of zero: the gate uses these calls to measure
+        how long the trainer waits.
         """
         if self._gate is None:
             return Selection((), ())

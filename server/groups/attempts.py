@@ -1,6 +1,6 @@
-"""What the task queue keeps: rules, attempts and groups, and what it hands out.
+"""State of the task queue: rules, attempts, groups and leases.
 
-State only; what moves it on is in `task_queue`, and when leases run out in `lease_clock`.
+This module only holds state. `task_queue` changes it, and `lease_clock` decides when leases expire.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """How long leases last and how often an attempt is made."""
+    """How long leases last and how many times an attempt is made."""
 
     seconds: float = 60.0
-    """Length of a lease without a call on the trajectory."""
+    """How long a lease lasts without a call on its trajectory."""
     grace_seconds: float = 10.0
-    """What is left of it when the agent's lease stream is lost."""
+    """How long a lease lasts at most after the agent's lease stream is lost."""
     max_attempts: int = 3
-    """Times an attempt is made before its failure becomes part of the group."""
+    """How many times an attempt is made before its failure becomes part of the group."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.grace_seconds > 0:
-            raise ValueError(f"leases must last, got {self.seconds} s, {self.grace_seconds} s")
+            raise ValueError(
+                f"lease times must be positive, got {self.seconds} s, {self.grace_seconds} s"
+            )
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One LeaseTasks stream."""
+    """One LeaseTasks stream of an agent."""
 
     agent_id: str
     concurrency: int
@@ -44,7 +46,8 @@ class Holder:
     _noted: bool = False
 
     def takes(self, task: task_service_pb2.Task) -> bool:
-        """Whether it works on groups like this. Says once why not: it would wait in silence."""
+        """Whether it takes groups of this task. Logs once why not, because it would wait
+        silently."""
         if not self.whole_groups:
             return True
         too_large = task.group_size > self.concurrency
@@ -52,7 +55,7 @@ class Holder:
         if (too_large or is_race) and not self._noted:
             self._noted = True
             logger.warning(
-                "agent %s wants whole groups and works on %d attempts at a time; task %s has %d%s",
+                "agent %s wants whole groups and works on %d attempts at a time; it skips task %s of %d%s",
                 self.agent_id,
                 self.concurrency,
                 task.task_id,
@@ -64,7 +67,7 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One place of a group."""
+    """One sample of a group, across its retries."""
 
     group: Group
     sample_index: int
@@ -74,18 +77,18 @@ class Attempt:
     deadline: float = 0.0
     open_calls: int = 0
     branches: set[str] = field(default_factory=set[str])
-    """Trajectories that branch from it, directly or not."""
+    """Trajectories that branch from it, directly or indirectly."""
     orphaned: bool = False
-    """Its lease stream was lost, and no call has reached it since."""
+    """Whether its lease stream was lost and no call has reached it since."""
     leased: bool = False
     final: bool = False
     failed: bool = False
-    """It is final, and a failure."""
+    """Whether it is final and failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A task's attempts, or a caller's own group."""
+    """The attempts of a task, or of a group that a caller formed itself."""
 
     group_id: str
     size: int
@@ -94,33 +97,33 @@ class Group:
     admitted_version: int
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     whole: bool = False
-    """Leased as a whole: siblings are judged against one another."""
+    """Whether it is leased as a whole, because siblings are compared with one another."""
     holder: Holder | None = None
-    """The only stream a whole group is leased to, while that lives."""
+    """The only stream that a whole group is leased to, while that stream lives."""
 
     @property
     def complete(self) -> bool:
-        """Whether every attempt is final, or its race is over."""
+        """Whether every attempt is final or the race is over."""
         return self.race_over or all(attempt.final for attempt in self.attempts)
 
     @property
     def race_over(self) -> bool:
-        """Whether as many attempts have a reward as its task wants, where that is fewer than all."""
+        """Whether enough attempts have a reward, for a task that needs fewer than all of them."""
         wanted = 0 if self.task is None else self.task.finish_count
         return 0 < wanted < self.size and len(self.finished) >= wanted
 
     @property
     def finished(self) -> list[Attempt]:
-        """Attempts with a reward."""
+        """Attempts that ended with a reward."""
         return [attempt for attempt in self.attempts if attempt.final and not attempt.failed]
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What an agent is given."""
+    """What an agent receives for one attempt."""
 
     group: Group
-    """A task's."""
+    """Always the group of a task."""
     trajectory_id: str
     sample_index: int
     retry_count: int
@@ -128,15 +131,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What closing an attempt came to."""
+    """Result of settling an attempt."""
 
     final: bool
-    """False where the attempt will be made again."""
+    """False if the attempt will be made again."""
     completed: Group | None = None
-    """The group, where this was its last attempt."""
+    """The group, if this was its last attempt."""
     discarded: tuple[str, ...] = ()
     """Trajectories of the group that will be made again, because it was leased as a whole."""
     left_out: tuple[str, ...] = ()
-    """Trajectories that the group was completed without, and those that branch from them."""
+    """Trajectories that the group was completed without, including their branches."""
     taken_back: tuple[str, ...] = ()
-    """Those of them that were leased."""
+    """The trajectories in `left_out` that were leased."""

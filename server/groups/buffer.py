@@ -7,17 +7,19 @@ States of a group:
        |                  |                         |
        +------------------+-------------------------+   resume: a trainer went back before that step
 
-Delivery is at least once; a group is gone only when a durable checkpoint contains its step, or when the
-trainer refused it. An evaluation group is gone with its receipt: no weights are made of it, and a trainer
-that goes back measures anew. The bound is the staleness gate's: a group is charged when it is admitted, and
-leaves the gate's count when it is taken. Evaluation groups are charged by the task queue.
+Groups are delivered at least once. A group is gone only when a durable checkpoint contains its
+step, or when the trainer rejected it. An evaluation group is gone with its receipt, because it
+trains no weights, and a trainer that goes back evaluates again.
 
-A group that lies in a journal on the disk is kept in memory too, while there is room for that, until it is
-delivered for the first time: most are wanted as soon as they are finished. Whoever needs the memory gets
-it, and the group is read from the journal then, as it is when it is delivered again.
+The staleness gate limits the number of training groups. It counts a group from its admission until
+it is taken. The task queue limits evaluation groups.
 
-A group that cannot wait here, because no message can carry it, is dropped: counted, and kept as a line for
-the trainer.
+A group in a journal on disk is also kept in memory until its first delivery, if there is room. Most
+groups are requested as soon as they finish. If the memory is needed for something else, the group is
+read from the journal instead. Redelivered groups are read from the journal too.
+
+A group too large for any message is dropped. It is counted, and reported to the trainer as an
+event.
 """
 
 from __future__ import annotations
@@ -38,47 +40,45 @@ MAX_UNREAD_DROPS = 1_000
 
 
 class Payload(Protocol):
-    """Where the group itself is."""
+    """Storage of a finished group."""
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes of the memory budget, and cannot give back."""
+        """Bytes of the memory budget that it takes and cannot give back."""
         ...
 
     async def read(self) -> bytes:
-        """The group as a message. Raises JOURNAL_CORRUPT."""
+        """Returns the group as an encoded message. Raises JOURNAL_CORRUPT."""
         ...
 
     def place(self) -> FilePlace | None:
-        """Where another process of this host finds its record; None where it cannot."""
+        """Where another process on this host can read the record; None if it cannot."""
         ...
 
     def release(self) -> None:
-        """Nobody reads it again."""
+        """Frees the group, which is not read again."""
         ...
 
 
 class InMemory:
-    """A group that is kept as it is."""
+    """A group that is kept only in memory."""
 
     def __init__(self, group: EncodedGroup) -> None:
         self._group = group
         self.memory_bytes = group.byte_count
 
     async def read(self) -> bytes:
-        """The group as a message."""
         return self._group.joined()
 
     def place(self) -> FilePlace | None:
-        """In no file."""
         return None
 
     def release(self) -> None:
-        """Nothing to do."""
+        """Does nothing: the memory is freed with this object."""
 
 
 class KeptGroups:
-    """Groups of the journal that are in memory, too, until somebody reads them or needs the room."""
+    """Groups of the journal that are also in memory, until they are read or the room is needed."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -86,56 +86,53 @@ class KeptGroups:
         self.byte_count = 0
 
     def keep(self, stored: Stored, group: EncodedGroup) -> None:
-        """Keeps a group, where it fits."""
+        """Keeps a group if it fits."""
         if self.byte_count + group.byte_count <= self._limit_bytes:
             self._groups[stored] = group
             self.byte_count += group.byte_count
 
     def take(self, stored: Stored) -> EncodedGroup | None:
-        """The group, which is kept no longer; None where it was not."""
+        """Removes and returns a group; None if it is not kept."""
         group = self._groups.pop(stored, None)
         if group is not None:
             self.byte_count -= group.byte_count
         return group
 
     def clear(self) -> None:
-        """Keeps nothing."""
         self._groups.clear()
         self.byte_count = 0
 
 
 class InJournal:
-    """A group that is read from the journal when it is wanted, and checked; unless it is kept."""
+    """A group that is read from the journal on demand, unless it is still kept in memory."""
 
     def __init__(self, journal: Journal, stored: Stored, kept: KeptGroups) -> None:
-        """The record is held already."""
+        """The journal must already hold the record."""
         self._journal = journal
         self._kept = kept
         self.stored = stored
         self.memory_bytes = 0
 
     async def read(self) -> bytes:
-        """The group as a message. Raises JOURNAL_CORRUPT."""
         kept = self._kept.take(self.stored)
         return group_in(await self._journal.read(self.stored)) if kept is None else kept.joined()
 
     def place(self) -> FilePlace | None:
-        """Where its record lies; who is told that needs no copy in memory."""
+        """Where the record is. The copy in memory is dropped, because the trainer reads the
+        file."""
         place = self._journal.place(self.stored)
         if place is not None:
             self._kept.take(self.stored)
         return place
 
     def release(self) -> None:
-        """Its room may be used for something else."""
+        """Lets the journal reuse the group's room."""
         self._kept.take(self.stored)
         self._journal.release(self.stored)
 
 
 @dataclass(slots=True, eq=False)
 class BufferedGroup:
-    """One finished group."""
-
     group_id: str
     task_id: str
     purpose: trajectory_pb2.Purpose.ValueType
@@ -144,28 +141,28 @@ class BufferedGroup:
     task: task_service_pb2.Task | None
     admitted_version: int
     oldest_version: int | None
-    """Smallest version over its policy tokens; None where it has none."""
+    """Smallest weight version of its policy tokens; None if it has none."""
     byte_count: int
     """Size of the group as a message."""
     delivery_id: int = 0
     delivery_count: int = 0
     step: int = 0
-    """Step that used it."""
+    """Step that trained it; 0 before."""
 
     @property
     def index(self) -> int:
-        """Order in the data."""
+        """Position in the order of the data."""
         return self.task.index if self.task is not None else 0
 
     @property
     def training(self) -> bool:
-        """Whether it feeds the optimizer."""
+        """Whether it is trained on, unlike an evaluation group."""
         return self.purpose != trajectory_pb2.PURPOSE_EVAL
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that was finished and cannot be delivered."""
+    """A finished group that cannot be delivered."""
 
     group_id: str
     task_id: str
@@ -174,14 +171,14 @@ class DroppedGroup:
 
 
 class GroupBuffer:
-    """Groups from the moment they are finished until nobody can ask for them again."""
+    """Groups from the moment they finish until the trainer can no longer ask for them."""
 
     def __init__(self, changed: Broadcast, kept_bytes: int = 0) -> None:
-        """`kept_bytes` bounds the groups that lie in a journal and are in memory, too."""
+        """`kept_bytes` limits the journal's groups that are also kept in memory."""
         self.kept = KeptGroups(kept_bytes)
         self._waiting: OrderedDict[str, BufferedGroup] = OrderedDict()
         self._evaluations: OrderedDict[str, None] = OrderedDict()
-        """Those that wait and are evaluation groups."""
+        """Ids of waiting evaluation groups."""
         self._delivered: dict[int, BufferedGroup] = {}
         self._used: dict[str, BufferedGroup] = {}
         self._last_delivery_id = 0
@@ -190,9 +187,9 @@ class GroupBuffer:
         """Groups that left without being trained, by reason."""
         self.redeliveries = 0
         self.byte_count = 0
-        """What groups take of the memory budget, those that are kept beside the journal not among them."""
+        """Memory budget used by groups, without those that are kept in addition to the journal."""
         self.on_gone: Callable[[BufferedGroup], None] = lambda _: None
-        """Called with each group that nobody can ask for any more."""
+        """Called with each group that the trainer can no longer ask for."""
         self._changed = changed
 
     @property
@@ -207,18 +204,18 @@ class GroupBuffer:
 
     @property
     def held_count(self) -> int:
-        """Groups held in any state."""
+        """Number of groups in all states."""
         return len(self._waiting) + len(self._delivered) + len(self._used)
 
     @property
     def groups(self) -> Iterator[BufferedGroup]:
-        """Groups held in any state."""
+        """Groups in all states."""
         return chain(self._waiting.values(), self._delivered.values(), self._used.values())
 
     def restore(self, groups: Iterable[BufferedGroup], last_delivery_id: int) -> None:
-        """Takes up what another server left: those with a step were used by it, the others wait.
+        """Takes over the groups of a previous server. Those with a step are used; the others wait.
 
-        `last_delivery_id` is above every one it gave.
+        `last_delivery_id` must be at least as high as any id that it assigned.
         """
         self._last_delivery_id = last_delivery_id
         for group in groups:
@@ -229,35 +226,35 @@ class GroupBuffer:
         self._changed.notify()
 
     def add(self, group: BufferedGroup) -> None:
-        """A group is finished."""
+        """Adds a finished group."""
         self.byte_count += group.payload.memory_bytes
         self._wait(group)
         self._changed.notify()
 
     def drop(self, dropped: DroppedGroup) -> None:
-        """A group is finished and cannot be delivered."""
+        """Records a finished group that cannot be delivered."""
         self.drops[dropped.reason] += 1
         self._dropped.append(dropped)
         self._changed.notify()
 
     def read_drops(self) -> list[DroppedGroup]:
-        """What was dropped since this was last asked, for the trainer."""
+        """Returns the groups dropped since the last call, for the trainer."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped
 
     def find(self, group_id: str) -> BufferedGroup | None:
-        """A group in any state, or None."""
+        """Returns a group in any state, or None."""
         found = self._waiting.get(group_id) or self._used.get(group_id)
         delivered = (g for g in self._delivered.values() if g.group_id == group_id)
         return found or next(delivered, None)
 
     def waiting_evaluations(self, count: int) -> list[str]:
-        """Ids of the first `count` evaluation groups that wait."""
+        """Ids of the first `count` waiting evaluation groups."""
         return list(islice(self._evaluations, count))
 
     def take(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
-        """Marks groups as delivered, each with a delivery id of its own, in the order of the data."""
+        """Marks groups as delivered, in the order of the data. Each gets its own delivery id."""
         groups = sorted((self._leave(group_id) for group_id in group_ids), key=lambda g: g.index)
         for group in groups:
             self._last_delivery_id += 1
@@ -266,12 +263,12 @@ class GroupBuffer:
             self.redeliveries += group.delivery_count > 1
             self._delivered[group.delivery_id] = group
         if not all(group.training for group in groups):
-            # Evaluation tasks may have waited for the place.
+            # Evaluation tasks may be waiting for this room.
             self._changed.notify()
         return groups
 
     def discard(self, group_id: str) -> BufferedGroup:
-        """Removes a group that waits: it was thrown away for its age."""
+        """Removes a waiting group because it is too old."""
         group = self._leave(group_id)
         self._gone(group)
         return group
@@ -284,11 +281,11 @@ class GroupBuffer:
         self.byte_count -= group.payload.memory_bytes
         group.payload.release()
         self.on_gone(group)
-        # Its room may let another begin.
+        # Another group may be waiting for this room.
         self._changed.notify()
 
     def lose(self, group: BufferedGroup) -> None:
-        """A group that was taken cannot be read again."""
+        """Removes a taken group that cannot be read again."""
         del self._delivered[group.delivery_id]
         self._gone(group)
 
@@ -298,10 +295,10 @@ class GroupBuffer:
             self._evaluations[group.group_id] = None
 
     def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
-        """Groups were used by a step, or refused where it is zero; unknown deliveries are ignored. What
-        was measured is gone.
+        """Settles deliveries that `step` trained, or that were rejected if `step` is zero.
 
-        A delivery is unknown once its group was delivered again, or when it is final.
+        Evaluation groups are gone afterwards. Unknown deliveries are ignored: those whose group was
+        delivered again, and those that are final.
         """
         settled: list[BufferedGroup] = []
         for delivery_id in delivery_ids:
@@ -317,7 +314,7 @@ class GroupBuffer:
         return settled
 
     def finalize(self, step: int) -> list[BufferedGroup]:
-        """Forgets groups used up to a step: a durable checkpoint contains them."""
+        """Forgets groups used up to `step`, because a durable checkpoint contains them."""
         final = [group for group in self._used.values() if group.step <= step]
         for group in final:
             del self._used[group.group_id]
@@ -325,9 +322,10 @@ class GroupBuffer:
         return final
 
     def resume(self, step: int) -> list[BufferedGroup]:
-        """Makes wait again what the trainer's state after `step` does not contain; returns it.
+        """Makes groups wait again that the trainer's state after `step` does not contain. Returns
+        them.
 
-        That is what was delivered without a receipt, and what was used by a later step.
+        These were delivered without a receipt, or used by a later step.
         """
         again = list(self._delivered.values())
         again += [group for group in self._used.values() if group.step > step]
@@ -340,7 +338,7 @@ class GroupBuffer:
         return again
 
     def drop_all(self) -> list[BufferedGroup]:
-        """Forgets every group, used ones included; returns those that were not used."""
+        """Forgets every group, including used ones. Returns those that were not used."""
         lost = [*self._waiting.values(), *self._delivered.values()]
         for group in (*lost, *self._used.values()):
             self._gone(group)
@@ -348,6 +346,6 @@ class GroupBuffer:
         self._evaluations.clear()
         self._delivered.clear()
         self._used.clear()
-        # Told to whoever comes now, they would be taken for drops of its own tasks.
+        # The next trainer would take them for drops among its tasks.
         self._dropped.clear()
         return lost

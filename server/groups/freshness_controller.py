@@ -1,31 +1,37 @@
-"""How many groups may be outstanding: enough to keep the trainer busy, and no more.
+"""Controls how many groups may be outstanding: enough to keep the trainer busy, and no more.
 
-Lag is a cost, not a budget to spend. Every group that lies finished in the buffer while the trainer
-works ages by a version per step, so the number of outstanding groups should be the smallest one
-that still has a batch finished whenever the trainer asks. That number depends on how long groups
-take compared to a step, which nobody knows beforehand and which changes as the policy learns to
-write longer. So it is found by feedback, once per step.
+Lag is a cost, not a budget to spend. Every finished group that waits in the buffer while the
+trainer works ages by a version per step. So the number of outstanding groups should be the smallest
+one that still has a batch finished whenever the trainer asks. That number depends on how long
+groups take compared to a step. This is not known in advance, and it changes as the policy learns to
+write longer. So the controller finds the number by feedback, once per step.
 
-The feedback is an integral: each step moves it by how much longer, or shorter, than `TOLERATED_WAIT` the
-trainer starved. Summed over a run the moves telescope to the distance between the first value and the
-last, which is bounded; so wherever it stays clear of its ends, the mean wait tends to `TOLERATED_WAIT`, for
-every distribution of lengths and every size of batch (for batches of one or two groups it is up to four
-times that, because the move of one step is capped). Fixed steps up and down (an eighth and a sixteenth of a
-batch were tried) settle where their frequencies balance: anywhere from 0.5 % to 28 %, for batches of 1 to
-64 groups and the loads of `benchmarks/staleness.py`.
+The feedback is an integral. Each step moves the target by how much longer, or shorter, than
+`TOLERATED_WAIT` the trainer starved. Summed over a run, the moves telescope to the distance between
+the first value and the last, which is bounded. So wherever the target stays clear of its limits,
+the mean wait tends to `TOLERATED_WAIT`, for every distribution of lengths and every batch size. For
+batches of one or two groups it is up to four times that, because the move of one step is capped.
 
-It has two parts, the target and a *debt*. What the trainer starved raises the target, but by no more groups
-than were lacking when it asked: where groups are fast, one that is missing costs as much time as many. Nor
-by those that the step before raised it by: they were begun too late for this one. The rest is debt, which
-steps without starvation pay before they lower the target again. So where a target is a cliff, with no wait
-above it and a long one below, it stays at the edge, and tries a group less as seldom as the tolerated wait
-allows. There is one at two batches, of which one is being trained: below it every step waits for a whole
-group. With the target alone, after every such step it stood half a batch or more too high for dozens.
+Fixed steps up and down do not achieve this. Steps of an eighth and a sixteenth of a batch settled
+where their frequencies balance. That was anywhere from 0.5 % to 28 %, for batches of 1 to 64 groups
+and the loads of `benchmarks/staleness.py`.
 
-A step that starves although the one before did is at no edge where more groups are lacking than that one
-raised the target by, nor is the third in a row: it raises the target by all that it starved. Without that
-the trainer of 32 engines and more, whose groups take several steps, idled for 28 % of its fifth to tenth
-step, and does for 3 % (`benchmarks/simulate.py`, `max_lag` 4).
+The controller has two parts, the target and a *debt*. Starvation raises the target, but by no more
+groups than were lacking when the trainer asked. If groups are fast, one missing group costs as much
+time as many. Groups that the previous step added do not count as lacking either, because they
+started too late for this step. The rest of the starvation becomes debt. Steps without starvation
+pay the debt before they lower the target again.
+
+Some targets are a cliff, with no wait above and a long one below. The controller stays at such an
+edge, and tries one group less only as seldom as the tolerated wait allows. There is one at two
+batches, of which one is being trained: below it every step waits for a whole group. With the target
+alone, each such step left the target half a batch or more too high for dozens of steps.
+
+Not all starvation happens at an edge. A step is at no edge if the previous step also starved and
+more groups are lacking than that step added. The same holds for the third starving step in a row.
+Such a step raises the target by all that it starved. Without this rule a trainer of 32 or more
+engines, whose groups take several steps, idled for 28 % of its fifth to tenth step. With it the
+figure is 3 % (`benchmarks/simulate.py`, `max_lag` 4).
 """
 
 from __future__ import annotations
@@ -34,49 +40,53 @@ import math
 from dataclasses import dataclass
 
 TOLERATED_WAIT = 0.02
-"""Part of its time the trainer may wait for groups; less costs more lag than it is worth."""
+"""Fraction of its time that the trainer may wait for groups. Less would cost more lag than it is
+worth."""
 
 EDGE_STEPS = 2
-"""Steps in a row that starve at an edge: what the first one raised is there for the third."""
+"""Steps in a row that can starve at an edge. Groups that the first one added are there for the
+third."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepObservation:
-    """What one step of the trainer showed, from one version to the next."""
+    """Measurements of one step of the trainer, from one version to the next."""
 
     seconds: float
-    """The whole step: gathering the batch, training on it, publishing the weights."""
+    """Duration of the whole step: gathering the batch, training on it, publishing the weights."""
     starved_seconds: float
-    """Thereof with demand unmet because too few groups were finished."""
+    """The part of it with demand unmet because too few groups were finished."""
     surplus: int
     """Groups that were finished and left over when the demand was met."""
     lacking: int
-    """The most that were asked for and not finished."""
+    """The largest number of groups that were requested and not finished."""
     filled: bool
-    """Whether the target was what kept further groups from being admitted."""
+    """Whether the target is what prevented the admission of further groups."""
 
 
 class FreshnessController:
-    """Moves the bound on outstanding groups between `floor` and `ceiling`, which wins over it."""
+    """Moves the limit on outstanding groups between `floor` and `ceiling`. The ceiling takes
+    precedence."""
 
     def __init__(self, groups_per_step: int, floor: int, ceiling: int) -> None:
         self._groups_per_step = groups_per_step
         self._floor = min(floor, ceiling)
         self._ceiling = ceiling
         self._level = float(min(max(2 * groups_per_step, floor), ceiling))
-        """The target before rounding: so a batch of one is steered as finely as a large one."""
+        """The target before rounding, so that small batches are controlled as finely as large
+        ones."""
         self._debt = 0.0
-        """In groups, at most a batch: what the trainer starved and the target did not rise by."""
+        """Starvation that did not raise the target, in groups; at most a batch."""
         self._raised = 0.0
-        """By how much the step before raised the level."""
+        """By how much the previous step raised the level."""
         self._starving = 0
         """Steps in a row that starved for longer than is tolerated."""
 
     @property
     def target(self) -> int:
         """Groups that may be outstanding now."""
-        # Rounded up: else it was over the edge as soon as it had moved at all. The level is a sum of many
-        # moves: what is a whole number but for their rounding is one.
+        # Rounded up, otherwise any downward move would step over the edge. The level is a sum of
+        # many moves, so a value within rounding error of a whole number counts as that number.
         return math.ceil(self._level - 1e-9)
 
     def observe(self, step: StepObservation) -> None:
@@ -88,7 +98,8 @@ class FreshnessController:
         if excess > 0.0 and not step.filled:
             return  # A higher bound would start no more groups: there are no agents to take them.
         busy = step.seconds - step.starved_seconds
-        # One batch at most: a step that starved for ten says no more than that one was missing.
+        # At most one batch: a step that starved for ten steps' time only shows that one batch was
+        # missing.
         move = (excess / busy if excess < busy else 1.0) * self._groups_per_step
         self._starving = self._starving + 1 if move > 0.0 else 0
         if move > 0.0:
@@ -101,6 +112,6 @@ class FreshnessController:
             self._debt -= paid
             move += paid
         if step.starved_seconds == 0.0:
-            # More than a batch left over is no noise but a load that has become lighter.
+            # A surplus of more than a batch is not noise: the load has become lighter.
             move -= max(0.0, step.surplus - self._groups_per_step) / 8
         self._level = min(max(self._level + move, self._floor), self._ceiling)

@@ -1,4 +1,5 @@
-"""Deliveries that say where groups lie, for a trainer of the same host, which reads them there."""
+"""Deliveries that name the location of groups, for a trainer on the same host that reads them
+there."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ _GroupDeliveries = twin(trainer_service_pb2.GroupDeliveries)
 _GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
 MOST = 32
-"""Groups in a message. Each takes some 50 bytes, and as many for each turn that it leaves tokens to."""
+"""Most groups in a message. Each takes about 50 bytes, plus 50 for each turn that holds its
+tokens."""
 
 
 def placed(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupDelivery:
-    """A delivery of a group that lies there."""
+    """Makes a delivery of a group that is stored at `place`."""
     delivery = _GroupDelivery(
         delivery_id=group.delivery_id, redelivery_count=group.delivery_count - 1
     )
@@ -31,7 +33,7 @@ def placed(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupD
 def message_of(
     deliveries: Sequence[trainer_service_pb2.GroupDelivery],
 ) -> trainer_service_pb2.ExchangeResponse:
-    """One message with all of them."""
+    """Combines deliveries into one message."""
     if len(deliveries) == 1:
         return _ExchangeResponse(delivery=deliveries[0])
     return _ExchangeResponse(deliveries=_GroupDeliveries(deliveries=deliveries))

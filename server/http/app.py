@@ -1,18 +1,19 @@
-"""The compatible endpoints: paths -> surfaces, behind the gate that gRPC calls pass.
+"""Endpoints compatible with other services' SDKs: routes to surfaces, behind the same gate as gRPC
+calls.
 
     POST /v1/chat/completions    POST /v1/attempts/ID/chat/completions    OpenAI chat completions
     POST /v1/responses           POST /v1/attempts/ID/responses           OpenAI responses
     POST /v1/messages            POST /v1/attempts/ID/v1/messages         Anthropic messages
-    POST /v1/messages/count_tokens, and the same below an attempt     what a conversation would take
-    GET  /v1/models              GET  /v1/attempts/ID/models          the one that is served
-    GET  /v1/models/NAME         GET  /v1/attempts/ID/models/NAME     the same, whatever it is called
-    GET  /health                                                          for probes; asks nobody
+    POST /v1/messages/count_tokens, and the same below an attempt     tokens of a conversation
+    GET  /v1/models              GET  /v1/attempts/ID/models          the model that is served
+    GET  /v1/models/NAME         GET  /v1/attempts/ID/models/NAME     the same, under any name
+    GET  /health                                                          for probes; no authentication
 
-Order for each request: who calls, and whether it may (`authorization`) -> its body, bounded in bytes and in
-how long it takes, and on its caller's account until the surface has read it -> the turn begins
-(`http_turns`) -> the answer, whole or as server-sent events. Up to the first byte of the answer an error is
-a status; after it, an event in the surface's own form. A connection that is lost, or that takes nothing for
-`limits.stalled_seconds`, ends its turn.
+Order for each request: authentication and role (`authorization`) -> the body is read -> the turn
+begins (`http_turns`) -> the answer, whole or as server-sent events. The body is bounded in bytes
+and in time, and charged to its caller's account until the surface has read it. Before the first
+byte of the answer an error becomes an HTTP status; after it, an event in the surface's own format.
+If the connection is lost, or takes no data for `limits.stalled_seconds`, its turn is aborted.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ logger = logging.getLogger(__name__)
 
 TURNS = "penstock.v1.RolloutService/Generate"
 MODELS = "penstock.v1.RolloutService/GetServerInfo"
-"""The rpcs whose roles the endpoints are for."""
-# Longer bodies are read off the event loop.
+"""The rpcs whose roles apply to the endpoints."""
+# Longer bodies are parsed off the event loop.
 LONG_BODY = 65_536
-# Of a body, at least so much comes within `limits.stalled_seconds`, or its end.
+# This much of a body, or its end, must arrive within each `limits.stalled_seconds`.
 PIECE_BYTES = 262_144
 RETRY_HEADER = "x-stainless-retry-count"
 
 
 class Parsed(Protocol):
-    """What every surface reads of a request."""
+    """The parts of a request that every surface reads."""
 
     @property
     def messages(self) -> list[Message]: ...
@@ -80,36 +81,36 @@ class Parsed(Protocol):
 
 
 class Surface(Protocol):
-    """One service's form of requests, answers and errors."""
+    """Requests, answers and errors in the format of one service."""
 
     def read(self, body: bytes) -> Parsed:
-        """Reads a request. Raises DomainError."""
+        """Parses a request. Raises DomainError."""
         ...
 
     def whole(self, request: Any, reply: Reply) -> str:
-        """The answer as JSON."""
+        """Returns the answer as JSON."""
         ...
 
     def events(
         self, request: Any, reply: Reply, deltas: AsyncGenerator[Delta]
     ) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+        """Yields the answer as server-sent events."""
         ...
 
     def error(self, error: DomainError) -> Mapping[str, object]:
-        """An error as the body of an answer."""
+        """Returns an error as the body of an answer."""
         ...
 
     def error_event(self, error: DomainError) -> str:
-        """An error as the last of the events."""
+        """Returns an error as the last event of a stream."""
         ...
 
 
 class Counting(Surface, Protocol):
-    """A surface that also says how many tokens a conversation has."""
+    """A surface that also counts the tokens of a conversation."""
 
     def read_count(self, body: bytes) -> Parsed:
-        """Reads such a request. Raises DomainError."""
+        """Parses a request to count tokens. Raises DomainError."""
         ...
 
 
@@ -118,7 +119,7 @@ Serve = Callable[[Surface, "Scope", "Receive", "_Sending"], Awaitable[None]]
 
 
 class Endpoints:
-    """Serves the surfaces."""
+    """Serves all surfaces of one server."""
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class Endpoints:
         stalled_seconds: float,
         counting: Counting | None = None,
     ) -> None:
-        """`surfaces` maps the ends of paths to what serves them; `counting` is the one that also counts."""
+        """`surfaces` maps path suffixes to surfaces. `counting` is the one that also counts
+        tokens."""
         self._surfaces = surfaces
         self._turns = turns
         self._renderer = renderer
@@ -140,7 +142,6 @@ class Endpoints:
         self._counting = counting
 
     def application(self) -> Starlette:
-        """The ASGI application."""
         routes = [Route("/health", _health, methods=["GET"])]
         for end, surface in self._surfaces.items():
             routes += _routes(end, "POST", self._guarded(TURNS, surface, self._answer))
@@ -153,7 +154,7 @@ class Endpoints:
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_endpoint})
 
     def _guarded(self, method: str, surface: Surface, serve: Serve) -> ASGIApp:
-        """Behind the gate, and in front of whatever goes wrong before the answer begins."""
+        """Puts an endpoint behind the gate and turns its exceptions into error answers."""
 
         async def handle(scope: Scope, receive: Receive, send: Send) -> None:
             unread = self._gate.callers.unread
@@ -183,11 +184,11 @@ class Endpoints:
     async def _named(
         self, surface: Surface, scope: Scope, receive: Receive, sending: _Sending
     ) -> None:
-        # As with turns: agents ask for the name that they were written with.
+        # Any name is accepted, as for turns: agents use the name that they were written for.
         await sending.json(json.dumps(self._describe_model()))
 
     def _describe_model(self) -> dict[str, object]:
-        """In OpenAI's form and in Anthropic's: both have the path."""
+        """Describes the model for OpenAI and Anthropic at once, because both use the same path."""
         ours = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
         theirs = {
             "type": "model",
@@ -217,7 +218,7 @@ class Endpoints:
         async with self._body(scope, receive) as body:
             digest.update(body)
             request = await _off_loop(len(body), partial(surface.read, body))
-        # A turn may take long.
+        # Free it now, because a turn may take long.
         del body
         headers = Headers(scope=scope)
         asked = Asked(
@@ -260,14 +261,15 @@ class Endpoints:
 
     @contextlib.asynccontextmanager
     async def _body(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes]:
-        """The whole of it, on its caller's account until what is made of it is there."""
+        """Yields the whole body, which is charged to its caller's account until the block exits."""
         most = self._gate.callers.message_bytes
         announced = Headers(scope=scope).get("content-length", "0")
         body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
         now = asyncio.get_running_loop().time
         with self._gate.callers.arriving() as keep:
             try:
-                # The next piece, not the next byte: else a body of any length is kept for any time.
+                # The timeout covers a whole piece. A byte at a time could hold the body in memory
+                # forever.
                 async with asyncio.timeout(self._stalled_seconds) as limit:
                     while more and size <= most:
                         message = await receive()
@@ -283,25 +285,25 @@ class Endpoints:
             except TimeoutError:
                 raise DomainError(
                     Reason.MALFORMED_MESSAGE,
-                    f"of the body {len(body)} bytes came, and less than {PIECE_BYTES} more within "
+                    f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
                     f"{self._stalled_seconds:g} s",
                     {"body_bytes": len(body), "seconds": self._stalled_seconds},
                 ) from None
             if size > most:
                 raise DomainError(
                     Reason.MESSAGE_TOO_LARGE,
-                    f"the body has {size} bytes or more, {most} are taken",
+                    f"the body has at least {size} bytes; at most {most} are allowed",
                     {"message_bytes": size, "limit": most},
                 )
             yield bytes(body)
 
 
 class _Gone(Exception):
-    """The connection was lost, or nothing is read from it."""
+    """The connection was lost, or its client stopped reading."""
 
 
 class _Sending:
-    """One answer on its way, which its caller's account has until it is read."""
+    """Sends one answer, and charges it to its caller's account until it is read."""
 
     def __init__(
         self, send: Send, cut_off: Callable[[], None], stalled_seconds: float, unread: Unread
@@ -315,7 +317,7 @@ class _Sending:
     async def json(
         self, text: str, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """An answer in one piece."""
+        """Sends a whole answer."""
         body = text.encode()
         length = {"content-length": str(len(body))}
         with self._unread(len(body)):
@@ -324,7 +326,7 @@ class _Sending:
             await self.end()
 
     async def event(self, event: str) -> None:
-        """One piece of an answer in pieces."""
+        """Sends one event of a streamed answer."""
         if not self._begun:
             await self._start(
                 200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
@@ -336,17 +338,17 @@ class _Sending:
                 await self._piece(b"")
 
     async def _piece(self, data: bytes) -> None:
-        """Is put when what was put before has been taken."""
+        """Sends a piece once the previous one has been taken."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """The end of an answer in pieces."""
+        """Ends a streamed answer."""
         await self._send({"type": "http.response.body", "body": b""})
         self._ended = True
 
     async def refuse(self, surface: Surface, error: DomainError) -> None:
-        """An error, as far as it can still be told."""
-        # Its call has ended, and with it what is on its caller's account.
+        """Sends an error, if the answer has not ended yet."""
+        # The call has already ended, and its charges with it.
         self._unread = _uncounted
         with contextlib.suppress(_Gone):
             if not self._begun:
@@ -370,7 +372,9 @@ class _Sending:
         except TimeoutError:
             self._cut_off()
             self._ended = True
-            logger.warning("an answer was not read for %g s; cut off", self._stalled_seconds)
+            logger.warning(
+                "client read nothing for %g s; closed the connection", self._stalled_seconds
+            )
             raise _Gone from None
 
 
@@ -379,7 +383,8 @@ def _uncounted(_: int) -> contextlib.AbstractContextManager[None]:
 
 
 class _Endpoint:
-    """An ASGI application as an endpoint: Starlette calls functions otherwise."""
+    """Wraps an ASGI application in a class, because Starlette would call a function with a
+    request."""
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application
@@ -389,13 +394,13 @@ class _Endpoint:
 
 
 def _routes(end: str, method: str, application: ASGIApp) -> list[Route]:
-    # An id may hold slashes. Anthropic's SDKs put the version into the path themselves.
+    # Ids may contain slashes. Anthropic's SDKs add the version to the path themselves.
     paths = (f"/v1/{end}", *(f"/v1/attempts/{{attempt:path}}/{v}{end}" for v in ("v1/", "")))
     return [Route(path, _Endpoint(application), methods=[method]) for path in paths]
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work while the connection is there; who goes away cancels it. Raises _Gone."""
+    """Runs the work and cancels it if the client disconnects. Raises _Gone."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -419,13 +424,13 @@ async def _off_loop(length: int, read: Callable[[], T]) -> T:
 
 
 def _presented(scope: Scope) -> Presented:
-    """What gRPC would be shown of the same caller."""
+    """What gRPC would present for the same caller."""
     headers = [
         (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
     ]
     names = {name for name, _ in headers}
     if AUTHORIZATION not in names:
-        # Anthropic's SDKs send their key so.
+        # Anthropic's SDKs send their API key in this header.
         headers = [
             (AUTHORIZATION, f"Bearer {value}") if name == "x-api-key" else (name, value)
             for name, value in headers

@@ -1,4 +1,5 @@
-"""OpenAI's chat completions: `POST .../chat/completions`, by vLLM's models of them."""
+"""OpenAI's chat completions, `POST .../chat/completions`, with vLLM's models of requests and
+answers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ SAMPLING = {
 }
 READ = {*SAMPLING, "model", "messages", "tools", "stream", "stream_options"}
 NEUTRAL: requests.Neutral = {
-    # Of the caller's own book-keeping.
+    # The caller's own bookkeeping.
     **dict.fromkeys(
         ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id")
     ),
@@ -75,8 +76,6 @@ NEUTRAL: requests.Neutral = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request, read."""
-
     messages: list[Message]
     tools: list[Tool]
     sampling: dict[str, Any]
@@ -86,20 +85,17 @@ class ChatRequest:
 
 
 class ChatCompletions:
-    """See `http_app.Surface`."""
+    """The `http_app.Surface` of OpenAI's chat completions."""
 
     def read(self, body: bytes) -> ChatRequest:
-        """See Surface."""
         return read(requests.read_object(body))
 
     def whole(self, request: ChatRequest, reply: Reply) -> str:
-        """See Surface."""
         return whole(reply).model_dump_json()
 
     async def events(
         self, request: ChatRequest, reply: Reply, deltas: AsyncGenerator[Delta]
     ) -> AsyncGenerator[str]:
-        """See Surface."""
         async for chunk in chunks(reply, deltas):
             if chunk.choices:
                 chunk.usage = None
@@ -108,16 +104,14 @@ class ChatCompletions:
         yield "data: [DONE]\n\n"
 
     def error(self, error: DomainError) -> dict[str, object]:
-        """See Surface."""
         return http_errors.openai_body(error)
 
     def error_event(self, error: DomainError) -> str:
-        """See Surface."""
         return f"data: {json.dumps(self.error(error))}\n\n"
 
 
 def read(body: dict[str, Any]) -> ChatRequest:
-    """Reads a request. Raises FIELD_INVALID."""
+    """Parses a request. Raises FIELD_INVALID."""
     requests.check_parameters(body, READ, NEUTRAL)
     tools = requests.objects(body, "tools")
     for index, tool in enumerate(tools):
@@ -126,10 +120,10 @@ def read(body: dict[str, Any]) -> ChatRequest:
     if not requests.objects(body, "messages"):
         raise FieldInvalid("messages", "must hold at least one message")
     requests.check_tool_choice(body, "none")
-    # Without tools there is nothing to choose, of which vLLM's model would complain.
+    # vLLM's model rejects a tool choice if there are no tools.
     nothing = not tools and body.get("tool_choice") in (None, "none", "auto")
     left_out = ("tools", "tool_choice") if nothing else ()
-    # What it is given is handed out as iterators: the messages are read from the body itself.
+    # vLLM's model returns lists as iterators, so the messages are read from the body itself.
     given = {name: value for name, value in body.items() if name not in left_out}
     request = requests.validated(ChatCompletionRequest, given)
     options = request.stream_options
@@ -145,7 +139,7 @@ def read(body: dict[str, Any]) -> ChatRequest:
 
 
 def whole(reply: Reply) -> ChatCompletionResponse:
-    """The answer in one piece."""
+    """Builds the whole answer."""
     message = reply.message
     calls = [
         ToolCall(
@@ -177,7 +171,7 @@ def whole(reply: Reply) -> ChatCompletionResponse:
 async def chunks(
     reply: Reply, deltas: AsyncIterator[Delta]
 ) -> AsyncGenerator[ChatCompletionStreamResponse]:
-    """The answer as it comes; first and last have the usage so far."""
+    """Yields the answer as it is written. The first and last chunk have the usage so far."""
     created = int(time.time())
 
     def chunk(delta: DeltaMessage, finish: str | None = None) -> ChatCompletionStreamResponse:
@@ -205,7 +199,7 @@ async def chunks(
 
 
 def delta_message(delta: Delta) -> DeltaMessage:
-    """A delta as vLLM has them."""
+    """Converts a delta to vLLM's type."""
     message = DeltaMessage()
     if delta.content:
         message.content = delta.content
@@ -224,14 +218,14 @@ def delta_message(delta: Delta) -> DeltaMessage:
 
 
 def finish_reason(reply: Reply) -> str:
-    """OpenAI's word for why the turn ended."""
+    """OpenAI's name for why the turn ended."""
     if reply.length:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
 def usage(reply: Reply) -> UsageInfo:
-    """Tokens of the context and of the turn."""
+    """Counts the tokens of the context and of the turn."""
     return UsageInfo(
         prompt_tokens=reply.prompt_token_count,
         completion_tokens=reply.policy_token_count,

@@ -1,13 +1,15 @@
-"""Domain error -> HTTP status and the body that each SDK reads; the reasons are those of `errors`.
+"""Maps domain errors to an HTTP status and to the body that each SDK reads. The reasons are in
+`errors`.
 
-A gRPC code becomes the HTTP status that Google's APIs give it (google/rpc/code.proto), but for one: a
-message that is too large is 413, since 429 would have an SDK send it again. The reason is the error's
-`code`, except where SDKs know the case by another name, and its metadata is beside it.
+A gRPC code becomes the HTTP status that Google's APIs use for it (google/rpc/code.proto). There is one
+exception: a message that is too large gets 413, because SDKs would retry a 429. The reason is the
+error's `code`, unless SDKs know the case by another name. The metadata is in a separate field.
 
     OpenAI      {"error": {"message", "type", "param", "code", "metadata"}}
     Anthropic   {"type": "error", "error": {"type", "message", "param", "code", "metadata"}}
 
-What SDKs send again by themselves (408, 409, 429 and from 500 on) is what another try may help with.
+SDKs retry 408, 409, 429 and 5xx on their own. The mapping gives these only to errors that a retry
+may fix.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ STATUSES: Mapping[grpc.StatusCode, HTTPStatus] = {
     grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
-# What agents look for by the name that the services they were written for give it.
+# Cases that agents recognize by the name that the original service uses.
 _KNOWN_CODES = {Reason.PROMPT_TOO_LONG: "context_length_exceeded"}
 _OPENAI_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -51,17 +53,17 @@ _ANTHROPIC_TYPES = {
 
 
 def status_of(error: DomainError) -> HTTPStatus:
-    """The HTTP status of an error."""
+    """Returns the HTTP status for an error."""
     if error.reason is Reason.MESSAGE_TOO_LARGE:
         return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     return STATUSES[error.code]
 
 
 def headers_of(error: DomainError) -> dict[str, str]:
-    """When to come back, where waiting helps."""
+    """Returns retry headers, if waiting helps."""
     if error.retry_after_seconds is None:
         return {}
-    # SDKs read the first to the millisecond, everybody else the second.
+    # The SDKs read the first, in milliseconds; other clients read the second.
     return {
         "retry-after-ms": str(round(error.retry_after_seconds * 1000)),
         "retry-after": str(math.ceil(error.retry_after_seconds)),
@@ -69,12 +71,12 @@ def headers_of(error: DomainError) -> dict[str, str]:
 
 
 def openai_body(error: DomainError) -> dict[str, object]:
-    """What the `openai` SDKs read."""
+    """Body for the `openai` SDKs."""
     return {"error": _described(error, _type(error, _OPENAI_TYPES, "server_error"))}
 
 
 def anthropic_body(error: DomainError) -> dict[str, object]:
-    """What the `anthropic` SDKs read."""
+    """Body for the `anthropic` SDKs."""
     return {
         "type": "error",
         "error": _described(error, _type(error, _ANTHROPIC_TYPES, "api_error")),
@@ -91,7 +93,7 @@ def _described(error: DomainError, kind: str) -> dict[str, object]:
     return {
         "message": error.message,
         "type": kind,
-        # Parameters of sampling have no table of their own here.
+        # Here sampling parameters are top-level fields.
         "param": None if field is None else field.removeprefix("sampling_params."),
         "code": _KNOWN_CODES.get(error.reason, str(error.reason)),
         "metadata": error.metadata,

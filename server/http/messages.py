@@ -1,4 +1,4 @@
-"""Anthropic's messages: `POST .../v1/messages`, by vLLM's models of them and its converters from chat."""
+"""Anthropic's messages, `POST .../v1/messages`, with vLLM's models and its converters from chat."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SAMPLING = {
     "top_k": "top_k",
     "max_tokens": "max_tokens",
     "stop_sequences": "stop",
-    # No parameters of Anthropic's, and sent as extra ones.
+    # Not parameters of Anthropic's; sent as extra ones.
     "seed": "seed",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
 READ = {*SAMPLING, "model", "messages", "system", "tools", "stream"}
 NEUTRAL: requests.Neutral = {
-    # Of the caller's own book-keeping, and hints to caches of another kind.
+    # The caller's own bookkeeping, and hints for a different kind of cache.
     **dict.fromkeys(("metadata", "cache_control")),
     "service_tier": ("auto", "standard_only"),
     "thinking": ({"type": "adaptive"},),
@@ -43,9 +43,10 @@ NEUTRAL: requests.Neutral = {
         {"type": "none"},
     ),
 }
-# Of a tool: what vLLM's model leaves out, and the policy would have to know of.
+# Fields of a tool that vLLM's model drops, although the policy would have to know them.
 _LEFT_OUT = ("defer_loading", "input_examples")
-# The blocks that a message of each role may have; others vLLM's converter leaves out, or makes text of.
+# The blocks that a message of each role may have. vLLM's converter drops others or makes text of
+# them.
 _BLOCKS = {
     "system": ("text",),
     "user": ("text", "tool_result"),
@@ -54,7 +55,7 @@ _BLOCKS = {
 
 
 class _Converters(AnthropicServingMessages):
-    """vLLM's converters by themselves: they need no engine."""
+    """vLLM's converters without an engine, which they do not need."""
 
     def __init__(self) -> None:
         pass
@@ -62,8 +63,6 @@ class _Converters(AnthropicServingMessages):
 
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
-    """A request, read."""
-
     messages: list[Message]
     tools: list[Tool]
     sampling: dict[str, Any]
@@ -72,25 +71,26 @@ class MessagesRequest:
 
 
 class Messages:
-    """See `http_app.Surface`."""
+    """The `http_app.Surface` of Anthropic's messages."""
 
     def __init__(self) -> None:
-        # Parts of it are untyped.
+        # Parts of the class are untyped.
         self._converters: Any = _Converters()
 
     def read(self, body: bytes) -> MessagesRequest:
-        """See Surface."""
         found = requests.read_object(body)
         request = self._read(found)
         said = [str(message.get("role")) for message in requests.objects(found, "messages")]
-        # An empty message after it may have been left out.
+        # An empty message after it may have been dropped.
         last = max((at for at, role in enumerate(said) if role == "assistant"), default=0)
         requests.check_end(request.messages, f"messages[{last}]")
         return request
 
     def read_count(self, body: bytes) -> MessagesRequest:
-        """A request that asks only how many tokens its conversation has, whoever has the last word. Raises
-        DomainError."""
+        """Parses a request to count tokens. Its last message may be the assistant's.
+
+        Raises DomainError.
+        """
         return self._read({"max_tokens": 1, **requests.read_object(body)})
 
     def _read(self, found: requests.JsonObject) -> MessagesRequest:
@@ -107,7 +107,7 @@ class Messages:
         _read_results(request)
         messages: list[dict[str, Any]] = []
         try:
-            # vLLM's model of chat would hand out what it was given as iterators.
+            # vLLM's chat model is skipped, because it would return its lists as iterators.
             self._converters._convert_system_message(request, messages)
             self._converters._convert_messages(request.messages, messages)
         except requests.UNFIT as error:
@@ -124,17 +124,15 @@ class Messages:
         )
 
     def whole(self, request: MessagesRequest, reply: Reply) -> str:
-        """See Surface."""
         answer = self._converters.messages_full_converter(http_chat.whole(reply))
         answer.id = f"msg_{reply.answer_id}"
         told = answer.model_dump(mode="json", exclude_none=True)
-        # It is there in each of Anthropic's, null too.
+        # Anthropic's answers always have this field, even if it is null.
         return json.dumps({**told, "stop_sequence": answer.stop_sequence, **reply.extra})
 
     async def events(
         self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[Delta]
     ) -> AsyncGenerator[str]:
-        """See Surface."""
         failed: list[DomainError] = []
 
         async def chat() -> AsyncGenerator[str]:
@@ -145,7 +143,7 @@ class Messages:
                         yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
                 yield "data: [DONE]\n\n"
             except DomainError as error:
-                # The converter would tell of it in words of its own.
+                # The converter would report it in its own format.
                 failed.append(error)
 
         async with contextlib.aclosing(self._converters.message_stream_converter(chat())) as events:
@@ -160,16 +158,14 @@ class Messages:
             raise failed[0]
 
     def error(self, error: DomainError) -> dict[str, object]:
-        """See Surface."""
         return http_errors.anthropic_body(error)
 
     def error_event(self, error: DomainError) -> str:
-        """See Surface."""
         return f"event: error\ndata: {json.dumps(self.error(error))}\n\n"
 
 
 def _check_blocks(body: requests.JsonObject) -> None:
-    """Refuses blocks that would be left out. Raises FIELD_INVALID."""
+    """Refuses blocks that the converter would drop. Raises FIELD_INVALID."""
     said: list[tuple[str, str, object]] = [("system", "system", body.get("system"))]
     for index, message in enumerate(requests.objects(body, "messages")):
         said.append(
@@ -177,7 +173,7 @@ def _check_blocks(body: requests.JsonObject) -> None:
         )
     for where, role, content in said:
         if role not in _BLOCKS or not isinstance(content, list):
-            # A text; or what vLLM's model refuses.
+            # A plain text, or something that vLLM's model refuses.
             continue
         for index, block in enumerate(cast("list[object]", content)):
             kind = (
@@ -189,8 +185,10 @@ def _check_blocks(body: requests.JsonObject) -> None:
 
 
 def _read_results(request: AnthropicMessagesRequest) -> None:
-    """Checks what tools answered, and says in its text where one failed: templates have no other place for
-    it. Raises FIELD_INVALID."""
+    """Checks tool results, and marks failed ones in their text. Raises FIELD_INVALID.
+
+    Templates have no other place for the failure.
+    """
     for i, message in enumerate(request.messages):
         blocks = message.content if isinstance(message.content, list) else []
         for j, block in enumerate(blocks):
@@ -200,13 +198,13 @@ def _read_results(request: AnthropicMessagesRequest) -> None:
                     where = f"messages[{i}].content[{j}].content[{k}].type"
                     raise FieldInvalid(where, "is not supported: only text is", part.get("type"))
             if block.type == "tool_result" and block.is_error:
-                # Joined as vLLM's converter does it.
+                # Joined in the same way as vLLM's converter does.
                 text = "\n".join(part["text"] for part in parts) if parts else block.content
                 block.content = f"Error: {text}" if text else "Error"
 
 
 def _with_extra(event: str, reply: Reply) -> str:
-    """The event that says why the message ended, with what is no field of vLLM's model."""
+    """Adds fields that vLLM's model lacks to the event that ends a message."""
     head, data = event.split("data: ", 1)
     told = json.loads(data)
     told["delta"] |= reply.extra
@@ -214,8 +212,10 @@ def _with_extra(event: str, reply: Reply) -> str:
 
 
 def _with_signature(event: str) -> str:
-    """The event that begins a block, with the field of thinking that vLLM's leaves out: the signature comes
-    at its end."""
+    """Adds the signature field, which vLLM omits, to the event that begins a thinking block.
+
+    It is empty there, because the signature follows at the end of the block.
+    """
     head, data = event.split("data: ", 1)
     told = json.loads(data)
     if told["content_block"]["type"] == "thinking":

@@ -1,11 +1,12 @@
-"""A turn's tokens -> what an agent is told of it: text while it is written, its message at the end.
+"""Turns a turn's tokens into an agent's answer: text while it is written, the message at its end.
 
-What is told must come back: the agent sends it with its next request, where it is compared with what the
-trajectory holds. So the message is the one that the server's own parsers read in the whole turn, and every
-stream comes to it: text is sent as it is written as far as it cannot become anything else, the rest, with
-the tool calls, when the turn is whole. A stop string is the end of what is told and no part of it; its
-tokens stay in the trajectory. Where what was told differs from what was read, the trajectory holds what was
-told.
+The agent sends the answer back with its next request, and the server compares it with the
+trajectory's messages. So the final message is the one that the server's own parsers find in the
+whole turn, and every stream ends up with the same message. Text is sent as soon as it can no longer
+become something else. The rest, with the tool calls, is sent when the turn is whole.
+
+A stop string ends the answer and is not part of it; its tokens stay in the trajectory. If the
+streamed text differs from the parsed message, the trajectory keeps what was sent.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of an answer."""
+    """A new part of an answer."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Whole ones, all at the end."""
+    """Complete calls, all sent at the end."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """An answer as the surfaces write it."""
+    """An answer in the form that the surfaces write."""
 
     answer_id: str
     model: str
@@ -48,25 +49,25 @@ class Reply:
     """Most tokens of the turn."""
     sampling: TurnSampling
     message: Message = field(default_factory=lambda: Message("assistant", ""))
-    """As it was told, once it is whole; like all below."""
+    """The message as sent. This and all fields below are set once it is whole."""
     policy_token_count: int = 0
     cached_token_count: int = 0
     reasoning_token_count: int = 0
-    """Of the policy's, as far as a parser counts them."""
+    """Reasoning tokens among the policy's, if the parser counts them."""
     length: bool = False
-    """Whether it ended for length."""
+    """Whether it ended because of its length."""
     stop_string: str | None = None
     """The stop string that ended it."""
     tool_call_error: str = ""
-    """Why what begins as a tool call is none."""
+    """Why text that begins like a tool call is not one."""
 
     @property
     def extra(self) -> dict[str, str]:
-        """Fields that are no surface's own; none where there is nothing to say."""
+        """Additional fields that are not part of any service's format; often empty."""
         return {"tool_call_error": self.tool_call_error} if self.tool_call_error else {}
 
     def finish(self, finished: rollout_service_pb2.TurnFinished, turn: Turn) -> None:
-        """Takes up how the turn ended."""
+        """Fills in how the turn ended."""
         said, stops, written = finished.message, turn.sampling.stop, turn.attempt.written
         calls = tuple(
             ToolCall(call.tool_call_id, call.name, call.arguments_json) for call in said.tool_calls
@@ -85,7 +86,7 @@ class Reply:
 
 
 async def tell_whole(turns: AgentTurns, answer: Answer, reply: Reply) -> None:
-    """Waits for the end of the turn. Raises as `AgentTurns.follow` does."""
+    """Waits for the end of the turn. Raises the same errors as `AgentTurns.follow`."""
     reply.finish(await turns.whole(answer), answer.turn)
     await turns.told(answer, reply.message)
 
@@ -96,7 +97,8 @@ async def tell(
     reply: Reply,
     stream: TurnStream,
 ) -> AsyncGenerator[Delta]:
-    """Yields what is new as it comes, and fills in the reply at the end. Raises as `follow` does."""
+    """Yields new parts as they arrive and fills in the reply at the end. Raises the same as
+    `follow`."""
     stops = answer.turn.sampling.stop
     content = _Sent(max((len(stop) - 1 for stop in stops), default=0), stops)
     reasoning = _Sent(0, ())
@@ -117,7 +119,7 @@ async def tell(
 
 
 class _Sent:
-    """What was sent of one text; characters in which a stop string may begin are held back."""
+    """The sent part of one text. Withholds characters in which a stop string may begin."""
 
     def __init__(self, held: int, stops: Sequence[str]) -> None:
         self._text = ""
@@ -126,23 +128,24 @@ class _Sent:
         self._stops = stops
 
     def add(self, text: str) -> str:
-        """What more of the text lets be sent."""
+        """Adds text and returns what can be sent now."""
         self._text += text
         found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         end = min(found, default=max(len(self.sent), len(self._text) - self._held))
         return self._send(self._text[len(self.sent) : end])
 
     def rest(self, whole: str) -> str:
-        """What is left to send of the text as it was read at the end."""
+        """Returns the unsent rest of the text, given the final parse of the whole turn."""
         sent, start = self.sent, len(self.sent)
         if not whole.startswith(sent):
-            # Parsers differ between a stream and a whole turn in what space they keep around a text.
+            # Between a stream and a whole turn, parsers differ in the white space they keep around
+            # a text.
             sent, space = sent.lstrip(), len(whole) - len(whole.lstrip())
             start = space + len(sent)
             if whole.strip().startswith(sent.rstrip()):
                 return self._send(whole[start:])
             logger.warning(
-                "a turn reads otherwise than it was streamed; %d characters were sent", start
+                "parsed turn differs from its stream; ending the stream after %d characters", start
             )
             return ""
         return self._send(whole[start:])

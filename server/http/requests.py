@@ -1,8 +1,9 @@
-"""What the compatible endpoints have in common in reading a request: parameters, messages, tools.
+"""Parsing shared by the compatible endpoints: parameters, messages and tools.
 
-A parameter is one of three things: it is read; it is accepted because it changes nothing of what is sampled
-(who the user is, how an answer is stored), or has the one value that says what happens anyway; or it is
-refused with FIELD_INVALID, which names it. None is ignored that the agent would miss.
+A request parameter is read, accepted as neutral, or refused. A neutral parameter does not affect
+sampling, such as the user's name or how an answer is stored, or it has the value that describes the
+server's behaviour anyway. All others are refused with FIELD_INVALID, which names them. So the
+server never silently ignores a parameter that an agent depends on.
 """
 
 from __future__ import annotations
@@ -35,34 +36,34 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# Parts of a message that are text, by their type, and where it is.
+# Types of message parts that are text, and the key that holds it.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 JsonObject = dict[str, Any]
 UNFIT = (VLLMClientError, ValueError, TypeError, LookupError, AttributeError)
-"""What vLLM's models and converters raise for a body that they were not written for: some look into it
-before they know what it is."""
+"""What vLLM's models and converters raise for unexpected bodies. Some access fields before they
+check types."""
 Neutral = Mapping[str, Collection[object] | None]
-"""Parameters that change nothing, and the values of them that are accepted; None for any."""
+"""Parameters that change nothing, and their accepted values; None accepts any value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """An answer that a request goes on with, by name instead of by its messages."""
+    """An earlier answer that a request continues, named by its id instead of sent as messages."""
 
     parameter: str
-    """Of the request that names it."""
+    """Parameter of the request that names the answer."""
     answer_id: str
     instructions: Message | None
-    """What the conversation is to begin with, as the request says; None where it does not."""
+    """What the request gives as the beginning of the conversation; None if it gives none."""
 
 
 def read_object(body: bytes) -> JsonObject:
-    """The JSON object that a body is. Raises MALFORMED_MESSAGE."""
+    """Parses a body as a JSON object. Raises MALFORMED_MESSAGE."""
     try:
         text = body.decode("utf-8-sig")
         found: object = json.loads(text)
         if "\\u" in text:
-            # Half of a surrogate pair can be written so, and is no text.
+            # An escape can encode an unpaired surrogate, which is not valid text.
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise DomainError(Reason.MALFORMED_MESSAGE, f"the body is not JSON: {error}") from None
@@ -72,7 +73,8 @@ def read_object(body: bytes) -> JsonObject:
 
 
 def objects(body: JsonObject, name: str) -> list[JsonObject]:
-    """The objects that a parameter is a list of; none where it is not given. Raises FIELD_INVALID."""
+    """Returns a parameter that is a list of objects; empty if it is absent. Raises
+    FIELD_INVALID."""
     found: object = body.get(name)
     if found is None:
         return []
@@ -85,7 +87,7 @@ def objects(body: JsonObject, name: str) -> list[JsonObject]:
 
 
 def check_parameters(body: Mapping[str, object], read: Collection[str], neutral: Neutral) -> None:
-    """Refuses a parameter that is neither read nor neutral. An explicit null is one that is not given."""
+    """Refuses a parameter that is neither read nor neutral. An explicit null counts as absent."""
     for name, value in body.items():
         if value is None or name in read:
             continue
@@ -94,17 +96,17 @@ def check_parameters(body: Mapping[str, object], read: Collection[str], neutral:
         accepted = neutral[name]
         if accepted is not None and value not in accepted:
             allowed = " or ".join(json.dumps(item) for item in accepted)
-            raise FieldInvalid(name, f"is not supported but for {allowed}", value)
+            raise FieldInvalid(name, f"is not supported except for {allowed}", value)
 
 
 def check_tool_choice(body: Mapping[str, object], none: object) -> None:
-    """Refuses the choice of no tool, but where there is none to choose. Raises FIELD_INVALID."""
+    """Refuses the choice to call no tool, if there are tools. Raises FIELD_INVALID."""
     if body.get("tools") and body.get("tool_choice") == none:
-        raise FieldInvalid("tool_choice", "is not supported where there are tools", none)
+        raise FieldInvalid("tool_choice", "is not supported if there are tools", none)
 
 
 def validated(model: type[Model], body: JsonObject) -> Model:
-    """The body as one of vLLM's models. Raises FIELD_INVALID, naming what does not fit."""
+    """Validates the body as one of vLLM's models. Raises FIELD_INVALID with the field's name."""
     from pydantic import ValidationError
 
     given = {name: value for name, value in body.items() if value is not None}
@@ -112,23 +114,24 @@ def validated(model: type[Model], body: JsonObject) -> Model:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        # Beyond the name come the alternatives that were tried.
+        # After the name, `loc` lists the alternatives that were tried.
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise FieldInvalid(where, str(first["msg"]).removeprefix("Value error, ")) from None
     except UNFIT as error:
-        # vLLM's own, of which some name the parameter.
+        # vLLM's own exceptions; some of them name the parameter.
         name = str(getattr(error, "parameter", None) or "body")
         raise unfit(name, error) from None
 
 
 def unfit(name: str, error: Exception) -> FieldInvalid:
-    """The refusal of a field for one of UNFIT."""
-    # Without the parameter and the value, which vLLM's own put after what they say.
+    """Builds the refusal of a field for an exception in UNFIT."""
+    # args[0] omits the parameter and value that vLLM's exceptions append to their text.
     return FieldInvalid(name, f"cannot be read: {error.args[0] if error.args else error}")
 
 
 def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> JsonObject:
-    """The sampling parameters that a body gives, by their names in SamplingParams. Raises FIELD_INVALID."""
+    """Returns the body's sampling parameters by their names in SamplingParams. Raises
+    FIELD_INVALID."""
     found: JsonObject = {}
     for name, ours in names.items():
         value: Any = body.get(name)
@@ -140,19 +143,19 @@ def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> JsonObject
             if ours == "max_tokens" and value < 1:
                 raise FieldInvalid(name, "must be at least 1", value)
             if ours == "top_k":
-                # What says that there is no bound.
+                # Negative values mean that there is no limit.
                 value = max(value, 0)
             if ours == "seed":
                 value %= 2**63
             SamplingParams(**{ours: value})
         except (TypeError, ValueError) as error:
-            raise FieldInvalid(name, f"does not fit: {error}", value) from None
+            raise FieldInvalid(name, f"is invalid: {error}", value) from None
         found[ours] = value
     return found
 
 
 def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Message]:
-    """Messages in OpenAI's form. Raises FIELD_INVALID."""
+    """Parses messages in OpenAI's format. Raises FIELD_INVALID."""
     if not messages:
         raise FieldInvalid(where, "must hold at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -161,11 +164,13 @@ def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Mess
 
 
 def check_end(messages: Sequence[Message], where: str) -> None:
-    """Refuses a conversation that ends in words of the assistant's: they would be closed, and a second
-    message opened behind them. `where` is that message. Raises FIELD_INVALID."""
+    """Refuses a conversation that ends with an assistant message. Raises FIELD_INVALID.
+
+    The template would close that message and open a second one after it. `where` names the message.
+    """
     if messages[-1].role == "assistant":
         raise FieldInvalid(
-            where, "must not be the last: the assistant's words are not gone on with"
+            where, "must not be the last: the server does not continue an assistant message"
         )
 
 
@@ -176,7 +181,7 @@ def _message(message: JsonObject, where: str) -> Message:
     for name in ("function_call", "audio"):
         if message.get(name) is not None:
             raise FieldInvalid(f"{where}.{name}", "is not supported here")
-    # Of a tool it says again which one the call was to.
+    # For a tool message, the name repeats which function the call was for.
     if message.get("name") is not None and role != "tool":
         raise FieldInvalid(
             f"{where}.name", "is not supported: the chat template has no place for it"
@@ -218,7 +223,7 @@ def _call(said: object, where: str) -> ToolCall:
 
 
 def read_text(content: object, where: str) -> str:
-    """A text, or the parts of one. Raises FIELD_INVALID for what is none."""
+    """Joins a text or a list of text parts. Raises FIELD_INVALID for other types."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -239,7 +244,7 @@ def read_text(content: object, where: str) -> str:
 
 
 def read_tools(tools: Iterable[Mapping[str, Any]], where: str = "tools") -> list[Tool]:
-    """Functions: their names, descriptions and JSON Schemas. Raises FIELD_INVALID."""
+    """Parses functions: their names, descriptions and JSON Schemas. Raises FIELD_INVALID."""
     return [
         Tool(
             identifier(f"{where}[{index}].name", str(tool.get("name") or "")),

@@ -1,7 +1,8 @@
-"""OpenAI's responses: `POST .../responses`, by vLLM's models, reading of items and streaming events.
+"""OpenAI's responses, `POST .../responses`, with vLLM's models, item parsing and streaming events.
 
-An agent sends its items with each request, as it sends messages to the other endpoints; or what is new,
-with `previous_response_id`, which names an answer of its attempt for as long as that is open.
+An agent sends all its items with each request, as it sends messages to the other endpoints. Or it
+sends only the new ones with `previous_response_id`, which names an answer of its attempt while that
+is open.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ SAMPLING = {
 }
 READ = {*SAMPLING, "model", "input", "instructions", "tools", "stream", PREVIOUS}
 NEUTRAL: requests.Neutral = {
-    # Of the caller's own book-keeping.
+    # The caller's own bookkeeping.
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier", "prompt_cache_key")),
     **dict.fromkeys(("prompt_cache_retention", "prompt_cache_options", "stream_options")),
-    # Of tools that the service itself would run, of which there are none.
+    # For tools that the original service would run itself; this server has none.
     "max_tool_calls": None,
     "background": (False,),
     "include": ([],),
@@ -77,22 +78,19 @@ _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A request, read."""
-
     messages: list[Message]
     tools: list[Tool]
     sampling: dict[str, Any]
     stream: bool
     previous: requests.Previous | None
     request: ResponsesRequest
-    """Parts of which come back in the answer."""
+    """The vLLM model, parts of which the answer repeats."""
 
 
 class Responses:
-    """See `http_app.Surface`."""
+    """The `http_app.Surface` of OpenAI's responses."""
 
     def read(self, body: bytes) -> ReadRequest:
-        """See Surface."""
         found = requests.read_object(body)
         requests.check_parameters(found, READ, NEUTRAL)
         for index, tool in enumerate(requests.objects(found, "tools")):
@@ -105,7 +103,7 @@ class Responses:
             messages = construct_input_messages(
                 request_instructions=None if previous else instructions, request_input=request.input
             )
-            # Of some items only what iterates over their parts is there yet.
+            # Some items have their parts only as an iterator.
             read = requests.read_messages(cast("list[Any]", messages), "input")
         except requests.UNFIT as error:
             raise requests.unfit("input", error) from None
@@ -120,14 +118,12 @@ class Responses:
         )
 
     def whole(self, request: ReadRequest, reply: Reply) -> str:
-        """See Surface."""
         answer = _response(request.request, reply, int(time.time()), whole=True)
         return answer.model_dump_json(by_alias=True)
 
     async def events(
         self, request: ReadRequest, reply: Reply, deltas: AsyncGenerator[Delta]
     ) -> AsyncGenerator[str]:
-        """See Surface."""
         number = 0
 
         def written(event: Any) -> str:
@@ -158,18 +154,19 @@ class Responses:
         )
 
     def error(self, error: DomainError) -> dict[str, object]:
-        """See Surface."""
         return http_errors.openai_body(error)
 
     def error_event(self, error: DomainError) -> str:
-        """See Surface."""
         body = cast("dict[str, object]", self.error(error)["error"])
         return f"event: error\ndata: {json.dumps({**body, 'type': 'error'})}\n\n"
 
 
 def _read_input(body: requests.JsonObject) -> object:
-    """The input, in which what the policy said is in one piece: of several vLLM reads the first. Raises
-    FIELD_INVALID."""
+    """Returns the input with each assistant message's parts joined, because vLLM only reads the
+    first.
+
+    Raises FIELD_INVALID.
+    """
     given: object = body.get("input")
     if not isinstance(given, list):
         return given
@@ -201,7 +198,7 @@ def _previous(request: ResponsesRequest) -> requests.Previous | None:
 
 
 def _events(processor: SimpleStreamingEventProcessor, delta: Delta) -> Iterator[Any]:
-    """As vLLM's own server drives its processor."""
+    """Drives vLLM's event processor as vLLM's own server does."""
     for part in split_delta(http_chat.delta_message(delta)):
         state, call = processor.resolve_target_state(part)
         if processor.needs_transition(state, call):
@@ -213,7 +210,7 @@ def _events(processor: SimpleStreamingEventProcessor, delta: Delta) -> Iterator[
 def _response(
     request: ResponsesRequest, reply: Reply, created: int, *, whole: bool
 ) -> ResponsesResponse:
-    """The answer as an object; without output and usage while it is not whole."""
+    """Builds the response object. It has no output and no usage until it is whole."""
     message = reply.message
     calls = [
         FunctionCall(id=call.tool_call_id, name=call.name, arguments=call.arguments_json)
@@ -234,7 +231,7 @@ def _response(
         SamplingParams(
             temperature=reply.sampling.temperature,
             top_p=reply.sampling.top_p,
-            # vLLM's model knows no turn that finds its context full.
+            # vLLM's model does not allow a turn without room for a token.
             max_tokens=max(1, reply.budget),
         ),
         model_name=reply.model,
@@ -245,5 +242,6 @@ def _response(
         status=("incomplete" if reply.length else "completed") if whole else "in_progress",
         usage=usage if whole else None,
     )
-    # Of OpenAI's fields the one that vLLM's model does not have: what fails is told as an error here.
+    # vLLM's model lacks OpenAI's `error` field. It is always null: failures are reported as error
+    # answers.
     return answer.model_copy(update={"error": None, **reply.extra})

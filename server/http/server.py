@@ -1,16 +1,18 @@
-"""The HTTP port beside gRPC's: its socket, TLS, and its life in the server's own event loop.
+"""The HTTP port next to gRPC's: its socket, TLS, and its lifetime in the server's event loop.
 
-What is listened on, who is let in and what a connection is made with are those of gRPC: the same rule for
-addresses that are not of loopback (`config.check_exposure`), the same certificate, client authority and
-tokens, looked at again for each connection. The port is bound before the engine starts, as gRPC's is.
+Exposure, authentication and encryption are the same as for gRPC. The same rule applies to
+non-loopback addresses (`config.check_exposure`), and the same certificate, client authority and
+tokens are used. They are read again for each connection. The port is bound before the engine
+starts, as gRPC's is.
 
-A connection is cut off that for `limits.stalled_seconds` has not brought the whole head of a request, its
-first one or one that it has begun, or the rest of one that is answered, or has taken none of what is there
-for it. An answer counts as sent when no more than `WRITE_BUFFER_BYTES` of it lie unread: these stay for as
-long as an idle connection does.
+The server closes a connection that keeps it waiting for `limits.stalled_seconds`. It waits for the
+whole head of a request, the first or one that has begun, or for the rest of a request that is
+already answered. It also waits for the client to read. An answer counts as sent when at most
+`WRITE_BUFFER_BYTES` of it are unread. These remain for as long as an idle connection does.
 
-Order of a stop: no new connections, idle ones are closed -> answers under way are sent to their end, which
-turns that were drained or aborted have reached by then -> after `GRACE_SECONDS` whoever is left is cut off.
+Order of a stop: no new connections, idle ones are closed -> answers under way are sent to their
+end, because their turns have been drained or aborted by then -> after `GRACE_SECONDS` the remaining
+connections are closed.
 """
 
 from __future__ import annotations
@@ -36,26 +38,27 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 2
 KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection stays open: longer than the clients' own pools keep one, so that no request
-is sent into a connection that is just being closed."""
+"""How long an idle connection stays open. This is longer than in the clients' own pools, so that no
+request is sent into a connection that is being closed."""
 WRITE_BUFFER_BYTES = 16 << 10
-"""What may lie unread when an answer counts as sent; the kernel holds more."""
+"""Unread bytes with which an answer counts as sent. The kernel holds more."""
 TICKS_PER_LOOK = 5
-"""Of uvicorn's own, of a tenth of a second, from one look at all connections to the next."""
+"""uvicorn ticks, of a tenth of a second each, between two checks of all connections."""
 MOST_PIPELINED = 256
-"""Requests on a connection beyond the one that is answered; they are parsed as they come."""
+"""Most requests waiting on a connection behind the one being answered. They are parsed as they
+arrive."""
 CLIENT_NAMES = "penstock.client_names"
-"""Where a request's scope holds the common names of its client's certificate."""
+"""Key in a request's scope for the common names in its client's certificate."""
 CUT_OFF = "penstock.cut_off"
-"""And what ends its connection, whatever of its answer is unread."""
+"""Key in a request's scope for a function that closes its connection, even with unread data."""
 
 
 class HttpAddressInUse(Exception):
-    """The address cannot be listened on."""
+    """The server cannot listen on the address."""
 
 
 def bind(listen: str) -> socket.socket:
-    """A socket bound to HOST:PORT. Raises HttpAddressInUse."""
+    """Returns a socket bound to HOST:PORT. Raises HttpAddressInUse."""
     host, port = split_address(listen)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -63,7 +66,7 @@ def bind(listen: str) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, proto)
         try:
-            # A port that a server before has just left; one that is in use is refused all the same.
+            # Allows a port that a previous server has just left. A port in use is still refused.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             bound.listen(1)
@@ -76,7 +79,7 @@ def bind(listen: str) -> socket.socket:
 
 
 def open_http(config: ServeConfig, grpc_port: int, credentials: Credentials) -> HttpServer | None:
-    """The HTTP port that a configuration asks for beside gRPC's; None where it is off.
+    """Opens the configured HTTP port next to gRPC's. Returns None if it is off.
 
     Raises HttpAddressInUse and ConfigError.
     """
@@ -91,7 +94,7 @@ def open_http(config: ServeConfig, grpc_port: int, credentials: Credentials) -> 
 
 
 class HttpServer:
-    """Serves an application on a socket."""
+    """Serves an ASGI application on a socket."""
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class HttpServer:
         self.port = int(bound.getsockname()[1])
         scheme, host = "http" if context is None else "https", listen.rpartition(":")[0]
         self.url = f"{scheme}://{host}:{self.port}/v1"
-        """What the SDKs call the base URL, without an attempt."""
+        """The base URL for SDKs, without an attempt."""
         self._context = context
         self._concurrent_calls = concurrent_calls
         self._stalled_seconds = stalled_seconds
@@ -113,7 +116,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, application: ASGI3Application) -> None:
-        """Serves from here on."""
+        """Serves from now on. Returns when the server is up."""
         context = self._context
         config = uvicorn.Config(
             application,
@@ -124,7 +127,7 @@ class HttpServer:
             log_config=None,
             log_level="warning",
             access_log=False,
-            # What a caller says of where it comes from is not believed.
+            # Forwarding headers come from the caller and are not trusted.
             proxy_headers=False,
             server_header=False,
             limit_concurrency=self._concurrent_calls,
@@ -137,7 +140,7 @@ class HttpServer:
         await self._server.up.wait()
 
     async def stop(self) -> None:
-        """Ends as the module's docstring says."""
+        """Stops in the order that the module's docstring describes."""
         if self._server is None or self._serving is None:
             self._socket.close()
             return
@@ -153,7 +156,7 @@ def _always(context: ssl.SSLContext) -> Callable[[uvicorn.Config, Any], ssl.SSLC
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without handlers of signals, which are the server's own; looks after its connections."""
+    """uvicorn without signal handlers, which the server has itself. Also checks its connections."""
 
     def __init__(self, config: uvicorn.Config, stalled_seconds: float) -> None:
         super().__init__(config)
@@ -177,18 +180,19 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Knows whose certificate a connection was made with, and bounds what comes before a body, and how long
-    it is waited for.
+    """Records the client certificate of a connection, and bounds the size of request heads and the
+    waiting.
 
-    The parser holds a head of any length. It is counted by the pieces that come until it is whole, and a
-    whole one by what is in it, whatever else came in the same piece; a body is bounded where it is read.
+    The parser holds a head of any length. An incomplete head is bounded by the bytes received so
+    far. A complete one is bounded by its content, whatever else arrived in the same piece. The
+    application bounds bodies.
     """
 
     _head_bytes = 0
-    """Of the pieces since a request ended in one."""
+    """Bytes received since a request last ended."""
     _in_body = False
     _waits_since: float | None = None
-    """For a head, or for what was written to be taken."""
+    """Since when the server has waited for a head, or for the client to read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -206,9 +210,9 @@ class _Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def look(self, now: float, patience: float) -> None:
-        """Cuts the connection off where it has kept the server waiting for so many seconds."""
+        """Closes the connection if it has kept the server waiting for `patience` seconds."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
-        # With the timer of an idle connection nothing has come since the last answer.
+        # While the keep-alive timer runs, no data has arrived since the last answer.
         idle = self.timeout_keep_alive_task is not None
         asks = cycle is None or (cycle.response_complete and not idle)
         unread = self.flow.write_paused or self.transport.is_closing()
@@ -220,13 +224,13 @@ class _Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def resume_writing(self) -> None:
-        # It is read, however slowly.
+        # The client reads, however slowly.
         self._waits_since = None
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
-            # To close it would be to wait until that is read.
+            # close() would wait until the client has read that.
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
@@ -251,15 +255,15 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _TooManyRequests(Exception):
-    """More than MOST_PIPELINED requests came before the first of them was answered."""
+    """More than MOST_PIPELINED requests arrived before the first of them was answered."""
 
 
 class _HeadTooLong(Exception):
-    """The line and the headers of a request have more than MOST_METADATA_BYTES bytes."""
+    """The request line and headers exceed MOST_METADATA_BYTES."""
 
 
 def _names(tls: ssl.SSLObject | None) -> list[str]:
-    """The common names of a client's certificate."""
+    """Returns the common names in a client's certificate."""
     shown = None if tls is None else tls.getpeercert()
     subject = cast("tuple[tuple[tuple[str, str], ...], ...]", (shown or {}).get("subject", ()))
     return [value for part in subject for key, value in part if key == "commonName"]

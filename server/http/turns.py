@@ -1,8 +1,10 @@
-"""Requests that carry a whole conversation -> turns of trajectories, which go on where the tokens are held.
+"""Turns requests that carry a whole conversation into turns of the trajectories that hold its
+tokens.
 
-An SDK knows of no trajectory: it sends all its messages each time. An attempt's are compared with what the
-attempt's trajectories hold (`history`), and then the turn is what a gRPC call would have begun: `Opening`
-opens, extends, branches or resumes, `TurnRunner` runs it, and the same limits are charged.
+An SDK does not know about trajectories: it sends all its messages with each request. The server
+compares them with the messages that the attempt's trajectories hold (`history`). The resulting turn
+is the same as for a gRPC call: `Opening` opens, extends, branches or resumes, `TurnRunner` runs it,
+and the same limits apply.
 
     ask ─► lock of the attempt ─► a retry? ─► match ─► limits ─► Opening ─► turn begun ─► unlock ─► answer
 
@@ -10,24 +12,27 @@ States of an answer:
 
     following ──► whole                   the turn ended STOP or LENGTH, and the journal has it
         │ ▲
-        │ └── resumed, or joined          the turn ended ABORTED: it goes on at the exact token, and the
-        │                                 agent sees nothing but time pass
-        └──► failed, or left              an error; or the connection is gone: the turn is aborted, as
-                                          that of a gRPC call is, and can be resumed
+        │ └── resumed, or joined          the turn ended ABORTED: it resumes at the exact token, and the
+        │                                 agent only notices a delay
+        └──► failed, or left              an error, or the connection was lost: the turn is aborted, as
+                                          for a gRPC call, and can be resumed
 
-**Retries.** SDKs send a request again by themselves. Of two equal requests (endpoint and bytes) the second
-is a retry of the first where it says so (`x-stainless-retry-count` above zero, which the SDKs send), or
-where nobody got the answer to the first in full: its connection was lost. A retry samples nothing again: a
-turn that is whole gives its answer once more, one in flight is followed from its beginning, one that was
-aborted goes on. An equal request that is no retry wants another sample, as agents that vote do: a branch.
-So does the retry of one that was refused: of its equals' answers none is its own.
+**Retries.** SDKs retry requests on their own. Two requests are equal if their endpoint and bytes
+are. The second is a retry of the first in two cases. It declares itself one: the SDKs send
+`x-stainless-retry-count` above zero. Or the first was never answered in full because its connection
+was lost. A retry samples no token again. If the turn is whole, the server repeats its answer. If it
+is in flight, the retry follows it from the beginning. If it was aborted, it resumes.
 
-**Other parameters.** The same conversation with other sampling is no retry. Of a turn that was cut off the
-rest is sampled as the last request says, where a turn of its own could have come as far; else it is a
-branch.
+An equal request that is not a retry asks for another sample, as voting agents do, and becomes a
+branch. The retry of a refused request also becomes a branch, because none of the equal requests'
+answers is its own.
 
-A request without an attempt has a trajectory of its own, which nobody trains and which is forgotten when it
-is answered.
+**Other parameters.** The same conversation with other sampling parameters is not a retry. The rest
+of an interrupted turn is sampled as the last request asks, if a new turn with those parameters
+could have got as far. Otherwise the request becomes a branch.
+
+A request without an attempt gets a separate trajectory. It is never trained on, and the server
+forgets it once the request is answered.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ if TYPE_CHECKING:
     from penstock.server.text.renderer import Message, Tool
 
 MAX_REFUSED = 4_096
-"""Refused requests that are remembered; their agents come back in seconds."""
+"""Most refused requests to remember. Their agents retry within seconds."""
 
 GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
 ContinueRequest = twin(rollout_service_pb2.ContinueRequest)
@@ -74,59 +79,59 @@ SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an agent asks for, whichever endpoint it came by."""
+    """A request of an agent, independent of the endpoint it used."""
 
     attempt_id: str
-    """Of the URL; empty for a trajectory of its own."""
+    """Attempt id from the URL; empty for a request without an attempt."""
     messages: list[Message]
     tools: list[Tool]
     sampling: dict[str, Any]
-    """The sampling parameters that it gives, by their names in SamplingParams."""
+    """The sampling parameters that the request sets, by their names in SamplingParams."""
     stream: bool
     digest: bytes
-    """Of the request as it came."""
+    """Digest of the request as received."""
     says_retry: bool
     previous: Previous | None = None
-    """What the messages follow, where they are not the whole conversation."""
+    """The answer that the messages follow, if they are not the whole conversation."""
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One turn, as one request is given it."""
+    """One turn, as delivered to one request."""
 
     turn: Turn
     how: StreamWish
     trace: Context = field(repr=False)
     note: Answered
     finished: rollout_service_pb2.TurnFinished | None = None
-    """Set when it is whole."""
+    """Set when the turn is whole."""
 
     @property
     def answer_id(self) -> str:
-        """The same for each request that is given this turn."""
+        """Id of the turn. All requests that receive this turn share it."""
         return f"{self.turn.record.trajectory_id}-{self.turn.index}"
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Those that the policy was given."""
+        """The tools that the policy was given."""
         history = self.turn.record.history
         return () if history is None else history.tools
 
 
 class RefusedRequests:
-    """How often requests were refused before anything of them began, by their digests; the newest."""
+    """Counts refused requests by digest, if they were refused before a turn began. Keeps the
+    newest."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self, digest: bytes) -> None:
-        """One was refused."""
         self._counts[digest] = self._counts.pop(digest, 0) + 1
         if len(self._counts) > MAX_REFUSED:
             self._counts.popitem(last=False)
 
     def take(self, digest: bytes) -> bool:
-        """Whether a retry may be that of one that was refused, which is then no longer counted."""
+        """Consumes one count and returns whether a retry can belong to a refused request."""
         count = self._counts.pop(digest, 0)
         if count > 1:
             self._counts[digest] = count - 1
@@ -158,10 +163,13 @@ class AgentTurns:
 
     @contextlib.asynccontextmanager
     async def ask(self, asked: Asked, trace: Context) -> AsyncGenerator[Answer]:
-        """An answer, whose turn has begun. Who leaves before it is whole was the last to want it: the turn
-        is aborted. Raises DomainError."""
+        """Yields an answer whose turn has begun.
+
+        If the caller leaves before the answer is whole, and was the last to follow it, the turn is
+        aborted. Raises DomainError.
+        """
         if asked.attempt_id:
-            # Of two requests that come together the second sees what the first holds.
+            # Of two concurrent requests, the second must see what the first one stored.
             async with self._lock(asked.attempt_id):
                 answer = await self._begin(asked, trace)
         else:
@@ -183,7 +191,8 @@ class AgentTurns:
                 self._rollouts.forget_soon(answer.turn)
 
     def _withdrawn(self, answer: Answer) -> bool:
-        """Whether its turn failed before its first token, and is as if it had never been asked for."""
+        """Whether the turn failed before its first token, so that the store no longer has a trace
+        of it."""
         record = answer.turn.record
         return answer.finished is None and self._store.find(record.trajectory_id) is not record
 
@@ -206,8 +215,8 @@ class AgentTurns:
             and note.is_retried_by(asked.digest, says_so=says_retry)
         ]
         if retried:
-            # An agent that votes sends equal requests. What is repeated is one whose answer nobody got, or
-            # else the last: that an answer was sent does not mean that it arrived.
+            # Voting agents send equal requests. The retry repeats one whose answer was not
+            # delivered, or else the last one: an answer that was sent did not necessarily arrive.
             record, note = min(retried, key=lambda found: _answered_order(found[1]))
             return await self._again(record, note, asked, trace)
         try:
@@ -217,8 +226,10 @@ class AgentTurns:
             raise
 
     def _open_records(self, attempt_id: str) -> list[TrajectoryRecord]:
-        """An attempt's trajectory and those that branched from it; none before its first turn. Raises
-        TRAJECTORY_CLOSED."""
+        """Returns an attempt's trajectory and its open branches, or nothing before its first turn.
+
+        Raises TRAJECTORY_CLOSED.
+        """
         if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
             return []
         root = self._store.get(attempt_id)
@@ -229,7 +240,7 @@ class AgentTurns:
     async def _begin_new(
         self, records: Sequence[TrajectoryRecord], asked: Asked, trace: Context
     ) -> Answer:
-        """The turn of a request that repeats no other."""
+        """Begins the turn of a request that is not a retry."""
         if records:
             if asked.previous is None:
                 found = match(records, asked.messages, asked.tools)
@@ -248,8 +259,8 @@ class AgentTurns:
     async def _again(
         self, record: TrajectoryRecord, note: Answered, asked: Asked, trace: Context
     ) -> Answer:
-        """What a retry is given: the turn of the request that it repeats."""
-        # It may also have ended by itself in the moment in which its last follower left.
+        """Returns the turn of the request that a retry repeats."""
+        # The turn can also have ended normally at the moment its last follower left.
         if note.finished is None and note.turn.resumable:
             return await self._resume(record, asked, trace)
         self._callers.check_own(record.trajectory_id)
@@ -259,14 +270,15 @@ class AgentTurns:
     async def _go_by(
         self, found: Match, root: TrajectoryRecord, asked: Asked, trace: Context
     ) -> Answer:
-        """The turn that a match calls for."""
+        """Begins the turn that a match calls for."""
         record = found.record
         if found.kind is MatchKind.BRANCHED or record is None:
             branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"
             after = None if asked.previous is None else found.message_count
             return await self._open(asked, branch, trace, record or root, after)
         if not found.new_messages:
-            # Asked for in other words, or after a restart: as this request says.
+            # The request is worded differently, or the server restarted: sample as this request
+            # asks.
             return await self._resume(record, asked, trace, self._sampling(asked))
         self._callers.begin_turn(record.trajectory_id)
         turn, how = await self._opening.extend(
@@ -309,8 +321,8 @@ class AgentTurns:
         trace: Context,
         params: rollout_service_pb2.SamplingParams | None = None,
     ) -> Answer:
-        """Goes on with a turn that was cut off, at the exact token; sampled as before where no parameters
-        are given."""
+        """Resumes an interrupted turn at the exact token. Without `params` the sampling is
+        unchanged."""
         self._callers.begin_turn(record.trajectory_id)
         request = _resumption(record, asked.stream)
         if params is not None:
@@ -319,13 +331,16 @@ class AgentTurns:
         return self._answer(turn, how, asked, trace)
 
     def _cut_off(self, found: Match, record: TrajectoryRecord, asked: Asked) -> Match:
-        """What becomes of a turn that was cut off and asked for by a request that need not be the one that
-        it began with: it goes on, or where it cannot as the request says, that is a branch."""
+        """Decides whether this request resumes an interrupted turn that another request may have
+        begun.
+
+        The result is a branch if the turn cannot continue with the parameters of this request.
+        """
         turn, note = record.turn, record.answered
         sampling = self._opening.sampling(self._sampling(asked))
         if turn is None or sampling == turn.sampling:
             return found
-        # Whoever is being given the turn was told how it is sampled.
+        # Requests that follow the turn were promised its current sampling parameters.
         followed = note is not None and note.turn is turn and note.followers > 0
         if not followed and self._turns.lets_stand(turn, sampling):
             return found
@@ -338,27 +353,27 @@ class AgentTurns:
         return Answer(turn, how, trace, note)
 
     def _sampling(self, asked: Asked) -> rollout_service_pb2.SamplingParams:
-        """What the request gives, over what its task gives."""
+        """Merges the request's sampling parameters over those of its task."""
         params: Any = SamplingParams()
         attempt = self._queue.attempt_of(asked.attempt_id) if asked.attempt_id else None
         if attempt is not None and attempt.group.task is not None:
             params.CopyFrom(attempt.group.task.sampling_params)
         given = SamplingParams(**asked.sampling)
-        # Lists would be joined.
+        # MergeFrom would append to lists.
         for name in asked.sampling.keys() & {"stop", "stop_token_ids"}:
             params.ClearField(name)
         params.MergeFrom(given)
         for name in asked.sampling.keys() & {"max_tokens", "top_k", "ignore_eos"}:
-            # Of these zero would not be merged.
+            # MergeFrom would skip a zero in these.
             setattr(params, name, asked.sampling[name])
         return params
 
-    # From there to its end.
+    # From there to the end of the turn.
 
     async def follow(self, answer: Answer) -> AsyncGenerator[list[int]]:
-        """Yields what the policy has written since, as it comes; ends when the turn is whole.
+        """Yields the policy's tokens as they are sampled, and ends when the turn is whole.
 
-        Raises DomainError where the turn fails, or another caller has gone on with the trajectory.
+        Raises DomainError if the turn fails or another caller has continued the trajectory.
         """
         turn, taken = answer.turn, 0
         how = replace(answer.how, detach=True)
@@ -380,11 +395,11 @@ class AgentTurns:
             if answer.finished is None:
                 await self._go_on(answer)
         if taken < answer.finished.policy_token_count and not how.final_only:
-            # It was whole before this request came.
+            # The turn was whole before this request arrived.
             yield _written(turn, taken, answer.finished.policy_token_count)
 
     async def whole(self, answer: Answer) -> rollout_service_pb2.TurnFinished:
-        """The turn's end. Raises as `follow` does."""
+        """Waits for the end of the turn. Raises the same errors as `follow`."""
         async with contextlib.aclosing(self.follow(answer)) as pieces:
             async for _ in pieces:
                 pass
@@ -392,8 +407,10 @@ class AgentTurns:
         return answer.finished
 
     async def told(self, answer: Answer, message: Message) -> None:
-        """Has the trajectory hold what the agent is told, where that is not what was read, and the journal
-        before the agent is told all of it. Raises JOURNAL_FAILED."""
+        """Stores the message that the agent receives, if it differs from the parsed one.
+
+        The journal has it before the agent receives the end of it. Raises JOURNAL_FAILED.
+        """
         assert answer.finished is not None
         turn, read = answer.turn, answer.finished.message
         if (message.content, message.reasoning) == (read.content, read.reasoning):
@@ -404,8 +421,8 @@ class AgentTurns:
             await self._turns.record_again(turn)
 
     async def _go_on(self, answer: Answer) -> None:
-        """Has a turn that was aborted go on, as soon as there is room for it, unless another request has
-        done so."""
+        """Resumes an aborted turn as soon as there is room for it, unless another request already
+        has."""
         turn, record = answer.turn, answer.turn.record
         while record.turn is turn and turn.resumable:
             resumption = _resumption(record, not answer.how.final_only)
@@ -419,18 +436,18 @@ class AgentTurns:
         if record.turn is not turn:
             raise DomainError(
                 Reason.TURN_IN_FLIGHT,
-                f"another caller has gone on with {record.trajectory_id}",
+                f"another caller has continued {record.trajectory_id}",
                 {"trajectory_id": record.trajectory_id},
             )
 
 
 def _answered_order(note: Answered) -> tuple[bool, int, float]:
-    """Which of equal requests a retry repeats: the least."""
+    """Sort key of equal requests: a retry repeats the one with the least."""
     return note.delivered, note.followers, -note.asked_at
 
 
 def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked) -> Match:
-    """What a request goes on with that names an answer. Raises FIELD_INVALID."""
+    """Matches a request that names the answer it follows. Raises FIELD_INVALID."""
     trajectory_id, _, index = previous.answer_id.rpartition("-")
     for record in records:
         if record.trajectory_id != trajectory_id or index not in map(str, range(record.turn_count)):
@@ -440,7 +457,8 @@ def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked
             break
         if asked.messages[0].role == "assistant":
             raise FieldInvalid("input", "must answer what the policy wrote")
-        # Of what was said before only digests are held: other words need the whole conversation.
+        # The server only has digests of earlier messages. Changing them needs the whole
+        # conversation.
         if asked.tools and tools_digest(asked.tools) != record.history.digest:
             raise FieldInvalid("tools", f"{_DIFFER} {previous.parameter}")
         if previous.instructions is not None:
@@ -451,12 +469,12 @@ def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked
     raise _no_answer(previous)
 
 
-_DIFFER = "differs from what was given before: send the whole conversation, without"
+_DIFFER = "differs from the earlier request: send the whole conversation, without"
 
 
 def _no_answer(previous: Previous) -> FieldInvalid:
     return FieldInvalid(
-        previous.parameter, "is no whole answer of this attempt", previous.answer_id
+        previous.parameter, "does not name a complete answer of this attempt", previous.answer_id
     )
 
 

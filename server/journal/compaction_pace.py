@@ -1,11 +1,12 @@
-"""When a journal is compacted because it has to be, and when again after that failed.
+"""Decides when a full journal is compacted, and when a failed compaction is tried again.
 
-    refused ──► pressed ──► compacted, where anything was appended or released since the last time
+    refused ──► pressed ──► compacted, if anything was appended or released since the last time
     failed ──► left alone for a while ──► tried again
 
-What is known not to be needed is not all: of the state it shows only when it is written anew. So whoever is
-refused for want of room has it compacted. Each waits for some times what the last one took, so that a
-journal that is full of what is needed is not written again and again.
+The journal does not know all of its garbage. Some only shows when the state is written again. So a
+caller that is refused for lack of room triggers a compaction. After each compaction the next one
+waits for several times its duration. Otherwise a journal full of live data would be rewritten again
+and again.
 """
 
 from __future__ import annotations
@@ -18,46 +19,45 @@ TIMES_AS_LONG = 10
 
 
 class CompactionPace:
-    """Of one journal; times are those of the event loop."""
+    """The pace of one journal. Times are those of the event loop."""
 
     def __init__(self) -> None:
-        """Nothing is asked for yet."""
         self._retry_at = 0.0
-        """When one may begin, after one that failed; 0 where the last did not."""
+        """When a compaction may begin after a failed one; 0 if the last one did not fail."""
         self._press_at = 0.0
-        """When one may begin only because something was refused."""
+        """When a compaction may begin only because an append was refused."""
         self._pressed = False
-        """Whether something was refused since the last one began."""
+        """Whether an append was refused since the last compaction began."""
         self._changed = False
         """Whether anything was appended or released since then."""
 
     def press(self) -> None:
-        """Something was refused for want of room."""
+        """Records that an append was refused for lack of room."""
         self._pressed = True
 
     def change(self) -> None:
-        """Something was appended or released."""
+        """Records that something was appended or released."""
         self._changed = True
 
     @property
     def may_begin(self) -> bool:
-        """Whether the last one that failed is long enough ago."""
+        """Whether enough time has passed since the last failure."""
         return asyncio.get_running_loop().time() >= self._retry_at
 
     @property
     def is_pressed(self) -> bool:
-        """Whether one should begin because something was refused."""
+        """Whether a compaction should begin because an append was refused."""
         now = asyncio.get_running_loop().time()
         return self._pressed and self._changed and now >= self._press_at
 
     def begun(self) -> None:
-        """One begins, with the state as it is now."""
+        """Records that a compaction begins, with the current state."""
         self._pressed = self._changed = False
 
     def failed(self, began: float, wake: Callable[[], object]) -> bool:
-        """One that began then failed; `wake` is called when it may be tried again.
+        """Records the failure of a compaction that began at `began`.
 
-        Returns whether it is the first in a row.
+        Calls `wake` when it may be tried again. Returns whether it is the first failure in a row.
         """
         first = not self._retry_at
         self._retry_at = _rested(began)
@@ -65,7 +65,7 @@ class CompactionPace:
         return first
 
     def ended(self, began: float) -> None:
-        """One that began then is done."""
+        """Records that the compaction that began at `began` has succeeded."""
         self._retry_at, self._press_at = 0.0, _rested(began)
 
 

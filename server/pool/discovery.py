@@ -1,13 +1,14 @@
-"""Which engine servers there are, where nobody lists them: names that are looked up, files that are read.
+"""Finds the engine servers of a pool by looking up names and reading files.
 
     HOST:PORT        that address
-    dns:HOST:PORT    every address of the name, such as a headless service's of Kubernetes
-    file:PATH        HOST:PORT a line; what follows a # is not read
+    dns:HOST:PORT    every address of the name, such as a headless service in Kubernetes
+    file:PATH        one HOST:PORT a line; text after a # is ignored
 
-What cannot be looked up keeps the addresses it had: a name server that is away takes no engine with it.
-Nor does a file without any, which may be about to be written: who is listed anew is given all weights.
-And an answer of a name server may lack some, for it was cut short, or an engine was not ready in that
-moment: an address of a name goes once several looks in a row are without it.
+If a lookup fails, its entry keeps its addresses, so that an unreachable name server removes no
+engine. The same applies to an empty file, which may be about to be written. Removing and adding an
+engine again is costly, because it then gets all weights. A DNS answer may also be incomplete,
+because it was truncated or an engine was not ready at that moment. So an address of a name is only
+removed after several lookups in a row without it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from penstock.wire.channel import split_address
 logger = logging.getLogger(__name__)
 
 LOOKS_WITHOUT = 3
-"""In a row, after which an address of a name is there no more."""
+"""Consecutive lookups without an address after which it is removed from a name."""
 
 
 class Discovery:
-    """Looks for addresses again and again."""
+    """Looks up the addresses of engine servers periodically."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self._entries = entries
         self._found: dict[str, list[str]] = {}
         self._problems: dict[str, str] = {}
         self._without: dict[str, dict[str, int]] = {}
-        """Of each name the addresses that its last answer lacked, and how many in a row did."""
+        """For each name, the addresses missing in its last answer, and for how many answers in a
+        row."""
 
     @property
     def is_fixed(self) -> bool:
@@ -42,14 +44,14 @@ class Discovery:
         return not any(entry.startswith(("dns:", "file:")) for entry in self._entries)
 
     async def look(self) -> list[str]:
-        """Every address there is now, each once."""
+        """Returns all current addresses, without duplicates."""
         for entry in self._entries:
             try:
                 found = await _look(entry)
                 self._found[entry] = self._with_those_just_gone(entry, found)
             except (OSError, ValueError) as error:
                 if self._problems.get(entry) != str(error):
-                    logger.warning("%s cannot be looked up: %s", entry, error)
+                    logger.warning("cannot look up %s, keeping its addresses: %s", entry, error)
                 self._problems[entry] = str(error)
                 self._found.setdefault(entry, [])
             else:
@@ -68,7 +70,8 @@ class Discovery:
         return [*found, *kept]
 
     async def run(self, seconds: float, tell: Callable[[Sequence[str]], None]) -> None:
-        """Tells of the addresses every so many seconds, where they can change."""
+        """Calls `tell` with the addresses every `seconds`. Returns at once if they cannot
+        change."""
         while not self.is_fixed:
             await asyncio.sleep(seconds)
             tell(await self.look())
@@ -83,7 +86,7 @@ async def _look(entry: str) -> list[str]:
         for address in addresses:
             split_address(address)
         if not addresses:
-            raise ValueError("it names no engine")
+            raise ValueError("the file lists no engine")
         return addresses
     if kind != "dns":
         return [entry]

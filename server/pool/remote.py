@@ -1,7 +1,9 @@
-"""One engine server as a hub calls it: the wire, and what its answers mean. No state of its own.
+"""One engine server from the view of a hub: the calls and the meaning of their answers. Holds no
+state.
 
-Every call ends in one of three ways: its answer, `Unanswered` (the process is gone, stops, or can serve
-nobody: ask another one), or `Refused` (it says no to this very call).
+Every call ends in one of three ways: with its answer, with `Unanswered`, or with `Refused`.
+`Unanswered` means that the process is gone, stops or cannot serve any caller, so the hub should try
+another engine server. `Refused` means that it rejects this particular call.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 _SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0
 ABORT_SECONDS = 60.0
-# A server that says so is there, and of no use to anybody.
+# Reasons for which an engine server is reachable but useless to every caller.
 USELESS = (
     Reason.ENGINE_LOST,
     Reason.WEIGHTS_INCONSISTENT,
@@ -43,15 +45,15 @@ USELESS = (
 
 
 class Unanswered(Exception):
-    """Nobody answers there, or nobody who could serve."""
+    """The engine server does not answer, or cannot serve any caller."""
 
 
 class OutOfTime(Unanswered):
-    """Its answer did not come in time; it may be there, and stand still or be busy."""
+    """The answer did not arrive in time. The engine server may be alive, and hang or be busy."""
 
 
 class Refused(Exception):
-    """The server's answer is no."""
+    """The engine server refused the call."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason or failure.code.name}: {failure.message}")
@@ -59,15 +61,15 @@ class Refused(Exception):
 
     @property
     def is_full(self) -> bool:
-        """Whether it has no room now, and may have later."""
+        """Whether it has no room now, but may have later."""
         return self.failure.is_full
 
 
 class EngineServer:
-    """Calls to one address. Channels are made by the first call, on the loop that makes it."""
+    """Calls to one address. The first call makes the channels, on its own event loop."""
 
     def __init__(self, address: str, security: Security) -> None:
-        """Raises CredentialsUnusable."""
+        """Raises CredentialsUnusable if `security` cannot be used for the address."""
         self.address = address
         self._security = security
         self._turns: dict[str, grpc.aio.Call] = {}
@@ -79,11 +81,11 @@ class EngineServer:
 
     @cached_property
     def _bulk(self) -> grpc.aio.Channel:
-        # Weights must not delay tokens.
+        # A separate connection, so that weights do not delay tokens.
         return open_channel(self.address, self._security, own_connection=True)
 
     async def close(self) -> None:
-        """Ends every call."""
+        """Closes the connections, which ends every call."""
         for name in ("_channel", "_bulk"):
             if name in self.__dict__:
                 await self.__dict__[name].close()
@@ -91,7 +93,8 @@ class EngineServer:
     async def info(
         self, *, with_tensors: bool = False, wait: bool = False
     ) -> rollout_service_pb2.GetServerInfoResponse:
-        """What it is and how full; with `wait` it is waited for until it can be reached, for a while."""
+        """Returns the engine server's description and load. With `wait`, waits a while for a
+        connection."""
         call = self._channel.unary_unary(
             f"{_SERVICE}/GetServerInfo",
             request_serializer=codec.encode,
@@ -105,7 +108,7 @@ class EngineServer:
             )
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """Returns when it works on none of them any more."""
+        """Aborts trajectories. Returns when the engine server no longer works on any of them."""
         call = self._channel.unary_unary(
             f"{_SERVICE}/Abort",
             request_serializer=codec.encode,
@@ -118,7 +121,7 @@ class EngineServer:
     async def generate(
         self, request: rollout_service_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
-        """The events of one turn; closing it early ends the turn."""
+        """Yields the events of one turn. Closing the generator early ends the turn."""
         method = self._channel.unary_stream(
             f"{_SERVICE}/Generate",
             request_serializer=codec.encode,
@@ -135,14 +138,17 @@ class EngineServer:
                 call.cancel()
 
     def end_turns(self, trajectory_ids: Iterable[str] | None = None) -> None:
-        """Ends these `generate`, or every one, as if the connection was lost: each raises Unanswered."""
+        """Ends these turns, or all, as if the connection was lost. Each `generate` raises
+        Unanswered."""
         for name in list(self._turns) if trajectory_ids is None else trajectory_ids:
             if (call := self._turns.get(name)) is not None:
                 call.cancel()
 
     async def sample(self, seconds: float) -> None:
-        """Returns when it has sampled a token of a turn that is nobody's. Raises Refused, and Unanswered
-        where there is none after so long."""
+        """Samples one token as a test, in a turn that belongs to no caller.
+
+        Raises Refused, and Unanswered if there is no token within `seconds`.
+        """
         request = GenerateRequest(
             trajectory_id=uuid.uuid4().hex,
             tokens=TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),
@@ -159,47 +165,48 @@ class EngineServer:
                         return
         except TimeoutError as error:
             raise Unanswered(f"sampled nothing for {seconds:g} s") from error
-        raise Unanswered("it ended a turn without a token")
+        raise Unanswered("a turn ended without a token")
 
     def stage(self, header: weights_pb2.WeightHeader, payload: Iterable[Piece] = ()) -> StagedThere:
-        """Begins the upload of a version that is switched to later."""
+        """Begins the upload of a version that is activated later."""
         return StagedThere(Staging(self._bulk, header, payload))
 
 
 class StagedThere:
-    """A version on its way to an engine server, from the header to being active there."""
+    """A version on its way to an engine server, from the header to its activation."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
     async def ready(self) -> bool:
-        """Whether the engine server takes it; false where it had it before, or refuses it."""
+        """Whether the engine server wants the data. False if it already has the version or refuses
+        it."""
         return await self._staging.ready()
 
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
-        """Returns when it is verified there."""
+        """Waits until the engine server has verified the version."""
         with _answers():
             return await self._staging.staged()
 
     async def activate(
         self, in_flight: weights_pb2.InFlightPolicy.ValueType
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Returns when it is sampled."""
+        """Activates the version and waits until it is sampled."""
         with _answers():
             return await self._staging.activate(in_flight)
 
     def cancel(self) -> None:
-        """Leaves it; safe to repeat."""
+        """Ends the upload. Safe to repeat."""
         self._staging.cancel()
 
 
 @contextlib.contextmanager
 def _answers() -> Generator[None]:
-    """Errors of a call as `Unanswered` and `Refused`."""
+    """Converts a call's errors to `Unanswered` and `Refused`."""
     try:
         yield
     except asyncio.CancelledError as error:
-        # gRPC says so also where this side closes the connection, and nobody has cancelled the caller.
+        # gRPC also raises this if this side closes the connection, without a cancelled task.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
@@ -207,7 +214,7 @@ def _answers() -> Generator[None]:
     except NotStaged as error:
         raise Unanswered(str(error)) from error
     except grpc.aio.UsageError as error:
-        # The channel was closed meanwhile.
+        # The channel was closed in the meantime.
         raise Unanswered(str(error)) from error
     except grpc.aio.AioRpcError as error:
         failure = read_failure(error)

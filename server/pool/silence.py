@@ -1,12 +1,13 @@
-"""How long an engine has had turns and sampled nothing for them. No I/O, no clock.
+"""Measures how long an engine has had turns without sampling a token for any of them. No I/O, no
+clock.
 
-    given a turn    it owes tokens from now on, unless it did already
-    a token         of any of its turns: the time begins anew. So turns that wait in it are no silence
-    no turns        it owes nothing. What passed is kept: an engine whose turns are given up one by one, for
-                    nothing comes, is silent all the same
-    other weights   as a token: it stands still for them
+    given a turn    the engine owes tokens from now on, unless it already did
+    a token         of any of its turns: the time starts over. So turns waiting in the engine are no silence
+    no turns        the engine owes nothing, but the time so far is kept. An engine whose turns are given up
+                    one after another because it samples nothing is still silent
+    other weights   counts like a token, because the engine stops for them
 
-What the time is compared with, and what then becomes of its turns, is in `pool_turns`.
+`pool_turns` decides how long is too long, and what happens to the engine's turns.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Since the last token of an engine, the times at which it had no turns left out."""
+    """Time since an engine's last token, without the times at which it had no turns."""
 
     before: float = 0.0
-    """Seconds of it, up to `since`."""
+    """Seconds accumulated before `since`."""
     since: float | None = None
-    """On the caller's clock; None while it has no turns."""
+    """Start of the current period on the caller's clock; None while the engine has no turns."""
 
     def given(self, now: float) -> Silence:
-        """It has a turn."""
+        """The engine got a turn."""
         return self if self.since is not None else Silence(self.before, now)
 
     def left(self, now: float) -> Silence:
-        """It has no turns any more."""
+        """The engine has no more turns."""
         return Silence(self.seconds(now))
 
     def broken(self, now: float) -> Silence:
-        """It has sampled, or may begin anew."""
+        """The engine sampled a token, or starts over for another reason."""
         return Silence(0.0, None if self.since is None else now)
 
     def seconds(self, now: float) -> float:
-        """How long it has lasted."""
+        """Duration of the silence so far."""
         return self.before + (0.0 if self.since is None else now - self.since)

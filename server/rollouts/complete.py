@@ -1,18 +1,20 @@
-"""Closing trajectories: outcomes, retries, and groups put together when their last sibling is final.
+"""Closes trajectories: records outcomes, requeues retries, and completes groups with the last
+sibling.
 
-Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling: group
-put together) -> one append begun -> it is durable -> the group offered to the trainer -> answered. The same
-outcome again is answered like the first; another one is refused. Leases that run out are closed likewise,
-all of a group's that are due with one append.
+Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling:
+group assembled) -> one append begun -> append durable -> group offered to the trainer -> answered.
+A repeated close with the same outcome gets the same answer; a different outcome is refused. Expired
+leases close the same way, with one append for all that are due in a group.
 
-From the first change in memory to the beginning of the append nothing is waited for. So whatever else looks
-at the state, a compaction or the next close, finds a group in one place, and a server that is started again
-finds all of a close or nothing that was answered. Turns that are still in flight, a lost race's or those
-that nobody listens to, are aborted beside that: their trajectories are forgotten already, or are what the
-policy had written by then.
+Nothing is awaited between the first change in memory and the beginning of the append. So a
+compaction or the next close always finds a group in exactly one place. After a restart the server
+finds either the whole close or nothing that was answered. Turns still in flight, such as those of a
+lost race or those without a listener, are aborted concurrently. Their trajectories are already
+forgotten, or keep what the policy had written by then.
 
-Of a group that no message can carry only the count is left, and a line for the trainer. It takes many long
-siblings to make one: what an agent adds to a trajectory is bounded here.
+A group too large for one message is dropped. The server keeps only its count and an event for the
+trainer. Only many long siblings can make such a group, because this module bounds what an agent
+adds to a trajectory.
 """
 
 from __future__ import annotations
@@ -80,10 +82,11 @@ Outcome = twin(trajectory_pb2.Outcome)
 Failure = twin(trajectory_pb2.Failure)
 
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
-# Of a trajectory beside its tokens and its outcome, in the journal.
+# Per trajectory in the journal, in addition to its tokens and its outcome.
 RECORD_BYTES = 4096
 MAX_OUTCOME_BYTES = 1 << 20
-# A delivery is the group, two integers and the tags and lengths of two messages around them.
+# A delivery consists of the group, two integers, and the tags and lengths of the two messages
+# around them.
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
 GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 _Expired = tuple[Attempt, list[str], Settled]
@@ -91,16 +94,16 @@ _Expired = tuple[Attempt, list[str], Settled]
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What a close came to."""
+    """Result of a close."""
 
     group_completed: bool = False
-    """Whether it was the group's last."""
+    """Whether this close completed the group."""
     retried: bool = False
-    """Whether the attempt failed and will be made again."""
+    """Whether the attempt failed and will be retried."""
 
 
 class Closing:
-    """Closes what agents judged, and what leases gave back."""
+    """Closes trajectories that agents gave an outcome, and those whose lease expired."""
 
     def __init__(
         self,
@@ -124,12 +127,12 @@ class Closing:
         self._own = own
         self._clock = clock
         self.failures = ReasonCounts()
-        """Failed attempts by reason, retried ones included."""
+        """Failed attempts by reason, including retried ones."""
         self.left_out = 0
-        """Trajectories that their groups were completed without."""
+        """Trajectories left out of their completed groups."""
         self._tasks = OwnTasks()
         self._in_hand: set[str] = set()
-        """Groups that are complete, and on their way into the buffer."""
+        """Complete groups on their way into the buffer."""
         queue.buffered_evaluations = lambda: buffer.waiting_evaluation_count
 
     async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
@@ -147,14 +150,14 @@ class Closing:
                     f"trajectory {trajectory_id} was closed with another outcome",
                     {"trajectory_id": trajectory_id},
                 )
-            # Whoever repeats a close may have to wait for the first one's append.
+            # A repeated close may have to wait for the first one's append.
             await self._journal.append(())
             return Closed(mark.group_completed, mark.retried)
         record = self._store.find(trajectory_id)
         if record is None:
             if attempt is None:
                 self._store.get(trajectory_id)
-            # Leased and never opened: the agent failed, or judged, before the first turn.
+            # Leased but never opened: the agent failed or reported a reward before the first turn.
             record = TrajectoryRecord(
                 trajectory_id,
                 PromptKind.TOKENS,
@@ -194,7 +197,7 @@ class Closing:
             await self._journal.append([*_outcomes(closing, outcome), *forgotten])
             return Closed()
         settled = self._queue.settle(attempt, failed=failed)
-        # Branches that were closed before go with it.
+        # Branches that were closed earlier are forgotten with it.
         gone = [] if settled.final else record.with_branches()
         for member in gone:
             self._store.forget(member.trajectory_id)
@@ -207,10 +210,11 @@ class Closing:
             records.append(trajectories_forgotten(member.trajectory_id for member in gone))
         settling = self._settle(attempt.group, [settled], records)
         if settled.final and not closed.group_completed:
-            # While that is written: whoever closes the last sibling waits for less.
+            # Encode while the append is under way, so that closing the last sibling takes less
+            # time.
             for member in record.with_branches():
                 encode_early(member)
-        # A caller that is gone must not leave its group in no place.
+        # If the caller disconnects, the group must still reach the buffer.
         await asyncio.shield(self._tasks.start(settling, f"closing of {record.trajectory_id}"))
         return closed
 
@@ -220,7 +224,8 @@ class Closing:
         attempt: Attempt | None,
         outcome: trajectory_pb2.Outcome,
     ) -> None:
-        """That there is room for the outcome, and in the journal for its group in case it is the last."""
+        """Checks the room for the outcome, and in the journal for the group in case this is its
+        last."""
         members = [record]
         if attempt is not None:
             found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
@@ -236,8 +241,11 @@ class Closing:
     def _settle(
         self, group: Group, settled: Sequence[Settled], records: list[Record]
     ) -> Coroutine[Any, Any, None]:
-        """Begins to write down what became of attempts of a group, in the order in which they were settled;
-        what it returns waits for that, and offers the group where the last of them completed it."""
+        """Begins to journal settled attempts of a group, in the order in which they were settled.
+
+        The returned coroutine waits for the append, and offers the group if the last attempt
+        completed it.
+        """
         for one in settled:
             if one.discarded:
                 records.append(trajectories_forgotten(self._forget_attempts(one.discarded)))
@@ -268,7 +276,7 @@ class Closing:
     async def _offer(
         self, buffered: BufferedGroup, encoded: EncodedGroup, appending: Awaitable[list[Stored]]
     ) -> None:
-        """Offers a group once it is durable, unless its run was replaced meanwhile."""
+        """Offers a group once it is durable, unless its run was replaced in the meantime."""
         stored = await appending
         hit("closing.before_offer")
         if self._leaves_hand(buffered):
@@ -281,25 +289,28 @@ class Closing:
             self._buffer.add(buffered)
         elif stored:
             self._journal.release(stored[-1])
-            # After it, also where a compaction has come between: it was held, and so it was copied.
+            # This record comes after the group's, even after a compaction: held records are copied.
             self._journal.begin_append([group_dropped(buffered.group_id, "RUN_REPLACED")])
         self._queue.handed_over(buffered.group_id)
 
     def _leaves_hand(self, buffered: BufferedGroup) -> bool:
-        """Whether a group that is durable now is still wanted."""
+        """Returns whether a group that is now durable is still wanted, and removes it from those in
+        hand."""
         wanted = buffered.group_id in self._in_hand
         self._in_hand.discard(buffered.group_id)
         return wanted
 
     def drop_in_hand(self) -> list[str]:
-        """Has complete groups that are on their way into the buffer not come there: their run was replaced.
-        Returns their ids."""
+        """Drops complete groups on their way into the buffer, because their run was replaced.
+
+        Returns their ids.
+        """
         dropped = list(self._in_hand)
         self._in_hand.clear()
         return dropped
 
     def _leave_out(self, settled: Settled) -> list[Record]:
-        """Ends what a group was completed without."""
+        """Ends the attempts that a group was completed without."""
         forgotten = self._forget_attempts(settled.left_out)
         self.left_out += len(settled.left_out)
         return [
@@ -317,7 +328,7 @@ class Closing:
         for attempt in group.attempts:
             record = self._store.find(attempt.trajectory_id)
             if record is None:
-                # Never opened: a caller's own group whose sibling ran out of time.
+                # Never opened: a sibling in a group the caller formed itself ran out of time.
                 continue
             for member in record.with_branches():
                 records.append(member)
@@ -357,7 +368,8 @@ class Closing:
         self._queue.handed_over(buffered.group_id)
 
     async def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
-        """A closed trajectory that went on with its group, while that is held anywhere."""
+        """Returns a closed trajectory of a finished group, as long as the buffer holds the
+        group."""
         mark = self._store.closed_mark(trajectory_id)
         held = self._buffer.find(mark.group_id) if mark is not None and mark.group_id else None
         if held is None or trajectory_id not in held.trajectory_ids:
@@ -366,7 +378,8 @@ class Closing:
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
 
     def _forget_attempts(self, trajectory_ids: Iterable[str]) -> list[str]:
-        """Forgets trajectories and all that branch from them, whose turns end; returns their ids."""
+        """Forgets trajectories and all their branches, and aborts their turns. Returns their
+        ids."""
         found = (self._store.find(trajectory_id) for trajectory_id in trajectory_ids)
         members = [
             member for record in found if record is not None for member in record.with_branches()
@@ -377,12 +390,13 @@ class Closing:
         return [member.trajectory_id for member in members]
 
     async def settled(self) -> None:
-        """Waits until everything that was closed is written down."""
+        """Waits until every close is durable."""
         await self._tasks.wait()
 
     async def give_back_expired(self) -> None:
-        """Consumes leases that ran out; waits for the next deadline; produces waiting attempts, or
-        failures where no retry is left. Runs for as long as the server does.
+        """Expires leases at their deadlines, for as long as the server runs.
+
+        The attempt of an expired lease returns to the queue, or fails if no retry is left.
         """
         deadline: float | None = None
         while True:
@@ -391,35 +405,42 @@ class Closing:
             expired: dict[str, list[_Expired]] = {}
             for attempt, lost, settled in self._queue.expire():
                 expired.setdefault(attempt.group.group_id, []).append((attempt, lost, settled))
-            # Thousands run out together where a worker dies: groups wait for the journal side by side.
+            # When a worker dies, thousands of leases expire together. Their groups share the wait
+            # for the journal.
             for settling in [self._settle_expired(group) for group in expired.values()]:
                 await asyncio.shield(settling)
             deadline = self._queue.next_deadline()
             timeout = None if deadline is None else max(0.0, deadline - self._clock())
-            # Not in a task of its own, which would begin to wait only later, and miss what comes before.
+            # Not in a separate task: it would start waiting later and miss a deadline set before
+            # that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._queue.deadline_sooner.wait()
 
     def _settle_expired(self, expired: Sequence[_Expired]) -> asyncio.Task[None]:
-        """Those of one group, in order: the last may complete it, with what the others left."""
+        """Settles the expired attempts of one group in order. The last one may complete the
+        group."""
         group = expired[0][0].group
         records = [record for one in expired for record in self._expired(*one)]
         settling = self._settle(group, [settled for _, _, settled in expired], records)
         return self._tasks.start(settling, f"expiry in {group.group_id}")
 
     def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> list[Record]:
-        """`lost` is the trajectory, and those that branch from it; nothing where it was never opened."""
+        """Returns the records of one expired lease.
+
+        `lost` holds the ids of the trajectory and its branches. It is empty if the trajectory was
+        never opened.
+        """
         trajectory_id = lost[0] if lost else ""
         logger.warning(
-            "lease of %s ran out; %s",
+            "lease of %s expired; %s",
             trajectory_id or f"a sibling of {attempt.group.group_id}",
-            "it failed" if settled.final else "its attempt goes back to the queue",
+            "the attempt failed" if settled.final else "the attempt returns to the queue",
         )
         self.failures[Reason.LEASE_EXPIRED] += 1
         record = self._store.find(trajectory_id)
         if record is not None:
-            # A detached turn may still be running for nobody.
+            # A detached turn may still be running without a listener.
             for member in record.with_branches():
                 self._abort_soon(member)
         records: list[Record] = []
@@ -441,7 +462,7 @@ class Closing:
             )
         )
         if record is None:
-            # What was never opened has a name that nobody can have taken.
+            # The trajectory was never opened: make up an id that cannot be in use.
             unopened = f"{attempt.group.group_id}-{attempt.sample_index}-{uuid.uuid4().hex}"
             attempt.trajectory_id = trajectory_id or unopened
             record = TrajectoryRecord(
@@ -467,7 +488,8 @@ def _outcomes(
     outcome: trajectory_pb2.Outcome,
     closed: Closed | None = None,
 ) -> list[Record]:
-    """Of the last, `closed` says what its close came to; the others branch from it."""
+    """Records of closed trajectories. `closed` is the result for the last; the others branch from
+    it."""
     records: list[Record] = []
     for member in closing:
         if member.turn is None:
@@ -487,14 +509,16 @@ def _outcomes(
 
 
 def check_outcome(outcome: trajectory_pb2.Outcome) -> None:
-    """Raises FIELD_INVALID for an outcome without a result, or with numbers that are not finite,
-    MESSAGE_TOO_LARGE for one that would crowd its group out of a message.
+    """Checks an outcome that an agent reported.
+
+    Raises FIELD_INVALID if it has no result or a number is not finite, and MESSAGE_TOO_LARGE if it
+    would leave too little of a message to its group.
     """
     if (size := outcome.ByteSize()) > MAX_OUTCOME_BYTES:
         raise DomainError(
             Reason.MESSAGE_TOO_LARGE,
-            f"the outcome has {size} bytes, its metadata {outcome.metadata.ByteSize()} of them; "
-            f"{MAX_OUTCOME_BYTES} are the most",
+            f"the outcome has {size} bytes, {outcome.metadata.ByteSize()} of them metadata; "
+            f"at most {MAX_OUTCOME_BYTES} are allowed",
             {
                 "byte_count": size,
                 "metadata_byte_count": outcome.metadata.ByteSize(),

@@ -1,25 +1,27 @@
-"""What each caller has open, how much of it there may be, and what is its own.
+"""Accounts of callers: what each one has open, its limits, and which trajectories it owns.
 
-A caller is a token's name up to an @, a certificate's common name, or, where nobody is asked, the host it
-calls from. All processes with one token are one caller.
+A caller is a token's name up to an @, or a certificate's common name. If callers are not
+authenticated, it is the host they call from. All processes with one token are one caller.
 
     calls                charged when a call is let in     freed when it ends
-    turns in flight      when a turn begins                when it ends, whether anybody listens or not
+    turns in flight      when a turn begins                when it ends, with or without a listener
     tokens in flight     when a turn begins: its context   when it ends
                          and what it may still sample
     open trajectories    when its first turn begins        when it is closed, or forgotten
-    unread bytes         when gRPC is given an answer      when that has been read, or the caller is gone
+    unread bytes         when gRPC gets an answer          when the caller has read it, or is gone
 
-A turn is checked against these before its prompt is rendered and holds a place from then on, and so does
-the trajectory it opens; its tokens, which are not known before, are looked at once more when it begins.
-What is over a bound is refused with CALLER_LIMIT and when to come back; nothing waits here.
+A turn is checked against these limits before its prompt is rendered. It then counts as open, together
+with the trajectory it opens. The number of its tokens is not known before rendering, so tokens are
+checked again when the turn begins. A call over a limit is refused with CALLER_LIMIT and a retry delay.
+Nothing waits here.
 
-Every call that names a trajectory, and whose caller may make it, is a sign of life of the agent, whatever
-becomes of the call: it renews the lease.
+Every permitted call that names a trajectory proves that its agent is alive, even if the call then
+fails. It renews the lease.
 
-**What is an agent's own**: an attempt it leased, and a trajectory it opened. It can neither extend, read,
-abort nor close another agent's. One without a known owner, since the server was started again, keeps nobody
-out and is whose agent takes the next turn of it. Trainers and admins are not asked.
+**Ownership.** An agent owns the attempts it leased and the trajectories it opened. It cannot
+extend, read, abort or close another agent's. After a restart the owners are unknown. Any agent can
+then use such a trajectory, and the one that takes its next turn becomes its owner. Trainers and
+admins are not restricted.
 """
 
 from __future__ import annotations
@@ -44,16 +46,16 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 1.0
 MOST_OWNERS = 20_000
-"""Trajectories whose owner is known beside those that are open; the one that was called longest ago leaves
-first."""
+"""Most trajectories with a known owner, in addition to the open ones. The least recently called one
+is forgotten first."""
 MOST_ACCOUNTS = 1024
-"""Accounts after which those that hold nothing are closed."""
+"""Number of accounts above which idle ones are closed."""
 
 COPIES = 3
-"""Of an answer that is not read yet: the message, its bytes, and those that gRPC has. Of a request that is
-being read: as much of it as there is, twice, and what is made of it."""
+"""Copies in memory of an unread answer: the message, its bytes, and those that gRPC holds. An
+incomplete request also counts as three: two of the part that has arrived, and the parsed result."""
 
-# The trajectories that a call speaks of, by rpc.
+# The trajectories that a call names, by rpc.
 OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "RolloutService/Generate": lambda request: (
         request.trajectory_id,
@@ -68,17 +70,15 @@ OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
 
 @dataclass(slots=True)
 class _Account:
-    """What one caller has open."""
-
     calls: int = 0
     turns: int = 0
     tokens: int = 0
     unread: int = 0
-    """Bytes of answers, and of requests that are not whole yet."""
+    """Bytes of unread answers and of incomplete requests."""
     opening: int = 0
-    """Trajectories that are about to be opened."""
+    """Trajectories about to be opened."""
     trajectories: set[str] = field(default_factory=set[str])
-    """Open when they were counted last."""
+    """The ones that were open at the last count."""
 
     @property
     def idle(self) -> bool:
@@ -86,7 +86,7 @@ class _Account:
 
 
 class Visit:
-    """One call of a caller, from where it is let in to its end."""
+    """One call of a caller, from its admission to its end."""
 
     def __init__(self, caller: Caller, account: _Account) -> None:
         self.caller = caller
@@ -95,68 +95,70 @@ class Visit:
         account.calls += 1
 
     def reserve_turn(self, *, opens: bool) -> None:
-        """Holds the place of a turn that is about to begin, and of the trajectory that it opens."""
+        """Reserves a slot for a turn that is about to begin, and for the trajectory that it
+        opens."""
         self._places += 1
         self.account.turns += 1
         self._opening += opens
         self.account.opening += opens
 
     def turn_began(self) -> None:
-        """The turn holds its place itself, and so does its trajectory."""
+        """Frees the reservation, because the turn and its trajectory now count themselves."""
         self.account.turns -= self._places
         self.account.opening -= self._opening
         self._places = self._opening = 0
 
     def leave(self) -> None:
-        """The call has ended."""
+        """Ends the call and frees what it still holds."""
         self.turn_began()
         self.account.calls -= 1
 
 
 VISIT: ContextVar[Visit | None] = ContextVar("penstock_visit", default=None)
-"""The call that is being served; None where no gate stands before the server."""
+"""The call being served; None if the server runs without a gate."""
 
 
 class Callers:
-    """The accounts, and who owns what."""
+    """The accounts of all callers and the owners of all trajectories."""
 
     def __init__(self, limits: CallerLimits, unread_bytes: int = 1 << 28) -> None:
-        """`unread_bytes` is what a caller may leave unread where its limits do not say."""
+        """`unread_bytes` is the default for what a caller may leave unread."""
         self._limits = limits
         self._unread_bytes = limits.unread_bytes or unread_bytes
         self._accounts: dict[tuple[str, str], _Account] = {}
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self.is_open: Callable[[str], bool] = _always
-        """Whether a trajectory is open: the server's store says so."""
+        """Whether a trajectory is open. Set by the server to ask its store."""
         self.turns_in_flight: Callable[[], Iterable[Turn]] = tuple
         self.on_call: Callable[[str], None] = _nothing
-        """Told of each trajectory that a call of somebody who may make it names, before it is served."""
+        """Called with each trajectory that a permitted call names, before the call is served."""
         self.on_group_call: Callable[[str, Callable[[str], bool]], None] = _nothing
-        """Likewise of a group, with what says whether a trajectory is the caller's."""
+        """The same for a group. The second argument decides whether the caller owns a
+        trajectory."""
         self.unread_bytes = 0
-        """Of answers to all callers, and of requests over HTTP that are not whole yet."""
+        """Unread answers of all callers, and incomplete HTTP requests."""
         self.check_memory: Callable[[int], None] = _nothing
-        """Raises MEMORY_BUDGET where so many bytes do not fit: the server's budget says so."""
+        """Raises MEMORY_BUDGET if this many bytes do not fit. Set by the server to ask its
+        budget."""
         self.refusals: dict[str, float] = {}
-        """Calls that were not let in, by reason: for metrics."""
+        """Refused calls by reason, for metrics."""
 
     def refused(self, error: DomainError) -> None:
-        """Counts a call that was not let in, or not on."""
+        """Counts a call that was refused at the gate or later."""
         self.refusals[error.reason] = self.refusals.get(error.reason, 0) + 1
 
     @property
     def message_bytes(self) -> int:
-        """Most bytes of a message."""
         return self._limits.message_bytes
 
     def enter(self, caller: Caller) -> Visit:
-        """Lets a call in. Raises CALLER_LIMIT."""
+        """Opens a call of a caller. Raises CALLER_LIMIT."""
         account = self._account(caller)
         self._check(caller, "calls", account.calls, self._limits.calls)
         return Visit(caller, account)
 
     def turn_started(self, turn: Turn) -> None:
-        """A turn began, in the call that is being served: it is charged until it ends."""
+        """Charges a turn that began in the current call, until it ends."""
         visit = VISIT.get()
         if visit is None or turn.task is None:
             return
@@ -176,8 +178,10 @@ class Callers:
         turn.task.add_done_callback(ended)
 
     def unread(self, byte_count: int) -> AbstractContextManager[None]:
-        """An answer in the call that is being served, until it is read or its caller is gone. Raises
-        CALLER_LIMIT where the caller leaves too much unread besides."""
+        """Charges an answer of the current call until its caller has read it or is gone.
+
+        Raises CALLER_LIMIT if the caller has already left too much unread.
+        """
         visit = VISIT.get()
         if visit is not None and visit.account.unread:
             count, most = visit.account.unread + byte_count, self._unread_bytes
@@ -186,8 +190,11 @@ class Callers:
 
     @contextmanager
     def arriving(self) -> Generator[Callable[[int], None]]:
-        """A request in the call that is being served, while it is read: what is yielded is told of each
-        piece, before it is kept, and raises CALLER_LIMIT and MEMORY_BUDGET as `unread` would."""
+        """Charges a request of the current call while it is being read.
+
+        Yields a function to call with the size of each piece before keeping it. It raises
+        CALLER_LIMIT and MEMORY_BUDGET.
+        """
         visit = VISIT.get()
         assert visit is not None, "requests are counted behind the gate"
         account, caller, kept = visit.account, visit.caller, 0
@@ -209,7 +216,7 @@ class Callers:
 
     @contextmanager
     def unread_group(self, byte_count: int) -> Generator[None]:
-        """The same without a bound."""
+        """Charges an answer like `unread`, but without a limit."""
         visit = VISIT.get()
         assert visit is not None, "answers are counted behind the gate"
         account = visit.account
@@ -222,15 +229,17 @@ class Callers:
             self.unread_bytes -= byte_count
 
     def check_tokens(self) -> None:
-        """That a turn may begin in the call that is being served, now that its prompt is there: others may
-        have begun while it was rendered. Raises CALLER_LIMIT."""
+        """Checks that a turn of the current call may begin, now that its prompt is rendered.
+
+        Other turns may have begun in the meantime. Raises CALLER_LIMIT.
+        """
         visit = VISIT.get()
         if visit is not None:
             count, most = visit.account.tokens, self._limits.tokens_in_flight
             self._check(visit.caller, "tokens_in_flight", count, most)
 
     def guard(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
-        """The handlers, each after what is checked here."""
+        """Wraps each handler in the checks of this module."""
         guarded = {name: self._guard(name, handler) for name, handler in handlers.items()}
         guarded["TaskService/LeaseTasks"] = self._claim(guarded["TaskService/LeaseTasks"])
         return guarded
@@ -250,7 +259,7 @@ class Callers:
                 self._check_own(visit.caller, named)
                 if aborts:
                     self._check_abort(visit.caller, request)
-            # From here on also of a call that is refused.
+            # From here on a refused call counts as a sign of life too.
             for trajectory_id in named:
                 self.on_call(trajectory_id)
             if aborts:
@@ -263,7 +272,7 @@ class Callers:
         return guarded
 
     def begin_turn(self, *trajectory_ids: str, opens: bool = False) -> None:
-        """What `guard` checks before a turn, for one that no rpc asks for. Raises DomainError."""
+        """Makes the checks of `guard` for a turn that no rpc asks for. Raises DomainError."""
         visit = VISIT.get()
         if visit is not None:
             self._check_own(visit.caller, trajectory_ids)
@@ -274,14 +283,14 @@ class Callers:
             visit.reserve_turn(opens=opens)
 
     def check_own(self, trajectory_id: str) -> None:
-        """That a trajectory is not another agent's than the caller that is being served."""
+        """Checks that no other agent owns a trajectory that the current caller names."""
         visit = VISIT.get()
         if visit is not None:
             self._check_own(visit.caller, (trajectory_id,))
         self.on_call(trajectory_id)
 
     def _claim(self, lease_tasks: Handler) -> Handler:
-        """An attempt is its agent's from when it is leased."""
+        """Makes the caller the owner of the attempts it leases."""
 
         async def claimed(request: Any, call: Call) -> AsyncIterator[Any]:
             visit = VISIT.get()
@@ -318,7 +327,7 @@ class Callers:
         caller, account, limits = visit.caller, visit.account, self._limits
         self._check(caller, "turns_in_flight", account.turns, limits.turns_in_flight)
         self._check(caller, "tokens_in_flight", account.tokens, limits.tokens_in_flight)
-        # Counted anew only where the count says that there is no room: it only ever says too much.
+        # Count again only if there seems to be no room: the last count is never too low.
         most = limits.open_trajectories
         if opens and len(account.trajectories) + account.opening >= most:
             count = self._count_open(account) + account.opening
@@ -328,15 +337,16 @@ class Callers:
         if count >= most:
             raise DomainError(
                 Reason.CALLER_LIMIT,
-                f"{caller} has {count} {limit.replace('_', ' ')}, {most} are allowed",
+                f"{caller} has {count} {limit.replace('_', ' ')}; at most {most} are allowed",
                 {"caller": caller.name, "limit": limit, "count": count, "most": most},
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    # What is whose.
+    # Ownership.
 
     def _abort_called(self, visit: Visit | None, request: Any) -> None:
-        """An agent that stops its turns is there; a trainer that does says nothing of the agent."""
+        """Counts an agent's abort as a sign of life. A trainer's abort proves nothing about the
+        agent."""
         if visit is not None and visit.caller.role is Role.TRAINER:
             return
 
@@ -371,14 +381,15 @@ class Callers:
                 self._owners.move_to_end(trajectory_id)
 
     def _check_abort(self, caller: Caller, request: Any) -> None:
-        """An agent stops its own turns only, and a group where all of them are."""
+        """Lets an agent abort only its own turns, and a group only if it owns all of the group's
+        turns."""
         if caller.role is not Role.AGENT:
             return
         selector = request.WhichOneof("selector")
         if selector == "all":
             raise DomainError(
                 Reason.ROLE_NOT_ALLOWED,
-                f"{caller} may abort trajectories and groups of its own, not all",
+                f"{caller} may abort only its own trajectories and groups, not all",
                 {"caller": caller.name, "role": Role.AGENT, "selector": "all"},
             )
         if selector == "trajectories":
@@ -395,7 +406,7 @@ class Callers:
 def _not_own(caller: Caller, what: str, trajectory_id: str) -> DomainError:
     return DomainError(
         Reason.ROLE_NOT_ALLOWED,
-        f"{what} is another agent's, not {caller}'s",
+        f"{what} belongs to another agent, not to {caller}",
         {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
     )
 

@@ -1,20 +1,20 @@
-"""Who calls: the server's own certificate, and the tokens and certificates of its callers.
+"""Authentication: the server's own certificate, and the tokens and certificates of its callers.
 
-What a server asks for, by `[security]`:
+What callers need, by `[security]`:
 
-    nothing                     nobody is asked; on loopback only, unless `insecure` says otherwise
-    tokens                      a bearer token; on loopback only, unless `insecure` says otherwise
-    certificate, key, tokens    TLS, and a bearer token
-    ... and client_ca           mutual TLS: who sends no token is its certificate's common name
+    nothing                     nothing; on loopback only, unless `insecure` is set
+    tokens                      a bearer token; on loopback only, unless `insecure` is set
+    certificate, key, tokens    TLS and a bearer token
+    ... and client_ca           mutual TLS; without a token, the certificate's common name is the caller
 
-A call that presents a token is judged by it alone; one that presents none, by its certificate. The files
+A call with a token is judged by the token alone; a call without one, by its certificate. The files
 may change while the server runs:
 
-- the file of tokens is looked at when a call comes. A new one that cannot be read leaves the old set in
-  force, and the log says so once. Removing the file revokes nothing; removing an entry does.
-- certificate, key and client authority are looked at when a connection is made; those open stay open.
+- The token file is checked at each call. If a new one cannot be read, the server logs that once and keeps
+  the previous tokens. Removing the file revokes nothing; removing an entry does.
+- The certificate, key and client authority are checked for each new connection. Open connections stay open.
 
-Nothing here puts a token, or what was sent in the place of one, into an error or a log.
+No token, and nothing sent in place of one, ever appears in an error or a log.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ AuthContext = Mapping[str, Iterable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who made a call."""
+    """The authenticated caller of a call."""
 
     kind: Literal["token", "certificate", "host"]
-    """What it is known by."""
+    """How the caller was identified."""
     name: str
-    """Whose token it is, the certificate's common name, or the host it called from."""
+    """The token's owner, the certificate's common name, or the calling host."""
     role: Role | None = None
-    """None where nobody is asked who it is: it may do everything."""
+    """None if callers are not authenticated; such a caller may do everything."""
     token: TokenEntry | None = None
-    """What it was let in by, where that is a token."""
+    """The token it was admitted with, if any."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 
 
 class TokenStore:
-    """The file of tokens, as it is now."""
+    """The current content of the token file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where it cannot be read."""
+        """Raises ConfigError if the file cannot be read."""
         self._path = path
         self._complaint = ""
         self._by_start: dict[bytes, list[TokenEntry]] = {}
@@ -84,7 +84,7 @@ class TokenStore:
         self._index()
 
     def refresh(self) -> bool:
-        """Looks at the file; whether another set is in force now."""
+        """Checks the file and returns whether a new set of tokens is in force."""
         try:
             if _signature(self._path) == self._signature:
                 return False
@@ -92,7 +92,7 @@ class TokenStore:
         except (OSError, UnicodeDecodeError, TokenFileInvalid) as error:
             complaint = _why(error)
             if complaint != self._complaint:
-                logger.error("%s: %s; the tokens before stay in force", self._path, complaint)
+                logger.error("%s: %s; keeping the previous tokens", self._path, complaint)
             self._complaint = complaint
             return False
         self._complaint = ""
@@ -101,17 +101,18 @@ class TokenStore:
         return True
 
     def find(self, token: str) -> TokenEntry | None:
-        """The entry of a token; its expiry is the caller's to judge."""
+        """Returns the entry of a token. The caller has to check its expiry."""
         digest = hash_token(token)
         found = None
-        # By the start of the hash, which tells nothing of the token; the rest in constant time.
+        # Look up by the start of the hash, which reveals nothing about the token. Compare in
+        # constant time.
         for entry in self._by_start.get(digest[:4], ()):
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry
         return found
 
     def _read(self) -> tuple[Signature, TokenFile]:
-        # First the signature: what is written after it is read again.
+        # Take the signature first, so that a later write is noticed and read.
         signature = _signature(self._path)
         return signature, parse_token_file(self._path.read_text(encoding="utf-8"))
 
@@ -122,10 +123,10 @@ class TokenStore:
 
 
 class Credentials:
-    """What the server shows, and what it asks for."""
+    """The server's own certificate, and the authentication of callers."""
 
     def __init__(self, security: Security, now: Callable[[], float] = time.time) -> None:
-        """Raises ConfigError where a file cannot be read."""
+        """Raises ConfigError if a file cannot be read."""
         self._now = now
         self._tls = _TlsFiles.of(security)
         self.tokens = None if security.tokens is None else TokenStore(security.tokens)
@@ -133,26 +134,26 @@ class Credentials:
 
     @property
     def asked_for(self) -> bool:
-        """Whether callers have to say who they are."""
+        """Whether callers must authenticate."""
         return self.tokens is not None
 
     @property
     def asks_for_certificates(self) -> bool:
-        """Whether connections are made with a certificate of the client's only."""
+        """Whether connections require a client certificate."""
         return self._asks_for_certificates
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """What a port is opened with; None for plaintext."""
+        """Credentials to open a gRPC port with; None for plaintext."""
         if self._tls is None:
             return None
-        # None says that nothing has changed, which the stubs do not know.
+        # gRPC accepts None for "unchanged", but the stubs do not declare it.
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._tls.changed)
         return grpc.dynamic_ssl_server_credentials(
             self._tls.read(), fetch, self._asks_for_certificates
         )
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What a port that is not gRPC's is opened with; None for plaintext. Raises ConfigError."""
+        """TLS context to open another port with; None for plaintext. Raises ConfigError."""
         if self._tls is None:
             return None
         files = replace(self._tls)
@@ -160,13 +161,13 @@ class Credentials:
         return files.context()
 
     def refresh(self) -> bool:
-        """Looks at the file of tokens; whether another set is in force now."""
+        """Checks the token file and returns whether a new set of tokens is in force."""
         return self.tokens is not None and self.tokens.refresh()
 
     def identify(
         self, metadata: Metadata, peer: str, auth_context: Callable[[], AuthContext]
     ) -> Caller:
-        """Who makes a call. Raises TOKEN_MISSING, TOKEN_INVALID and ROLE_NOT_ALLOWED."""
+        """Authenticates a call. Raises TOKEN_MISSING, TOKEN_INVALID and ROLE_NOT_ALLOWED."""
         if self.tokens is None:
             return Caller("host", host_of(peer))
         sent = [value for key, value in metadata if key == AUTHORIZATION]
@@ -179,7 +180,7 @@ class Credentials:
         )
 
     def holds(self, caller: Caller) -> bool:
-        """Whether a caller that was let in would be let in now."""
+        """Whether a caller that was admitted would still be admitted now."""
         if self.tokens is None or caller.role is None:
             return True
         if caller.kind == "certificate":
@@ -187,7 +188,7 @@ class Credentials:
         return caller.token in self.tokens.file.tokens
 
     def seconds_left(self, caller: Caller) -> float | None:
-        """How long its token still is in force; None where it does not end."""
+        """Seconds until the caller's token expires; None if it does not expire."""
         return None if caller.token is None else caller.token.expires.timestamp() - self._now()
 
     def _by_token(self, tokens: TokenStore, sent: list[str | bytes]) -> Caller:
@@ -195,11 +196,11 @@ class Credentials:
         scheme, _, token = value.partition(" ") if isinstance(value, str) else ("", "", "")
         if len(sent) > 1 or scheme.lower() != "bearer" or not token:
             raise DomainError(
-                Reason.TOKEN_INVALID, 'the metadata "authorization" is not one "Bearer TOKEN"'
+                Reason.TOKEN_INVALID, 'the metadata "authorization" is not a single "Bearer TOKEN"'
             )
         entry = tokens.find(token.strip())
         if entry is None:
-            raise DomainError(Reason.TOKEN_INVALID, "the server knows no such token")
+            raise DomainError(Reason.TOKEN_INVALID, "the server does not know this token")
         if entry.expires.timestamp() <= self._now():
             ended = entry.expires.astimezone(UTC).isoformat()
             raise DomainError(
@@ -226,7 +227,7 @@ class Credentials:
 
 @dataclass(slots=True)
 class _TlsFiles:
-    """The PEM files of a port, and how they were when they were read last."""
+    """The PEM files of a port, and their state when they were last read."""
 
     certificate: Path
     key: Path
@@ -240,7 +241,7 @@ class _TlsFiles:
         return cls(security.certificate, security.key, security.client_ca)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """What is in them. Raises ConfigError."""
+        """Reads all files. Raises ConfigError."""
         self.signatures = self._look()
         files = {"certificate": self.certificate, "key": self.key, "client_ca": self.client_ca}
         found: dict[str, bytes] = {}
@@ -252,23 +253,23 @@ class _TlsFiles:
             except OSError as error:
                 raise ConfigError(f"security.{name}: {path}: {error.strerror}") from None
             if b"-----BEGIN" not in found[name]:
-                raise ConfigError(f"security.{name}: {path}: it is not a PEM file")
+                raise ConfigError(f"security.{name}: {path}: not a PEM file")
         return grpc.ssl_server_certificate_configuration(
             [(found["key"], found["certificate"])], found.get("client_ca")
         )
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What is in them now, where that is something else. Called by gRPC for each connection."""
+        """Returns the new content if it changed. gRPC calls this for each connection."""
         try:
             if self._look() == self.signatures:
                 return None
             return self.read()
         except (OSError, ConfigError) as error:
-            logger.error("%s; the certificate before stays in use", _why(error))
+            logger.error("%s; keeping the previous certificate", _why(error))
             return None
 
     def context(self) -> ssl.SSLContext:
-        """The same as a context, which stands aside for a new one when the files have changed."""
+        """Returns a context that replaces itself with a new one when the files change."""
         context = self._load()
         current = context
 
@@ -278,7 +279,7 @@ class _TlsFiles:
                 try:
                     current = self._load()
                 except (OSError, ssl.SSLError) as error:
-                    logger.error("%s; the certificate before stays in use", _why(error))
+                    logger.error("%s; keeping the previous certificate", _why(error))
             connection.context = current
 
         context.sni_callback = renew
@@ -302,7 +303,7 @@ class _TlsFiles:
 
 
 def host_of(peer: str) -> str:
-    """The host in gRPC's name of a peer, such as "ipv4:127.0.0.1:4711"."""
+    """Returns the host of a peer in gRPC's form, such as "ipv4:127.0.0.1:4711"."""
     kind, _, rest = peer.partition(":")
     return rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else kind
 
@@ -313,9 +314,9 @@ def _signature(path: Path) -> Signature:
 
 
 def _why(error: Exception) -> str:
-    """What is wrong, without a word of what a file holds."""
+    """Describes an error without revealing the content of a file."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8"
+        return "not UTF-8"
     return str(error)

@@ -1,21 +1,24 @@
-"""Who may call what, decided at the one place that every rpc passes, health and reflection too.
+"""Decides who may call what, in one place that every rpc passes, including health and reflection.
 
-Order for each call: the server has room -> the caller's metadata is within bounds -> who calls -> its role
-is one of the rpc's -> its account has room -> the message is read, and within bounds -> the handler. Up to
-there no message was asked for, so that who is refused costs little: every rpc stands here as one of streams
-of requests and of answers, which on the wire it is. And a call ends only when its last answer has
-been read: until then gRPC holds that, and the caller's account has it.
+Order of the checks: the server has room -> the caller's metadata is within bounds -> authentication
+-> the caller's role may use the rpc -> its account has room -> the message is read, and within
+bounds -> the handler. No message is read before the last check, so that refusing a call costs
+little. To make that possible, every rpc is registered as a stream of requests and a stream of
+answers, which it is on the wire. A call only ends when its last answer has been read. Until then
+gRPC holds the answer, and the caller's account is charged for it.
 
-    TOKEN_MISSING, TOKEN_INVALID     nobody we know
-    ROLE_NOT_ALLOWED                 somebody who may not
-    CALLER_LIMIT, MESSAGE_TOO_LARGE  somebody who asks for too much
-    QUEUE_FULL                       as many calls as the server takes are open, of all together or of those
-                                     who need not say who they are
-    CREDENTIAL_ENDED                 a stream whose token expired or was revoked while it was open
+    TOKEN_MISSING, TOKEN_INVALID     the caller is not authenticated
+    ROLE_NOT_ALLOWED                 the caller's role may not use the rpc
+    CALLER_LIMIT, MESSAGE_TOO_LARGE  the caller asks for too much
+    QUEUE_FULL                       too many calls are open, either in total or to one of the rpcs that
+                                     need no authentication
+    CREDENTIAL_ENDED                 the token of an open stream expired or was revoked
 
-The last is UNAVAILABLE: a client that reconnects presents what it has by then, and is judged anew.
+CREDENTIAL_ENDED is UNAVAILABLE: a client that reconnects presents its current token, which is
+checked again.
 
-`ANYBODY` and `ALLOWED` name every rpc of every service; a method in neither is refused to everybody.
+`ANYBODY` and `ALLOWED` list every rpc of every service. A method in neither is refused to all
+callers.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 ANYBODY = frozenset({"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"})
-"""For probes: not even a token is asked for."""
+"""Rpcs for probes, which need no token."""
 _EVERY = frozenset(Role)
 _AGENT = frozenset({Role.AGENT, Role.ADMIN})
 _TRAINER = frozenset({Role.TRAINER, Role.ADMIN})
@@ -66,19 +69,19 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _EVERY,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _EVERY,
 }
-"""The roles that may call, for every other rpc. An agent may extend, read, abort and close only what is its
-own: `caller_limits`."""
+"""The roles that may use each other rpc. `caller_limits` further restricts an agent to what it
+owns."""
 
-# Of a header beside its name and value, as HTTP/2 counts (RFC 9113, section 6.5.2).
+# Size that HTTP/2 adds to the name and value of each header (RFC 9113, section 6.5.2).
 HEADER_BYTES = 32
-# What those who need not say who they are may have of the calls that the server takes, for each method.
+# Fraction of the server's concurrent calls that each rpc without authentication may take.
 ANYBODYS_PART = 16
 ANYBODYS_SECONDS = 10.0
-"""How long they may take to send their message."""
+"""How long a caller of such an rpc may take to send its message."""
 REFUSAL_SECONDS = 1.0
-# What a caller may leave unread, of the memory budget, where the configuration does not say.
+"""How long a refused caller may continue to send before it gets its answer."""
+# Fraction of the memory budget that a caller may leave unread, unless configured.
 UNREAD_PART = 16
-"""How long who is refused may go on sending before the answer."""
 
 if TYPE_CHECKING:
     RpcHandler = grpc.RpcMethodHandler[Any, Any]
@@ -90,17 +93,17 @@ Unread = Callable[[int], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """What a call shows of who makes it."""
+    """What a call presents to identify its caller."""
 
     metadata: Sequence[tuple[str, str | bytes]]
     peer: str
-    """As gRPC names it: "ipv4:127.0.0.1:4711"."""
+    """Address in gRPC's form: "ipv4:127.0.0.1:4711"."""
     auth_context: Callable[[], AuthContext]
-    """What its connection was made with."""
+    """Authentication of its connection, such as a client certificate."""
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Lets calls in, by name, role and account."""
+    """Admits calls by caller, role and account."""
 
     def __init__(
         self,
@@ -109,24 +112,26 @@ class Gate(grpc.aio.ServerInterceptor):
         concurrent_calls: int,
         request_seconds: float,
     ) -> None:
-        """So many calls may be open at a time; the message of one that has one is whole within so many
-        seconds."""
+        """At most `concurrent_calls` are open at a time. The message of a call that has a single
+        one must arrive within `request_seconds`.
+        """
         self.credentials = credentials
         self.callers = callers
         self._concurrent_calls = concurrent_calls
         self._request_seconds = request_seconds
         self._calls: Counter[str] = Counter()
-        """Calls that are open, by method where anybody may make them."""
+        """Open calls. Those without authentication are counted by method, all others together."""
         self._guarded: dict[str, RpcHandler] = {}
         self._open: dict[asyncio.Timeout, Caller] = {}
-        """Streams, which outlive what they were let in by."""
+        """Open streams, which can outlive the token they were admitted with."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> RpcHandler | None:
-        """The handler behind the gate; None, which gRPC answers with UNIMPLEMENTED, where there is none."""
+        """Wraps a handler. Returns None for an unknown method, which gRPC answers with
+        UNIMPLEMENTED."""
         method = handler_call_details.method
         guarded = self._guarded.get(method)
         if guarded is None:
@@ -137,7 +142,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard(self, method: str, handler: RpcHandler) -> RpcHandler:
-        """The same handler, behind the gate; it reads what it is given only once it is let in."""
+        """Wraps a handler so that it reads its messages only after the call is admitted."""
         rpc = cast("Any", handler)
         decode = cast("Decode", rpc.request_deserializer)
         encode = cast("Encode", rpc.response_serializer)
@@ -145,7 +150,8 @@ class Gate(grpc.aio.ServerInterceptor):
             "Serve", rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
         )
 
-        # Groups make room when they are trained: their stream, which sends one at a time, is never refused.
+        # Exchange is never refused, because training groups is what frees memory. It sends one
+        # group at a time.
         bounded = method != EXCHANGE
         patience = self._request_seconds
         if method in ANYBODY:
@@ -175,8 +181,8 @@ class Gate(grpc.aio.ServerInterceptor):
             try:
                 await visited(stream, context)
             except grpc.aio.AbortError as error:
-                # The call holds it, and what it was raised through holds the call, and its messages: they
-                # would stay until garbage is looked for, which is not counted in bytes.
+                # The call holds the error, and its traceback holds the call with its messages. That
+                # cycle would keep them, uncounted, until the next garbage collection.
                 error.__context__ = None
                 raise error.with_traceback(None)  # noqa: B904
 
@@ -184,7 +190,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def visit(self, method: str, presented: Presented) -> Generator[Caller]:
-        """From where a caller is let in to where its call ends. Raises DomainError."""
+        """Covers a call from its admission to its end. Raises DomainError."""
         kind = method if method in ANYBODY else ""
         self._check_room(kind)
         caller = self._admit(method, presented)
@@ -199,7 +205,7 @@ class Gate(grpc.aio.ServerInterceptor):
             visit.leave()
 
     def _check_room(self, kind: str) -> None:
-        """`kind` is the method where anybody may make the call."""
+        """`kind` is the method if the call needs no authentication, otherwise empty."""
         count, most = self._calls.total(), self._concurrent_calls
         if kind and count < most:
             count, most = self._calls[kind], max(1, most // ANYBODYS_PART)
@@ -207,7 +213,7 @@ class Gate(grpc.aio.ServerInterceptor):
             what = f"{kind} calls" if kind else "calls"
             raise DomainError(
                 Reason.QUEUE_FULL,
-                f"{count} {what} are open, the most this server takes",
+                f"{count} {what} are open, the most this server allows",
                 {"call_count": count, "limit": most},
                 retry_after_seconds=RETRY_SECONDS,
             )
@@ -218,7 +224,7 @@ class Gate(grpc.aio.ServerInterceptor):
         if size > MAX_METADATA_BYTES:
             raise DomainError(
                 Reason.MESSAGE_TOO_LARGE,
-                f"the call's metadata has {size} bytes, {MAX_METADATA_BYTES} are taken",
+                f"the call's metadata has {size} bytes; at most {MAX_METADATA_BYTES} are allowed",
                 {"metadata_bytes": size, "limit": MAX_METADATA_BYTES},
             )
         if method in ANYBODY:
@@ -247,7 +253,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def open_gate(config: ServeConfig) -> Gate:
-    """The gate that a configuration asks for. Raises ConfigError."""
+    """Builds the gate for a configuration. Raises ConfigError."""
     security = config.security
     limits = config.limits
     callers = Callers(limits.caller, limits.memory_bytes // UNREAD_PART)
@@ -257,7 +263,7 @@ def open_gate(config: ServeConfig) -> Gate:
         asked = "presents a token" if gate.credentials.asked_for else "reaches it"
         how = "in plaintext" if security.certificate is None else "by TLS"
         logger.warning(
-            "security.insecure is set: %s takes calls %s from anybody who %s",
+            "security.insecure is set: %s accepts calls %s from anyone who %s",
             ", ".join(open_to_others),
             how,
             asked,
@@ -271,7 +277,8 @@ def _presented(context: ServicerContext) -> Presented:
 
 
 class _InForce:
-    """Ends what runs within with CREDENTIAL_ENDED when what its caller was let in by ends."""
+    """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate
+    expires."""
 
     def __init__(
         self, register: dict[asyncio.Timeout, Caller], caller: Caller, seconds: float | None
@@ -290,13 +297,13 @@ class _InForce:
         except TimeoutError as error:
             raise DomainError(
                 Reason.CREDENTIAL_ENDED,
-                f"what {self._caller} was let in by is no longer in force; call again",
+                f"the credential of {self._caller} is no longer valid; call again with a current one",
                 {"caller": self._caller.name},
             ) from error
 
 
 class _Counted:
-    """The context of a call, whose answers its caller's account has until they are read."""
+    """The context of a call. Charges answers to the caller's account until they are read."""
 
     def __init__(self, context: ServicerContext, unread: Unread, encode: Encode) -> None:
         self._context, self._unread, self._encode = context, unread, encode
@@ -311,7 +318,10 @@ class _Counted:
 
 
 class _Messages:
-    """A stream's requests, decoded. No generator: whoever reads may be cancelled and another read on."""
+    """Decodes the requests of a stream.
+
+    Not a generator, because a cancelled read must not prevent further reads.
+    """
 
     def __init__(self, stream: AsyncIterator[bytes], decode: Decode, most_bytes: int) -> None:
         self._stream, self._decode, self._most_bytes = stream, decode, most_bytes
@@ -324,27 +334,29 @@ class _Messages:
         if len(data) > self._most_bytes:
             raise DomainError(
                 Reason.MESSAGE_TOO_LARGE,
-                f"the message has {len(data)} bytes, {self._most_bytes} are taken",
+                f"the message has {len(data)} bytes; at most {self._most_bytes} are allowed",
                 {"message_bytes": len(data), "limit": self._most_bytes},
             )
         try:
             return self._decode(data)
         except DecodeError as error:
-            # Of health and reflection; what reads our own messages never raises.
+            # Only health and reflection; the decoder of our own messages never raises.
             raise DomainError(Reason.MALFORMED_MESSAGE, "the message cannot be decoded") from error
 
     async def only(self, patience: float) -> object:
-        """The one request of an rpc that has one, which comes within so many seconds: what is not whole yet
-        gRPC holds, and says nothing of."""
+        """Returns the single request of an rpc, which must arrive within `patience` seconds.
+
+        gRPC holds an incomplete message without reporting it.
+        """
         try:
             async with asyncio.timeout(patience):
                 return await anext(self)
         except (StopAsyncIteration, TimeoutError):
-            raise DomainError(Reason.MALFORMED_MESSAGE, "the call has no message") from None
+            raise DomainError(Reason.MALFORMED_MESSAGE, "the call sent no message") from None
 
 
 async def _answer(served: object, context: ServicerContext) -> object:
-    """Sends what a generator yields; a coroutine sends itself."""
+    """Sends what an async generator yields. A coroutine sends its answers itself."""
     if not inspect.isasyncgen(served):
         return await cast("Awaitable[object]", served)
     async with aclosing(served) as answers:

@@ -1,14 +1,16 @@
-"""Text and messages -> tokens, tokens -> text: the server owns them, so that callers need no tokenizer.
+"""Converts text and messages to tokens and back. The server does this so that callers need no
+tokenizer.
 
-A conversation is rendered with the chat template on its first turn. Afterwards only what is new is
-encoded, after the tokens the policy wrote: what it wrote is never decoded and encoded again. What the
-template puts between an assistant's message and the next ones is found by rendering a probe.
+The first turn of a conversation renders it with the chat template. Later turns only encode the new
+messages and append them to the policy's tokens. The policy's tokens are never decoded and encoded
+again. Rendering a probe shows what the template puts between an assistant's message and the
+following ones.
 
-Control tokens in text from outside are data, not control: where such text happens to spell one, it is
-encoded as ordinary characters. Not all of a template's are special to the tokenizer: Qwen's adds those
-around calls, their answers and reasoning as ordinary ones. So every added token counts. That holds for all
-that comes from outside: content, reasoning, tools with their descriptions and parameters, and calls with
-their arguments. The template sees marks in their place.
+Control tokens that outside text happens to spell are data. They are encoded as ordinary characters.
+Not all control tokens of a template are special to the tokenizer: Qwen's adds those around tool
+calls, tool results and reasoning as ordinary ones. So every added token is treated as a control
+token. This applies to all outside text: content, reasoning, tools with their descriptions and
+parameters, and tool calls with their arguments. The template sees placeholder marks instead.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 
 PROBE = "penstock-probe-7f3a91"
-# Planes of private use, which texts have no reason to hold.
+# A private-use plane, whose characters ordinary text has no reason to contain.
 _FIRST_MARK = 0xF0000
 _PROBE_FUNCTION: Mapping[str, object] = {"name": PROBE, "arguments": {}}
 _MARK_END = "\U0010fa2e"
@@ -38,7 +40,7 @@ _MARK_END = "\U0010fa2e"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call the policy made."""
+    """A tool call that the policy made."""
 
     tool_call_id: str
     name: str
@@ -47,7 +49,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message; `role` is the template's word: system, user, assistant or tool."""
+    """One chat message. `role` is the template's name: system, user, assistant or tool."""
 
     role: str
     content: str
@@ -58,7 +60,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the policy may call; `parameters` is a JSON Schema."""
+    """A function the policy may call. `parameters` is a JSON Schema."""
 
     name: str
     description: str
@@ -67,17 +69,17 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the policy wrote in a turn, as a message."""
+    """The policy's output in one turn, as a message."""
 
     message: Message
     tool_call_error: str = ""
-    """Why what begins as a tool call is none; empty where there is no such thing."""
+    """Why text that begins like a tool call is not one; empty if there is no such text."""
     reasoning_token_count: int = 0
-    """Of its tokens, as the parser counts them; 0 where there is none that does."""
+    """Reasoning tokens as the parser counts them; 0 if there is no parser that counts."""
 
     @property
     def byte_count(self) -> int:
-        """About what its text takes of memory."""
+        """Approximate memory of the text."""
         message = self.message
         arguments = sum(len(call.arguments_json) for call in message.tool_calls)
         return len(message.content) + len(message.reasoning) + arguments
@@ -91,24 +93,25 @@ class ParsedCall:
     arguments_json: str
     """A JSON object."""
     tool_call_id: str = ""
-    """As the policy wrote it, in formats that have one."""
+    """The id that the policy wrote, in formats that have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A turn's text, taken apart."""
+    """The text of a turn, split into its parts."""
 
     content: str
     reasoning: str = ""
     calls: tuple[ParsedCall, ...] = ()
     error: str = ""
-    """Why what begins as a tool call is none: there are no calls then, and the content holds its text."""
+    """Why text that begins like a tool call is not one. There are then no calls, and the text is
+    part of the content."""
     reasoning_token_count: int = 0
-    """Tokens that are reasoning; 0 where the parser counts none."""
+    """Reasoning tokens; 0 if the parser does not count them."""
 
 
 class OutputParser(Protocol):
-    """Takes a turn's text apart. It may be called by several threads at a time."""
+    """Splits the text of a turn into its parts. Several threads may call it at the same time."""
 
     def parse(
         self,
@@ -117,41 +120,42 @@ class OutputParser(Protocol):
         prompt_token_ids: Sequence[int],
         tools: Sequence[Tool],
     ) -> Parsed:
-        """Reads a turn. It raises for no text.
+        """Parses a whole turn. Never raises, whatever the text.
 
         Args:
-            text: What the policy wrote, special tokens among it but not the one that ended the turn.
+            text: The policy's text, with its special tokens except the one that ended the turn.
             token_ids: The same as tokens.
-            prompt_token_ids: What it was written after: some templates begin the reasoning themselves.
-            tools: Those of the conversation; without any nothing is a call.
+            prompt_token_ids: The context of the turn. Some templates begin the reasoning there.
+            tools: The conversation's tools. Without any, no text counts as a tool call.
         """
         ...
 
     def stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> StreamParser:
-        """Reads one turn while it is written, as `parse` would up to there; it may raise."""
+        """Parses one turn while it is written, as `parse` would parse the text so far. May
+        raise."""
         ...
 
 
 class Renderer(Protocol):
-    """Turns text and messages into tokens and back."""
+    """Converts text and messages to tokens and back."""
 
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
-        """Tokens of plain text; with `first`, what the tokenizer puts at the start of a sequence too."""
+        """Tokens of plain text. With `first`, includes the tokenizer's start-of-sequence tokens."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
-        """Tokens of a whole conversation up to where the policy writes. Raises FIELD_INVALID."""
+        """Tokens of a whole conversation up to where the policy continues. Raises FIELD_INVALID."""
         ...
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
         """Tokens of new messages after a turn of the policy that ended in `last_token`.
 
-        Raises FIELD_INVALID where the template cannot place them.
+        Raises FIELD_INVALID if the template cannot place them.
         """
         ...
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of tokens the policy wrote, special tokens left out."""
+        """Text of tokens the policy wrote, without special tokens."""
         ...
 
     def read_message(
@@ -161,14 +165,14 @@ class Renderer(Protocol):
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """The tokens of a turn as the assistant's message; the same ones always make the same.
+        """Parses the tokens of a turn into the assistant's message. The result is deterministic.
 
-        `name` is the turn's, for ids of its calls where the policy writes none.
+        `name` identifies the turn. Tool calls get ids derived from it if the policy writes none.
         """
         ...
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
-        """Reads one turn while it is written: what `read_message` reads of it, calls left out."""
+        """Parses one turn while it is written, like `read_message` but without tool calls."""
         ...
 
 
@@ -181,8 +185,8 @@ class TokenizerRenderer:
         eos_token_ids: Iterable[int] = (),
         parser: OutputParser | None = None,
     ) -> None:
-        """`parser` takes apart what the policy writes; without one it is all content."""
-        # transformers has no complete types; every use of it is in this class.
+        """Without a `parser`, everything the policy writes is content."""
+        # transformers has no complete types, so only this class uses it.
         self._tokenizer = cast("Any", tokenizer)
         self._eos = frozenset(eos_token_ids)
         self._parser = parser
@@ -196,7 +200,8 @@ class TokenizerRenderer:
             if token.special or _may_control(str(token.content))
         }
         self._control_ids = frozenset(control.values())
-        # The probe is no token, but control as well: what follows it is what is new.
+        # The probe is not a token, but is guarded like one: the new text starts after the last
+        # probe.
         guarded = (PROBE, *sorted(control, key=len, reverse=True))
         self._marks = {
             text: f"{chr(_FIRST_MARK + index)}{_MARK_END}" for index, text in enumerate(guarded)
@@ -206,16 +211,13 @@ class TokenizerRenderer:
     def load(
         cls, model: str, eos_token_ids: Iterable[int] = (), parser: OutputParser | None = None
     ) -> TokenizerRenderer:
-        """Loads a model's tokenizer from its directory or hub name."""
         return cls(load_tokenizer(model), eos_token_ids, parser)
 
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
-        """See Renderer."""
         guard = _Guard(self._marks)
         return self._encode(guard.text(text), guard, add_special_tokens=first)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
-        """See Renderer."""
         guard = _Guard(self._marks)
         text = self._apply(
             [_template_message(message, guard) for message in messages],
@@ -225,7 +227,6 @@ class TokenizerRenderer:
         return self._encode(text, guard, add_special_tokens=False)
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
-        """See Renderer."""
         guard = _Guard(self._marks)
         new = [_template_message(message, guard) for message in messages]
         before: list[dict[str, object]] = [
@@ -233,15 +234,16 @@ class TokenizerRenderer:
             {"role": "assistant", "content": PROBE},
         ]
         if messages[0].role == "tool":
-            # Templates want a tool's answer to follow a call, and some write the call in place of the text.
+            # Templates require a call before a tool's answer, and some write the call instead of
+            # the text.
             call_id = guard.text(messages[0].tool_call_id or "probe")
             before[1]["tool_calls"] = [
                 {"id": call_id, "type": "function", "function": _PROBE_FUNCTION}
             ]
         suffix = _after_probe(self._apply([*before, *new], (), generate=True))
         if messages[0].role == "tool":
-            # After the probe stands the call itself, which the policy wrote; what is new begins where a
-            # conversation that ends with the call would end.
+            # After the probe comes the call, which the policy already wrote. The new text begins
+            # where a conversation that ends with the call would end.
             closing = _after_probe(self._apply(before, (), generate=False))
             if not suffix.startswith(closing):
                 raise FieldInvalid(
@@ -255,7 +257,6 @@ class TokenizerRenderer:
         return tokens
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """See Renderer."""
         ids = [int(token) for token in token_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -266,7 +267,7 @@ class TokenizerRenderer:
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """See Renderer. The parser sees special tokens, the message has none of them."""
+        """See Renderer. The parser sees special tokens; the message contains none."""
         if self._parser is None:
             return Written(Message("assistant", self.decode(token_ids)))
         ids = list(token_ids)
@@ -274,7 +275,7 @@ class TokenizerRenderer:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         parsed = self._parser.parse(text, ids, prompt_token_ids, tools)
-        # Only those that are there: the policy may spell one in ordinary tokens.
+        # Only remove tokens that occur: the policy may spell one out in ordinary tokens.
         control = [self._special_ids[token] for token in set(ids) & self._special_ids.keys()]
         message = Message(
             "assistant",
@@ -285,7 +286,6 @@ class TokenizerRenderer:
         return Written(message, parsed.error, parsed.reasoning_token_count)
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
-        """See Renderer."""
         if self._parser is None:
             return PlainStream(self.decode)
 
@@ -296,7 +296,7 @@ class TokenizerRenderer:
         return ParsedStream(decode, parse, self._special_ids, self._eos)
 
     def _end_of_turn(self, closing: str) -> str:
-        """The part of an assistant message's closing that comes after its tool calls."""
+        """The closing of an assistant message after its tool calls."""
         positions = [closing.rfind(token) for token in self._special_ids.values()]
         start = max(positions, default=-1)
         return closing[start:] if start >= 0 else ""
@@ -318,9 +318,9 @@ class TokenizerRenderer:
                 )
             )
         except Exception as error:
-            # Templates are programs that raise what they like at input they do not allow.
+            # Templates are programs and may raise anything for input that they do not allow.
             raise FieldInvalid(
-                "conversation", f"the model's chat template refuses it: {error}"
+                "conversation", f"the model's chat template rejects it: {error}"
             ) from error
 
     def _encode(self, text: str, guard: _Guard, *, add_special_tokens: bool) -> NDArray[np.int32]:
@@ -347,36 +347,37 @@ class TokenizerRenderer:
         return np.asarray(ids, np.int32)
 
     def _spell(self, text: str) -> list[int]:
-        """A control token's text as ordinary tokens."""
+        """Encodes a control token's text as ordinary tokens."""
         ids: list[int] = self._tokenizer.encode(
             text, add_special_tokens=False, split_special_tokens=True
         )
         if len(text) == 1 or self._control_ids.isdisjoint(ids):
             return ids
-        # The tokenizer can be kept from finding special ones only; it finds none in a text cut in two.
+        # split_special_tokens only covers special tokens. Splitting the text avoids the other added
+        # ones.
         return self._spell(text[0]) + self._spell(text[1:])
 
 
 def _may_control(text: str) -> bool:
-    """Whether an added token may be a mark of the template's, not white space or a single letter.
+    """Whether an added token can be a mark of the template, not white space or a single letter.
 
-    Tokenizers of code add runs of spaces, others single letters: in a text these are ordinary.
+    Code tokenizers add runs of spaces, and others add single letters. In a text these are ordinary.
     """
     return len(text.strip()) > 1
 
 
 def _after_probe(text: str) -> str:
-    """What a template wrote after the last message of the policy's. Raises FIELD_INVALID."""
+    """What the template wrote after the policy's last message. Raises FIELD_INVALID."""
     before, probe, after = text.rpartition(PROBE)
     if not probe and not before:
         raise FieldInvalid(
-            "observation.conversation", "the chat template leaves out what the policy wrote"
+            "observation.conversation", "the chat template omits the assistant's message"
         )
     return after
 
 
 def load_tokenizer(model: str) -> object:
-    """A model's Hugging Face tokenizer, from its directory or hub name."""
+    """Loads a model's Hugging Face tokenizer from its directory or hub name."""
     from transformers import AutoTokenizer
 
     loader = cast("Any", AutoTokenizer)
@@ -390,7 +391,7 @@ def _without(text: str, parts: Iterable[str]) -> str:
 
 
 def _name_calls(calls: Iterable[ParsedCall], turn: str) -> tuple[ToolCall, ...]:
-    """Calls with ids: those that the policy wrote, as far as they tell the calls of the turn apart."""
+    """Gives the calls ids. The policy's own ids are kept if they are unique within the turn."""
     named: dict[str, ToolCall] = {}
     for index, call in enumerate(calls):
         own = call.tool_call_id
@@ -400,20 +401,20 @@ def _name_calls(calls: Iterable[ParsedCall], turn: str) -> tuple[ToolCall, ...]:
 
 
 def _call_id(turn: str, index: int) -> str:
-    """Nine letters and digits, which is what the strictest of the templates takes."""
+    """Returns nine letters and digits, the only form that the strictest template accepts."""
     digest = hashlib.blake2b(f"{turn}/{index}".encode(), digest_size=8).digest()
     return base64.b32encode(digest).decode().lower()[:9]
 
 
 class _Guard:
-    """Puts marks in the place of control tokens that text from outside spells, and knows which it put."""
+    """Replaces control tokens in outside text by marks, and remembers which ones it replaced."""
 
     def __init__(self, marks: Mapping[str, str]) -> None:
         self._marks = marks
         self._found: dict[str, str] = {}
 
     def text(self, text: str) -> str:
-        """The text with marks in it."""
+        """Returns the text with marks in place of control tokens."""
         for token, mark in self._marks.items():
             if token in text:
                 self._found[mark] = token
@@ -421,7 +422,7 @@ class _Guard:
         return text
 
     def value(self, value: object) -> object:
-        """A JSON value with marks in its texts and keys."""
+        """Returns a JSON value with marks in its strings and keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -432,7 +433,8 @@ class _Guard:
         return value
 
     def found(self) -> list[tuple[str, str]]:
-        """(mark, token) of every mark put, also as a template writes it that escapes its JSON."""
+        """(mark, token) of every mark used, also in the form of a template that escapes its
+        JSON."""
         escaped = [(json.dumps(mark)[1:-1], token) for mark, token in self._found.items()]
         return [*self._found.items(), *escaped]
 
@@ -450,7 +452,7 @@ def _template_message(message: Message, guard: _Guard) -> dict[str, object]:
 
 def _template_call(call: ToolCall, guard: _Guard) -> dict[str, object]:
     try:
-        # Guarded once it is parsed: an escape in the text may stand for a character of a special token.
+        # Guard after parsing: an escape in the text may stand for a character of a control token.
         arguments = guard.value(_arguments(call.arguments_json))
     except RecursionError:
         arguments = guard.text(call.arguments_json)
@@ -462,9 +464,10 @@ def _template_call(call: ToolCall, guard: _Guard) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """A call's arguments as the template wants them: an object, or the text where it is none.
+    """A call's arguments in the form the template wants: an object, or the text if it is not JSON.
 
-    An object that cannot be written as text, because an escape in it names half a character, is none.
+    The text is also returned for JSON that cannot be encoded because an escape is an unpaired
+    surrogate.
     """
     try:
         parsed: object = json.loads(text)

@@ -1,4 +1,5 @@
-"""A trajectory as it goes into its group, and into the record of it; `group_bytes` makes it."""
+"""A trajectory encoded for its group and for the group's journal record. `group_bytes` encodes
+it."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ from penstock.server.journal.records import Part
 
 
 class LeftOut(NamedTuple):
-    """A segment whose arrays the short form of a trajectory does not have."""
+    """A segment whose arrays the short form of a trajectory omits."""
 
     segment: int
-    """Its index."""
+    """Index of the segment."""
     token_position: int
-    """Tokens of the trajectory before it."""
+    """Number of the trajectory's tokens before it."""
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedTrajectory:
-    """A Trajectory, in pieces that nobody changes any more."""
+    """A Trajectory message, in pieces that no longer change."""
 
     parts: Sequence[Part]
     byte_count: int
     short: Sequence[Part]
-    """The same without the arrays of some segments."""
+    """The same message without the arrays of some segments."""
     short_byte_count: int
     left_out: Sequence[LeftOut]
-    """Those."""
+    """The segments whose arrays `short` omits."""

@@ -1,19 +1,20 @@
-"""Groups and turns as the bytes that they have on the wire.
+"""Encodes groups and turns directly as bytes on the wire.
 
-A group is put together once, as pieces of which most are the byte buffers in which its tokens were sampled.
-The journal's record of it and its delivery are the same pieces with a few others before and after them, so
-nobody on the server's side parses it or serializes it again.
+A group is assembled once, as a list of pieces. Most of them are the byte buffers into which its
+tokens were sampled. The journal's record and the delivery consist of the same pieces, with a few
+others before and after them. So the server neither parses nor serializes a group again.
 
-    Segment, Trajectory      what is small, by protobuf; then the arrays, or the segments, as they are
+    Segment, Trajectory      small fields, by protobuf; then the arrays, or the segments, unchanged
     TrajectoryGroup          the same
     JournalRecord            tags and lengths | group | task, version;
-                             a turn in the same way, with the tokens since the record before
-    ExchangeResponse         tags and lengths | group | delivery id, deliveries before
+                             a turn in the same way, with the tokens since the previous record
+    ExchangeResponse         tags and lengths | group | delivery id, previous deliveries
 
-The record has a short form, too: large segments that a record of a turn has, as almost all do, are left out
-(`GroupReferred`, `penstock.wire.referred`), so that their tokens are written once and not twice.
+The record also has a short form. It omits large segments that the record of a turn already has, as
+is usually the case (`GroupReferred`, `penstock.wire.referred`). So their tokens are written once
+and not twice.
 
-Fields may come in any order within a message, so what is small is written first.
+Fields of a message may come in any order, so small fields are written first.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _DELIVERED_GROUP = _tag(trainer_service_pb2.GroupDelivery.DESCRIPTOR, "group")
 
 
 class _Pieces:
-    """Bytes that follow each other, and how many they are."""
+    """A sequence of byte pieces and their total length."""
 
     __slots__ = ("byte_count", "parts")
 
@@ -96,19 +97,19 @@ def _field(tag: bytes, inner: _Pieces) -> _Pieces:
 
 
 class _Around(NamedTuple):
-    """A field with a segment, but for its arrays."""
+    """An encoded segment field, without its arrays."""
 
     begin: bytes
-    """Before its tokens."""
+    """Bytes before its tokens."""
     middle: bytes
-    """Before its log-probabilities."""
+    """Bytes before its log-probabilities."""
     byte_count: int
-    """Of the field, arrays included."""
+    """Size of the whole field, including the arrays."""
     without: bytes
-    """The field without arrays."""
+    """The field as it is encoded without arrays."""
 
 
-# Siblings have most of them in common.
+# Cached, because siblings share most of these values.
 @lru_cache(4096)
 def _around(
     tag: bytes,
@@ -149,7 +150,7 @@ def _around_arrays(
 
 
 def _trajectory_head(record: TrajectoryRecord) -> bytes:
-    """All but its segments."""
+    """Encodes all fields except the segments."""
     return _Trajectory(
         trajectory_id=record.trajectory_id,
         sample_index=record.sample_index,
@@ -167,14 +168,16 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
 
 
 def encode_early(record: TrajectoryRecord) -> None:
-    """Encodes a trajectory that is closed before its group is complete, so that little is left to do then;
-    not one of which something is still sampled or written."""
+    """Encodes a closed trajectory before its group is complete, so that less work is left for then.
+
+    Skips a trajectory that is still being sampled or written.
+    """
     if not record.growing and record.is_written:
         record.encoded = encode_trajectory(record)
 
 
 def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
-    """A trajectory that is closed."""
+    """Encodes a closed trajectory."""
     growing = record.growing
     head = _trajectory_head(record)
     whole, short = _Pieces(head), _Pieces(head)
@@ -198,27 +201,27 @@ def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
         return EncodedTrajectory(
             whole.parts, whole.byte_count, whole.parts, whole.byte_count, left_out
         )
-    # What is large is left out of it.
+    # The large parts are omitted, so joining the rest is cheap.
     joined = (b"".join(short.parts),)
     return EncodedTrajectory(whole.parts, whole.byte_count, joined, short.byte_count, left_out)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    """A TrajectoryGroup, in pieces that nobody changes any more."""
+    """A TrajectoryGroup message, in pieces that no longer change."""
 
     parts: tuple[Part, ...]
     byte_count: int
     short: tuple[Part, ...]
-    """The same without the arrays of some segments."""
+    """The same message without the arrays of some segments."""
     short_byte_count: int
     left_out: tuple[journal_pb2.ReferredSegment, ...]
-    """Those."""
+    """The segments whose arrays `short` omits."""
     turns: tuple[Stored, ...]
-    """For each of them, the record that has it."""
+    """For each of `left_out`, the record that has its arrays."""
 
     def joined(self) -> bytes:
-        """In one piece."""
+        """Returns the message as one piece."""
         return b"".join(self.parts)
 
 
@@ -229,8 +232,10 @@ def encode_group(
     records: Iterable[TrajectoryRecord],
     versions: range,
 ) -> EncodedGroup:
-    """A TrajectoryGroup of these trajectories, which are closed; `versions` is from its oldest to its
-    newest."""
+    """Encodes a TrajectoryGroup of closed trajectories.
+
+    `versions` ranges from the oldest to the newest weight version, both included.
+    """
     head = _TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
@@ -248,7 +253,7 @@ def encode_group(
         short.add(_TRAJECTORIES + _varint(one.short_byte_count))
         short.extend(one.short, one.short_byte_count)
         for segment, position, count in one.left_out:
-            # Not before now: a compaction has it in another record.
+            # Not earlier, because a compaction may have moved it to another record.
             turn = record.recorded_at(position, count)
             assert turn is not None
             turns.append(turn)
@@ -268,7 +273,7 @@ def encode_group(
 
 
 def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
-    """As a twin message."""
+    """Decodes a group as a twin message."""
     return _TrajectoryGroup.FromString(group)
 
 
@@ -279,7 +284,7 @@ def group_finished(
     *,
     has_policy_tokens: bool,
 ) -> EncodedRecord:
-    """A group is complete; with its short form, where there is anything to leave out."""
+    """Encodes the record of a complete group, with a short form if segments can be omitted."""
     message = _GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
@@ -297,7 +302,7 @@ def group_finished(
 
 
 def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes) -> _Pieces:
-    """A field with a group that is complete, and what else is said of it."""
+    """Encodes a field with a complete group and the other fields of its record."""
     inner = _Pieces(_FINISHED_GROUP + _varint(byte_count))
     inner.extend(group, byte_count)
     inner.add(tail)
@@ -307,10 +312,10 @@ def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes)
 def turn_changed(
     turn: journal_pb2.TurnChanged, segments: Iterable[tuple[SegmentRecord, int, int]]
 ) -> EncodedRecord:
-    """A turn as it is now, with these of its tokens."""
+    """Encodes the record of a turn in its current state, with these of its tokens."""
     pieces = _Pieces(turn.SerializeToString())
     for segment, start, stop in segments:
-        # Copies of its arrays: they may grow meanwhile, which a view of them would not let them.
+        # Copy the arrays: a view would prevent them from growing in the meantime.
         begin, end = start * TOKEN.itemsize, stop * TOKEN.itemsize
         tokens, logprobs = segment.tokens[begin:end], segment.logprobs[begin:end]
         around = _around_arrays(_TURN_SEGMENTS, segment, tokens, logprobs)
@@ -319,8 +324,10 @@ def turn_changed(
 
 
 def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:
-    """A record that may be short, as it would be whole; `turns` has the records that it leaves something
-    to, in the order of what that is. Raises ValueError where they are not those, and DecodeError."""
+    """Expands a record that may be short. `turns` has the records it refers to, in order.
+
+    Raises ValueError if they are not the right records, and DecodeError.
+    """
     record = JournalRecord.FromString(payload)
     if not record.HasField("group_referred"):
         return payload
@@ -330,18 +337,18 @@ def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:
 
 
 def group_in(payload: bytes) -> bytes:
-    """The group in a record that says it is complete."""
+    """Extracts the encoded group from the record of a complete group."""
     begin = 0
     for tag in (_FINISHED, _FINISHED_GROUP):
         if payload[begin : begin + len(tag)] != tag:
-            # Another order of its fields, which protobuf may choose.
+            # protobuf may choose a different order of the fields.
             return JournalRecord.FromString(payload).group_finished.group.SerializeToString()
         length, begin = _read_varint(payload, begin + len(tag))
     return payload[begin : begin + length]
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where what follows it begins."""
+    """Returns a number and the position after it."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
@@ -359,7 +366,7 @@ class Delivery:
     redelivery_count: int
 
     def SerializeToString(self) -> bytes:  # noqa: N802 (protobuf's name)
-        """As protobuf's messages have it."""
+        """Encodes the message like protobuf's own method."""
         tail = _GroupDelivery(
             delivery_id=self.delivery_id, redelivery_count=self.redelivery_count
         ).SerializeToString()

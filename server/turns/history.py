@@ -1,26 +1,28 @@
-"""Which trajectory a request's messages go on with: the server holds tokens, callers resend text.
+"""Finds the trajectory that a request's messages continue. The server holds tokens; callers resend
+text.
 
-A caller of a chat endpoint sends its whole conversation with every request. What the policy wrote must
-not be encoded from that text again; so each trajectory of a conversation knows its messages, as digests,
-and where those that the policy wrote end among its tokens.
+A caller of a chat endpoint sends its whole conversation with every request. The policy's output
+must not be encoded from that text again. So each trajectory of a conversation keeps digests of its
+messages, and the position among its tokens where each of the policy's messages ends.
 
-    the request's messages, against those held by the trajectories of one attempt
+The request's messages are compared with those held by the trajectories of one attempt:
 
     NEW         nothing is held yet
-    CONTINUED   the held messages are an exact prefix: what follows is the next observation
-    REALIGNED   the same but for form: whitespace at the ends, order of keys, spacing and numbers of JSON
-                arguments, reasoning left out, ids of tool calls. The held tokens stand
-    BRANCHED    history was rewritten: kept are the tokens up to the end of the last message that the
-                policy wrote and that is still there; what follows is encoded, in a trajectory that
-                branches from the one that shares most, first in what is kept and then in messages: of
-                another sample of a context that nobody answered yet nothing is kept, and yet its
-                prompt is stored once. Also where a trajectory could be continued that holds less of
-                what the policy wrote: of two samples that read the same one may have gone on
+    CONTINUED   the held messages are an exact prefix: the rest is the next observation
+    REALIGNED   the same except for form: whitespace at the ends, order of keys, spacing and numbers of
+                JSON arguments, missing reasoning, ids of tool calls. The held tokens remain
+    BRANCHED    history was rewritten: a new trajectory keeps the tokens up to the end of the last message
+                of the policy that is still present, and the rest is encoded
 
-A request that asks again for a turn that was cut off goes on with that turn: CONTINUED, with no new
-message. One that asks again for a turn that ended by itself is a branch: it wants another sample.
-A trajectory whose turn is in flight is never continued, only branched from. Other tools are another
-context from its beginning.
+A branch starts from the trajectory that shares most, counted first in kept tokens and then in
+messages. Another sample of a context without a reply keeps no tokens, but its prompt is still
+stored only once. A request also branches if the trajectory that it could continue holds less of the
+policy's output than another one. That happens if one of two equal samples has continued.
+
+A request that repeats an interrupted turn resumes that turn: CONTINUED, with no new message. A
+request that repeats a finished turn becomes a branch, because it wants another sample. A trajectory
+with a turn in flight is never continued, only branched from. Different tools make a different
+context from the beginning.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 HELD_MESSAGE_BYTES = 320
-"""Of one held message in memory."""
+"""Memory of one held message."""
 
 
 class MatchKind(Enum):
-    """What a request does to what is held; the values are those of the metric's label."""
+    """How a request relates to the held messages. The values are those of the metric's label."""
 
     NEW = "new"
     CONTINUED = "continued"
@@ -54,36 +56,37 @@ class MatchKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HeldMessage:
-    """One message of a trajectory."""
+    """One message of a trajectory, as digests."""
 
     exact: bytes
-    """Digest of all its fields; empty for tokens that are no message, which nothing matches."""
+    """Digest of all its fields. Empty for tokens that are not a message, which never match."""
     meaning: bytes
-    """Digest of what does not depend on form, its reasoning left out."""
+    """Digest of the parts that do not depend on form, without the reasoning."""
     reasoning: bytes
-    """Digest of its reasoning, empty where it has none."""
+    """Digest of its reasoning; empty if it has none."""
     token_end: int
-    """Tokens of the trajectory up to its end, or to the end of the context that it came with."""
+    """Number of the trajectory's tokens up to the end of this message, or of the context it came
+    in."""
     written: bool = False
     """Whether the policy wrote it."""
 
     def is_meant_by(self, meaning: bytes, reasoning: bytes) -> bool:
-        """Whether a request's message says the same; it may leave the reasoning out."""
+        """Whether a request's message means the same. The request may omit the reasoning."""
         return self.meaning == meaning != b"" and reasoning in (b"", self.reasoning)
 
 
 @dataclass(slots=True)
 class History:
-    """The messages of one trajectory, oldest first, and its tools."""
+    """The messages of one trajectory, oldest first, with its tools."""
 
     tools: tuple[Tool, ...] = ()
     messages: list[HeldMessage] = field(default_factory=list[HeldMessage])
     recorded: int = 0
-    """How many of the messages the journal has as they are."""
+    """How many of the messages the journal has in their current form."""
     digest: bytes = b""
-    """Of the tools."""
+    """Digest of the tools."""
     tool_bytes: int = 0
-    """About what they take of memory."""
+    """Approximate memory of the tools."""
 
     def __post_init__(self) -> None:
         self.digest = tools_digest(self.tools)
@@ -91,30 +94,34 @@ class History:
 
     @property
     def byte_count(self) -> int:
-        """What it takes of memory."""
+        """Approximate memory in bytes."""
         return len(self.messages) * HELD_MESSAGE_BYTES + self.tool_bytes
 
     def branch(self, message_count: int) -> History:
-        """Another that begins with so many of these messages."""
+        """Returns a new history that begins with the first `message_count` messages."""
         return History(self.tools, self.messages[:message_count])
 
     def add_context(self, messages: Iterable[Message], token_end: int) -> None:
-        """Messages from outside, which with what the template puts around them end there."""
+        """Adds messages from outside. With the template's text around them they end at
+        `token_end`."""
         self.messages += [hold(message, token_end) for message in messages]
 
     def add_observation(self, messages: Sequence[Message], token_end: int) -> None:
-        """The same; without any it was tokens or text, which are held as what nothing matches."""
+        """Adds an observation. One without messages was tokens or text, which never match a
+        message."""
         if not messages:
             self.messages.append(HeldMessage(b"", b"", b"", token_end))
         self.add_context(messages, token_end)
 
     def set_written(self, message: Message, token_end: int) -> None:
-        """What the policy wrote in the turn that ended; what it wrote of the same turn before is in it."""
+        """Sets the policy's message of the turn that ended. It replaces an earlier part of that
+        turn."""
         self.drop_written()
         self.messages.append(hold(message, token_end, written=True))
 
     def written_after(self, token_count: int) -> list[int]:
-        """For each message that the policy wrote past so many tokens, how many there are up to it."""
+        """For each of the policy's messages that ends after `token_count`, the number of messages
+        up to and including it."""
         return [
             count
             for count, message in enumerate(self.messages, 1)
@@ -122,7 +129,7 @@ class History:
         ]
 
     def drop_written(self) -> None:
-        """The last turn goes on: its message is not whole."""
+        """Removes the message of the last turn, because that turn resumes."""
         if self.messages and self.messages[-1].written:
             self.messages.pop()
             self.recorded = min(self.recorded, len(self.messages))
@@ -130,24 +137,24 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a request goes on with."""
+    """What a request continues."""
 
     kind: MatchKind
     record: TrajectoryRecord | None
-    """What is continued, or branched from; None where nothing is held."""
+    """The trajectory to continue or branch from; None if nothing is held."""
     token_count: int
-    """Tokens of it that are kept: all of them, or up to the end of a message that the policy wrote; 0
-    where the context begins anew."""
+    """Tokens of it that are kept: all, or those up to the end of one of the policy's messages. 0 if
+    the context starts from scratch."""
     message_count: int
-    """Messages of the request that those tokens stand for."""
+    """Messages of the request that the kept tokens represent."""
     new_messages: tuple[Message, ...]
-    """The others; none where a turn that was cut off goes on."""
+    """The other messages; empty if an interrupted turn resumes."""
 
 
 def kept_prefix(
     record: TrajectoryRecord, messages: Sequence[Message], tools: Sequence[Tool]
 ) -> tuple[int, int]:
-    """How much of a trajectory a branch with these messages keeps as it is: tokens, and messages."""
+    """Returns how many tokens and messages of a trajectory a branch with these messages keeps."""
     wanted = [hold(message, 0) for message in messages]
     common = _common(record, wanted, tools_digest(tools))
     return _cut(record, common, messages)
@@ -156,10 +163,10 @@ def kept_prefix(
 def match_after(
     record: TrajectoryRecord, turn_index: int, messages: Sequence[Message]
 ) -> Match | None:
-    """What a request goes on with that names the turn which it answers, and sends only what is new.
+    """Matches a request that names the turn it follows and sends only the new messages.
 
-    None where the trajectory does not hold that turn as the end of a message: it is in flight, was cut off,
-    or never was.
+    Returns None if the trajectory does not hold that turn as a complete message: the turn is in
+    flight, was interrupted, or does not exist.
     """
     history, turn = record.history, record.turn
     if history is None or turn is None:
@@ -178,13 +185,14 @@ def match_after(
 def match(
     records: Iterable[TrajectoryRecord], messages: Sequence[Message], tools: Sequence[Tool]
 ) -> Match:
-    """Finds what a request with these messages goes on with.
+    """Finds what a request with these messages continues.
 
     Args:
-        records: The open trajectories of one attempt, its own first, each before those that branch from it:
-            of equals the first is taken.
-        messages: All of the request's, oldest first; at least one.
-        tools: The request's.
+        records: The open trajectories of one attempt. Its own comes first, and each before its
+        branches.
+            The first of equal matches wins.
+        messages: All messages of the request, oldest first; at least one.
+        tools: The request's tools.
     """
     wanted = [hold(message, 0) for message in messages]
     digest = tools_digest(tools)
@@ -193,8 +201,8 @@ def match(
     for record in records:
         common = _common(record, wanted, digest)
         found = _match_one(record, messages, wanted, common)
-        # What the policy wrote is not encoded from text where a trajectory holds its tokens: one that holds
-        # more of it comes before one that could be continued.
+        # The policy's output must not be encoded from text if a trajectory holds its tokens. So one
+        # that holds more of it is preferred over one that could be continued.
         encoded = sum(message.role == "assistant" for message in found.new_messages)
         kept = (found.message_count, found.token_count, common)
         rank = (-encoded, _PREFERENCE[found.kind], *kept)
@@ -228,12 +236,13 @@ def _match_one(
 
 
 def _cut_off(turn: Turn) -> bool:
-    """Whether there is more of it to come; of one that found its context full there never was any."""
+    """Whether more of the turn can be sampled. A turn that found its context full has nothing to
+    resume."""
     return turn.resumable and turn.budget > 0
 
 
 def _common(record: TrajectoryRecord, wanted: Sequence[HeldMessage], tools: bytes) -> int:
-    """How many of the messages that a trajectory holds are the wanted ones, under these tools."""
+    """Counts how many of a trajectory's first messages match the wanted ones, under these tools."""
     history = record.history
     common = 0
     if history is not None and history.digest == tools:
@@ -245,8 +254,9 @@ def _common(record: TrajectoryRecord, wanted: Sequence[HeldMessage], tools: byte
 
 
 def _cut(record: TrajectoryRecord, common: int, messages: Sequence[Message]) -> tuple[int, int]:
-    """What is kept: up to the end of a common message that the policy wrote and another answers. Tokens,
-    and messages.
+    """Returns how many tokens and messages are kept.
+
+    They end with the last common message that the policy wrote and that the request replies to.
     """
     held = [] if record.history is None else record.history.messages
     for count in range(common, 0, -1):
@@ -258,7 +268,7 @@ def _cut(record: TrajectoryRecord, common: int, messages: Sequence[Message]) -> 
 
 
 def hold(message: Message, token_end: int, *, written: bool = False) -> HeldMessage:
-    """A message as it is held."""
+    """Reduces a message to the digests that are kept."""
     calls = [(call.tool_call_id, call.name, call.arguments_json) for call in message.tool_calls]
     exact = (message.role, message.content, calls, message.tool_call_id, message.reasoning)
     meant = [(call.name, _canonical(call.arguments_json)) for call in message.tool_calls]
@@ -273,14 +283,14 @@ def hold(message: Message, token_end: int, *, written: bool = False) -> HeldMess
 
 
 def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """The same for tools that differ only in the order of keys; empty for none."""
+    """Digest that does not depend on the order of keys; empty without tools."""
     if not tools:
         return b""
     return _digest([(tool.name, tool.description, dict(tool.parameters)) for tool in tools])
 
 
 def _canonical(arguments: str) -> str:
-    """A call's arguments without what is only form; text that is no JSON as it is, but for its ends."""
+    """Normalizes the form of a call's arguments. Text that is not JSON is only stripped."""
     try:
         read = json.loads(arguments, parse_float=_number, parse_int=_number)
         return json.dumps(read, sort_keys=True)
@@ -289,12 +299,12 @@ def _canonical(arguments: str) -> str:
 
 
 def _number(written: str) -> float:
-    """As a language with one kind of number has it, and writes it back: 1.0 as 1, 1e3 as 1000."""
+    """Reads a number like a language with a single number type: 1.0 becomes 1, 1e3 becomes 1000."""
     value = float(written)
     return int(value) if value.is_integer() else value
 
 
 def _digest(value: object) -> bytes:
-    # Escaped, because half a character is no UTF-8 and may be in a text all the same.
+    # Escaped, because the text may contain an unpaired surrogate, which UTF-8 cannot encode.
     text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
-"""Adapters as files, the form that vLLM takes them in: a folder for each, as PEFT writes it, in memory.
+"""Adapters as files, in the form that vLLM takes: one folder for each, in PEFT's format, in memory.
 
-They lie in one folder of this server's, which it keeps locked. What a killed server left is removed by the
-next one that starts: nobody holds its lock any more.
+All of them are in one folder, which this server keeps locked. If the server is killed, the lock is
+released, and the next server that starts removes the folder.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class AdapterFolders:
-    """The folders of one server."""
+    """The adapter folders of one server."""
 
     def __init__(self, parent: Path, model: str) -> None:
-        """`parent` is where they live, and `model` what the adapters are of."""
+        """`parent` holds the folders. `model` is the base model of the adapters."""
         self._parent = parent
         self._model = model
         self._folder: Path | None = None
         self._lock = -1
 
     def write(self, staged: StagedWeights, shape: AdapterShape) -> Adapter:
-        """A folder with the bytes of a verified version. Blocks; raises WeightRefused."""
+        """Writes the bytes of a verified version to a folder. Blocks; raises WeightRefused."""
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -70,11 +70,11 @@ class AdapterFolders:
             ) from error
 
     def remove(self, adapter: Adapter) -> None:
-        """Gives its memory back."""
+        """Removes an adapter's folder, which frees its memory."""
         shutil.rmtree(adapter.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes everything."""
+        """Removes all adapter folders of this server."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -88,7 +88,8 @@ class AdapterFolders:
 
 
 def safetensors_file(staged: StagedWeights) -> bytes:
-    """A version as the bytes of a safetensors file: a length, a table, the tensors one after the other."""
+    """Encodes a version as a safetensors file: a length, a table, and the tensors one after
+    another."""
     data = staged.path.read_bytes()
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     parts: list[bytes] = []
@@ -103,7 +104,7 @@ def safetensors_file(staged: StagedWeights) -> bytes:
         }
         parts.append(part)
     text = json.dumps(table).encode()
-    # So that tensors are aligned where the file is mapped.
+    # Pad the table so that tensors are aligned when the file is mapped.
     text += b" " * (-len(text) % 8)
     return b"".join((len(text).to_bytes(8, "little"), text, *parts))
 
@@ -111,7 +112,8 @@ def safetensors_file(staged: StagedWeights) -> bytes:
 def _locked_folder(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=NAME, dir=parent))
-        # Until it is locked, another server that starts may take it for abandoned.
+        # Until the folder is locked, another server that starts can mistake it for an abandoned
+        # one.
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -122,7 +124,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{NAME}*"):
-        # Another server's, or somebody else's who may not be asked, stays.
+        # Skip folders that another server has locked, or that belong to another user.
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             try:

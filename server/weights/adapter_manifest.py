@@ -1,6 +1,6 @@
-"""What the header of an adapter's upload says, and which tensors that makes, under PEFT's names.
+"""Reads the header of an adapter upload and derives its tensors, under PEFT's names.
 
-For every matrix of the model [out, in] that a target module names there are two:
+Each matrix [out, in] of the model that a target module names gets two tensors:
 
     base_model.model.<module>.lora_A.weight [rank, in]
     base_model.model.<module>.lora_B.weight [out, rank]
@@ -18,23 +18,23 @@ from penstock.v1 import weights_pb2
 
 PREFIX = "base_model.model."
 WEIGHT = ".weight"
-# Matrices, but no linear layers that an adapter changes.
+# Matrices that are not linear layers, which adapters do not change.
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """A low-rank adapter, as PEFT's adapter_config.json has it."""
+    """A low-rank adapter, with the fields of PEFT's adapter_config.json."""
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
     rank_stabilized: bool
     tensors: Mapping[str, TensorMeta]
-    """Every tensor of it."""
+    """All of its tensors, by PEFT's names."""
 
     def message(self) -> weights_pb2.LoraAdapter:
-        """As the header of an upload has it."""
+        """The adapter as a field of an upload's header."""
         return weights_pb2.LoraAdapter(
             rank=self.rank,
             alpha=self.alpha,
@@ -44,12 +44,12 @@ class AdapterShape:
 
 
 def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescription) -> AdapterShape:
-    """The adapter of a header. Raises FIELD_INVALID where this engine cannot have it."""
+    """Reads the adapter of a header. Raises FIELD_INVALID if this engine does not support it."""
     limits = description.adapters
     if limits is None:
         raise FieldInvalid(
             "header.adapter",
-            "is taken only by a server that was started with --enable-lora, "
+            "is only accepted by a server that was started with --enable-lora, "
             "and by a hub whose engine servers were",
         )
     source = header.WhichOneof("source")
@@ -60,7 +60,7 @@ def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescriptio
     if header.base_weight_version:
         raise FieldInvalid(
             "header.base_weight_version",
-            "must be zero with an adapter, which always travels whole",
+            "must be zero with an adapter, which is always uploaded whole",
             header.base_weight_version,
         )
     adapter = header.adapter
@@ -85,7 +85,7 @@ def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescriptio
 def adapter_tensors(
     targets: tuple[str, ...], rank: int, model: Mapping[str, TensorMeta]
 ) -> dict[str, TensorMeta]:
-    """Every tensor of an adapter of this rank. Raises FIELD_INVALID for a target the model lacks."""
+    """Lists all tensors of an adapter. Raises FIELD_INVALID for a target the model lacks."""
     tensors: dict[str, TensorMeta] = {}
     found: set[str] = set()
     for name, meta in model.items():

@@ -1,29 +1,29 @@
-"""Versions that are adapters: each one of its own on the engine, so that a switch pauses nothing.
+"""Weight versions that are adapters. The engine holds several, so that a switch needs no pause.
 
 Order of events of a switch to adapter v:
 
-1. Its folder is written and the engine takes it, beside those that are there.
-2. Where there is a probe, it is scored under v. Nothing samples under v yet.
-3. The gate closes for a moment, so that no turn is half admitted; v is the active version; turns in flight
-   go by the policy; the gate opens.
-4. An adapter that is not active is freed when its last turn has left it.
+1. Its folder is written, and the engine adds the adapter to those it has. 2. If there is a probe,
+it is scored under v. Nothing samples under v yet. 3. The gate closes briefly, so that no turn is
+half admitted. v becomes the active version, turns in flight
+   are handled by the policy, and the gate opens.
+4. An adapter that is not active is freed when its last turn has ended.
 
 | policy | turns in flight |
 |---|---|
 | KEEP | finish under the adapter they started with |
-| RECOMPUTE | go on under v at the exact token; their cache is computed again |
+| RECOMPUTE | continue under v at the exact token; their cache is computed again |
 | DRAIN | finish before step 3, while new turns wait |
 | ABORT | end ABORTED |
 
-A turn that requires a version never samples under another: where it would have to go on under v it ends
-ABORTED instead.
+A turn that requires a version never samples under another. If it would have to continue under v, it
+ends ABORTED instead.
 
-The engine samples with so many adapters at the same time and no more. Where v would be one too many, the
-turns of the oldest go on under v, whatever the policy; with a probe they and new turns wait for it, because
-until they make room v cannot be scored.
+The engine samples with a limited number of adapters at the same time. If v exceeds that limit, the
+turns of the oldest adapter continue under v, whatever the policy. If there is a probe, they and new
+turns first wait for it, because v cannot be scored until they make room.
 
-What a failure does: where v cannot be written or loaded, or its probe is off, it is removed, and the
-version before is the active one as it was.
+Failures: if v cannot be written or loaded, or its probe fails, v is removed. The previous version
+remains active and unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ tracer = trace.get_tracer("penstock.server")
 
 
 class Gate(Protocol):
-    """What stands before new turns."""
+    """Admits new turns and holds the active version."""
 
     @property
     def active_version(self) -> int: ...
@@ -76,7 +76,7 @@ class Gate(Protocol):
 
 
 class MovableTurns(Protocol):
-    """What a switch needs of the turns."""
+    """The operations on turns that a switch needs."""
 
     @property
     def in_flight(self) -> Sequence[Turn]: ...
@@ -93,15 +93,13 @@ class MovableTurns(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """One switch."""
-
     adapter: Adapter
     policy: InFlight
     probe: Probe | None
 
 
 class AdapterVersions:
-    """The adapters on the engine, and which one is active."""
+    """The adapters on the engine and the active one among them."""
 
     def __init__(
         self,
@@ -111,7 +109,7 @@ class AdapterVersions:
         folders: AdapterFolders,
         limits: AdapterLimits | None,
     ) -> None:
-        """`limits` is None for an engine without adapters, which is never asked for one."""
+        """`limits` is None for an engine without adapters, which never gets one."""
         self._engine = engine
         self._gate = gate
         self._turns = turns
@@ -121,11 +119,11 @@ class AdapterVersions:
         self._freeing: dict[int, asyncio.Task[None]] = {}
         self._freed = Broadcast()
         self.moves: Counter[str] = Counter()
-        """Turns that went on under another adapter, by why."""
+        """Turns that continued under another adapter, by cause."""
 
     @property
     def weight_versions(self) -> list[int]:
-        """Those that sample, oldest first."""
+        """Versions that the engine has, oldest first."""
         return sorted(self._loaded)
 
     async def switch(
@@ -135,10 +133,10 @@ class AdapterVersions:
         policy: InFlight,
         probe: Probe | None = None,
     ) -> Switched:
-        """Makes a verified adapter the active version; nothing pauses.
+        """Makes a verified adapter the active version, without a pause.
 
-        Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL where the version before goes on,
-        WEIGHTS_INCONSISTENT where none does, ENGINE_LOST where the engine died.
+        Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version remains
+        active, WEIGHTS_INCONSISTENT if no version does, and ENGINE_LOST if the engine died.
         """
         version = weights.weight_version
         with tracer.start_as_current_span("penstock.switch_weights") as span:
@@ -159,9 +157,9 @@ class AdapterVersions:
         return Switched(version, 0.0, result)
 
     def free_idle(self) -> None:
-        """Begins to free every adapter that is not active and that no turn needs any more."""
+        """Begins to free every adapter that is neither active nor used by a turn."""
         if not self._loaded:
-            # Asked after each turn, of which there can be ten thousand to look at.
+            # This runs after every turn, and scanning can mean ten thousand turns.
             return
         needed = {turn.adapter_version for turn in self._turns.in_flight}
         needed.add(self._gate.active_adapter)
@@ -169,7 +167,7 @@ class AdapterVersions:
             self._free(self._loaded.pop(version))
 
     async def close(self) -> None:
-        """Removes every folder; the engine is gone."""
+        """Removes all folders, once the engine is gone."""
         for task in self._freeing.values():
             task.cancel()
         await asyncio.gather(*self._freeing.values(), return_exceptions=True)
@@ -178,8 +176,8 @@ class AdapterVersions:
 
     async def _add(self, weights: StagedWeights, shape: AdapterShape) -> Adapter:
         version = weights.weight_version
-        # One more than sample at a time can be there. Where others are being freed, soon there is room;
-        # a version that failed may be this very one, sent again.
+        # The engine holds one adapter more than it samples with. Wait while others are being freed.
+        # A version being freed can even be this one, uploaded again after a failure.
         while version in self._freeing or len(self._loaded) + len(self._freeing) > self._most:
             await self._freed.wait()
         try:
@@ -197,7 +195,7 @@ class AdapterVersions:
             active = self._gate.active_version
             raise DomainError(
                 Reason.WEIGHT_LOAD_FAILED,
-                f"adapter version {version} cannot be loaded, version {active} goes on: {error}",
+                f"adapter version {version} cannot be loaded, version {active} remains active: {error}",
                 {"weight_version": version, "active": active},
             ) from error
         return adapter
@@ -223,34 +221,35 @@ class AdapterVersions:
         return result
 
     async def _prove(self, change: _Change) -> ProbeResult | None:
-        """Scores the probe, where there is one. Raises PROBE_MISMATCH."""
+        """Scores the probe, if there is one. Raises PROBE_MISMATCH."""
         probe, version = change.probe, change.adapter.weight_version
         if probe is None:
             return None
         result = compare(probe, await self._engine.score(probe.token_ids, version))
-        # A score that is no number is within no tolerance.
+        # Written this way so that NaN fails too.
         if not result.mean_difference <= probe.tolerance:
             raise ProbeMismatch(version, self._gate.active_version, result, probe)
         return result
 
     def _sampling(self) -> set[int]:
-        """Adapters that turns in flight need, or may begin to need."""
+        """Adapters that turns in flight use, and the active one, which new turns may use at any
+        time."""
         versions = {turn.adapter_version for turn in self._staying()}
         return {v for v in (*versions, self._gate.active_adapter) if v is not None}
 
     def _staying(self) -> list[Turn]:
-        """Turns that the engine has and that are not moving on already."""
+        """Turns that the engine samples and that are not already moving to another adapter."""
         return [turn for turn in self._turns.sampling if not turn.moving]
 
     async def _make_room(self, change: _Change) -> None:
-        """Moves the turns of the oldest adapters on, where the new one would be one too many."""
+        """Moves the turns of the oldest adapters if the new one would exceed the engine's limit."""
         version = change.adapter.weight_version
         adapters = {turn.adapter_version for turn in self._staying()} - {version}
         others = sorted(v for v in adapters if v is not None)
         for oldest in others[: max(0, len(others) + 1 - self._most)]:
             turns = [turn for turn in self._staying() if turn.adapter_version == oldest]
             logger.warning(
-                "%d turns of adapter version %d go on under version %d: "
+                "%d turns of adapter version %d continue under version %d: "
                 "at most %d versions sample at the same time",
                 len(turns),
                 oldest,
@@ -279,7 +278,7 @@ class AdapterVersions:
             await self._engine.remove_adapter(adapter.weight_version)
         except EngineLost as error:
             logger.info(
-                "adapter version %d went with the engine: %s", adapter.weight_version, error
+                "adapter version %d was lost with the engine: %s", adapter.weight_version, error
             )
         finally:
             self._folders.remove(adapter)

@@ -1,8 +1,10 @@
-"""The bytes of the active version: the base of the next delta, and what a failed switch goes back to.
+"""Holds the bytes of the active version: the base of the next delta, and the fallback of a failed
+switch.
 
-The base model is not held, since it can be read again from its folder. A pool also gives them to engines
-that come late. So where its version is an adapter, that is held beside the full weights it is added to; an
-engine of our own keeps both, and nothing is held.
+The base model is not held, because it can be read again from its folder. A pool also needs the
+bytes for engines that join late. So if a pool's active version is an adapter, the adapter is held in
+addition to the full weights under it. With an adapter, a server with its own engine holds nothing,
+because the engine keeps both.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ BASE_VERSION = 0
 
 
 class HeldWeights:
-    """At most one full version and one adapter on it, complete and verified, in memory of this server."""
+    """At most one full version and one adapter on it, complete and verified, in this server's
+    memory."""
 
     def __init__(self, stage: WeightStage, base_model: Path | None, *, enabled: bool) -> None:
-        """`base_model` is the folder of version 0; without `enabled` nothing is ever held."""
+        """`base_model` is the folder of version 0. If not `enabled`, nothing is ever held."""
         self._stage = stage
         self._base_model = base_model
         self._enabled = enabled
@@ -37,23 +40,24 @@ class HeldWeights:
 
     @property
     def weight_version(self) -> int:
-        """The full version held; zero for none."""
+        """The full version held; zero if there is none."""
         return self._full.weight_version if self._full is not None else 0
 
     def get(self, weight_version: int) -> Staged | None:
-        """This full version, where it is the one that is held."""
+        """Returns this full version if it is the one held."""
         return self._full if self.weight_version == weight_version else None
 
     async def replace(self, staged: Staged) -> None:
-        """Holds this full version, which it takes over, instead of what it held; where there is room.
+        """Takes over this full version and holds it instead of the current one, if there is room.
 
-        Raises WeightRefused where its uploader has written to it since it was verified.
+        Raises WeightRefused if its uploader has written to it since it was verified.
         """
         self.let_go()
         self._full = await self._take_over(staged)
 
     async def replace_adapter(self, staged: Staged) -> None:
-        """Holds this adapter, which it takes over, instead of the one before; raises as `replace`."""
+        """Takes over this adapter and holds it instead of the previous one. Raises as `replace`
+        does."""
         self._let_go_of_adapter()
         self._adapter = await self._take_over(staged)
 
@@ -72,7 +76,7 @@ class HeldWeights:
             staged.release()
 
     def let_go(self) -> None:
-        """Holds nothing any more."""
+        """Releases everything that is held."""
         self._let_go_of_adapter()
         if self._full is not None:
             self._full.release()
@@ -85,7 +89,10 @@ class HeldWeights:
 
     @contextlib.asynccontextmanager
     async def open(self, weight_version: int) -> AsyncGenerator[StagedWeights | None]:
-        """A version the engine can load again: held, or the base model; None where it is neither."""
+        """Yields a version that the engine can load again, either held or the base model.
+
+        Yields None if there is no such version.
+        """
         adapter = self._adapter
         found = adapter is not None and adapter.weight_version == weight_version
         before = adapter if found else self.get(weight_version)
@@ -95,7 +102,7 @@ class HeldWeights:
             elif weight_version == BASE_VERSION and self._base_model is not None:
                 before = await self._stage.read_base_model(BASE_VERSION, self._base_model)
         except WeightRefused as error:
-            logger.error("version %s cannot be read again: %s", weight_version, error)
+            logger.error("cannot read version %s again: %s", weight_version, error)
         try:
             yield before.weights if before is not None else None
         finally:

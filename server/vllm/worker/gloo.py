@@ -1,9 +1,8 @@
-"""Receives versions through a gloo group, as the other backends of vLLM do through theirs; runs inside
-vLLM's worker process.
+"""Receives weight versions through a gloo group, inside vLLM's worker process like vLLM's backends.
 
-What arrives is kept and checked in memory of its own; only `finish_weight_update` touches the model. So a
-trainer that dies in the middle, or sends what it did not announce, changes nothing. vLLM finds the
-backend as "gloo", through `vllm_weight_engine`, which stands between the two.
+Received tensors are kept and checked in separate memory. Only `finish_weight_update` changes the
+model, so an update that breaks off, or differs from its announcement, changes nothing. vLLM finds
+the backend as "gloo", through `vllm_weight_engine`, which connects the two.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where the trainer waits for the workers."""
+    """How the workers join the trainer's group."""
 
     master_address: str
     master_port: int
     rank_offset: int
-    """Rank of the first worker: the trainer's processes come before."""
+    """Rank of the first worker. The trainer's processes have the ranks below."""
     world_size: int
     timeout_seconds: float = TIMEOUT_SECONDS
-    """Longest time the meeting takes, and each round."""
+    """Longest time for joining, and for each round."""
     bucket_bytes: int = BUCKET_BYTES
-    """Length of one broadcast, the same on both sides."""
+    """Size of one broadcast, the same on both sides."""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_seconds < math.inf:
@@ -55,24 +54,26 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What one round is about to bring."""
+    """Announcement of one round of tensors."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     xxh3: list[int] = field(default_factory=list[int])
-    """XXH3-64 of each tensor, or nothing."""
+    """XXH3-64 of each tensor, or empty."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.names), len(self.dtype_names), len(self.shapes)}
         lengths |= {len(self.xxh3)} if self.xxh3 else set()
         if len(lengths) != 1:
-            raise ValueError(f"names, dtype_names, shapes and xxh3 are of lengths {lengths}")
+            raise ValueError(
+                f"names, dtype_names, shapes and xxh3 have different lengths: {lengths}"
+            )
 
 
 @dataclass(frozen=True)
 class _Incoming:
-    """A tensor of a round, and where its bytes arrive."""
+    """A tensor of a round, and the position at which its bytes arrive."""
 
     name: str
     tensor: torch.Tensor
@@ -82,13 +83,13 @@ class _Incoming:
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """The workers' end."""
+    """The workers' side of the transfer."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
     stages_first = True
-    """Until `finish_weight_update` the model is as it was."""
+    """Until `finish_weight_update` the model is unchanged."""
 
     _group: GlooGroup | None = None
     _bucket_bytes = BUCKET_BYTES
@@ -111,9 +112,11 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._received = {}
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Takes one round, whole, and checks it: whatever it brings, the group stays in step.
+        """Receives one whole round and checks it. It always reads everything, so the group stays in
+        step.
 
-        Raises GroupBroken, or WeightRefused for the first tensor that is not as announced.
+        Raises GroupBroken, or WeightRefused for the first tensor that differs from its
+        announcement.
         """
         if self._group is None:
             raise RuntimeError("no group was joined")
@@ -139,13 +142,13 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         reload_model(self.model, self.model_config, tensors.items())
 
     def shutdown(self) -> None:
-        """Leaves the group and drops what was received."""
+        """Leaves the group and drops the received tensors."""
         self._group = None
         self._received = {}
 
 
 def _expect(update_info: GlooUpdateInfo) -> tuple[list[_Incoming], torch.Tensor]:
-    """The tensors of a round, and the one piece of memory they all lie in."""
+    """Allocates the tensors of a round as views of one block of memory."""
     dtypes = [cast(torch.dtype, getattr(torch, name)) for name in update_info.dtype_names]
     lengths = [
         math.prod(shape) * dtype.itemsize

@@ -1,4 +1,5 @@
-"""A model's parameters as its Hugging Face checkpoint has them: names, shapes, and where they lie."""
+"""A model's parameters in its Hugging Face checkpoint: their names, shapes, and positions in the
+files."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ from penstock.server.engine.protocol import TensorMeta
 
 INPUT_EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_EMBEDDING = "lm_head.weight"
-# Some checkpoints hold buffers that the model computes anyway.
+# Buffers that some checkpoints contain although the model computes them.
 COMPUTED = ("rotary_emb.inv_freq",)
 
 
 def upload_tensors(folder: Path | None, config: object, *, tied: bool) -> dict[str, TensorMeta]:
-    """Every tensor of a full upload, from the safetensors files of `folder`.
+    """Returns every tensor of a full upload, from the safetensors files of `folder`.
 
-    Without such files the model is built without memory, on the meta device, from `config`, its
-    Hugging Face configuration. Where input and output embedding are tied the latter is optional.
+    If there are no such files, the model is built from `config`, its Hugging Face configuration. It
+    is built on the meta device, which needs no memory. If the input and output embeddings are tied,
+    the output embedding is optional.
     """
     shapes = dict(_stored_shapes(folder)) if folder else {}
     if not shapes:
@@ -46,7 +48,7 @@ def _stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class CheckpointUnreadable(Exception):
-    """A checkpoint is not there, or is broken; the message says which file and how."""
+    """A checkpoint is missing or broken. The message names the file and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,49 +58,53 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Torch dtype name, or safetensors' own name of one that torch does not have."""
+    """Torch dtype name, or safetensors' name for a dtype that torch lacks."""
     offset_bytes: int
-    """From the beginning of the file."""
+    """Offset from the beginning of the file."""
     length_bytes: int
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make the model; a folder may hold the same weights in another format too.
+    """Returns the files of the model. A folder may also hold the same weights in another format.
 
-    Raises CheckpointUnreadable where its index is broken.
+    Raises CheckpointUnreadable if the index is broken.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
             names = set(_Index.model_validate_json(index.read_bytes()).weight_map.values())
         except (OSError, ValidationError) as error:
-            raise CheckpointUnreadable(f"{index} is no index of safetensors files") from error
+            raise CheckpointUnreadable(f"{index} is not an index of safetensors files") from error
         if outside := [name for name in names if Path(name).name != name]:
-            raise CheckpointUnreadable(f"{index} names {outside[0]!r}, which is not beside it")
+            raise CheckpointUnreadable(f"{index} names {outside[0]!r}, which is outside its folder")
         return [folder / name for name in sorted(names)]
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file. Raises CheckpointUnreadable where it is none."""
+    """Opens a regular file and returns its descriptor. Raises CheckpointUnreadable for anything
+    else."""
     try:
-        # A pipe would block until somebody writes to it.
+        # Opening a pipe would otherwise block until a process writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise CheckpointUnreadable(f"{path} cannot be opened: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointUnreadable(f"{path} is no regular file")
+        raise CheckpointUnreadable(f"{path} is not a regular file")
     return descriptor
 
 
 def stored_tensors(descriptor: int) -> list[StoredTensor]:
-    """What a safetensors file holds, all of it inside the file. Raises CheckpointUnreadable."""
+    """Lists the tensors of a safetensors file and checks that the file contains them.
+
+    Raises CheckpointUnreadable.
+    """
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointUnreadable(f"{size} bytes are no safetensors file")
+        raise CheckpointUnreadable(f"not a safetensors file, with {size} bytes")
     try:
         entries = _HEADER.validate_json(os.pread(descriptor, length, 8))
     except ValidationError as error:
@@ -109,13 +115,13 @@ def stored_tensors(descriptor: int) -> list[StoredTensor]:
         if isinstance(entry, _Entry):
             tensor = entry.tensor(name, begin)
             if tensor.offset_bytes + tensor.length_bytes > size:
-                raise CheckpointUnreadable(f"the file ends before tensor {name} does")
+                raise CheckpointUnreadable(f"the file ends before the end of tensor {name}")
             tensors.append(tensor)
     return tensors
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""As many as safetensors itself allows."""
+"""The limit of safetensors itself."""
 
 # safetensors' name -> (torch's name, bytes of an element)
 DTYPES: Mapping[str, tuple[str, int]] = {

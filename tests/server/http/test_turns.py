@@ -537,12 +537,12 @@ async def test_a_response_that_names_an_earlier_one_branches_from_it(server: Har
 
 async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
     async with client(slow, "a", max_retries=0) as agent, client(slow) as alone:
-        with pytest.raises(openai.BadRequestError, match="no whole answer") as refused:
+        with pytest.raises(openai.BadRequestError, match="does not name a complete answer") as refused:
             await respond(agent, "x", "resp_a-0")
         assert refused.value.param == "previous_response_id"
         first = await respond(agent, "0?", None, instructions="Be brief.", tools=[TOOL])
         for named in ("resp_a-1", "resp_b-0", "resp_a", "resp_a--1", "resp_", first.id + "0"):
-            with pytest.raises(openai.BadRequestError, match="no whole answer"):
+            with pytest.raises(openai.BadRequestError, match="does not name a complete answer"):
                 await respond(agent, "x", named)
         changed: list[dict[str, Any]] = [
             {"instructions": "Be long."},
@@ -559,7 +559,7 @@ async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
             )
         # One that nothing was kept of.
         passing = await respond(alone, "0?", None)
-        with pytest.raises(openai.BadRequestError, match="no whole answer"):
+        with pytest.raises(openai.BadRequestError, match="does not name a complete answer"):
             await respond(alone, "x", passing.id)
         # In flight.
         long = asyncio.create_task(
@@ -574,7 +574,7 @@ async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
         record = slow.serving.store.find("a")
         assert record is not None
         await until(lambda: record.turn is not None and record.turn.index == 1)
-        with pytest.raises(openai.BadRequestError, match="no whole answer"):
+        with pytest.raises(openai.BadRequestError, match="does not name a complete answer"):
             await respond(agent, "x", "resp_a-1")
         # What is whole can be branched from meanwhile.
         await respond(agent, "or?", first.id)

@@ -178,9 +178,9 @@ async def test_without_the_library_of_keys_the_reason_is_said(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"url": "nats://a", "folder": "b", "durability": "process"}, "exclude each other"),
+        ({"url": "nats://a", "folder": "b", "durability": "process"}, "mutually exclusive"),
         ({"url": "nats://a"}, "needs monitor"),
-        ({"url": "nats://a,nats://b", "monitor": "http://a:8222"}, "needs one server in url"),
+        ({"url": "nats://a,nats://b", "monitor": "http://a:8222"}, "needs a single server in url"),
         ({"url": "a:4222", "durability": "process"}, "must begin with nats://"),
         (
             {"url": "nats://a", "durability": "process", "monitor": "nats://a"},

@@ -106,7 +106,7 @@ async def test_a_hub_that_waits_for_its_first_engine_can_be_stopped(tmp_path: Pa
     [
         (["--engines", "nowhere"], "reads HOST:PORT, got 'nowhere'\n"),
         (["--engines", "dns:nowhere"], "HOST:PORT"),
-        (["--engines", "127.0.0.1:1", "--max-model-len", "64"], "no engine of its own"),
+        (["--engines", "127.0.0.1:1", "--max-model-len", "64"], "no engine to configure"),
         (["--engines", "127.0.0.1:1", "--set", "pool.switch=sometimes"], "sometimes"),
         (["--engines", "127.0.0.1:1", "--set", "pool.routing=random"], "random"),
         (["--engines", "127.0.0.1:1", "--set", "pool.most_turns=3"], "first_turns is above"),

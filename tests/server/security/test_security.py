@@ -252,7 +252,7 @@ def test_an_insecure_server_says_so_loudly(caplog: Any):
     from penstock.server.security.gate import open_gate
 
     open_gate(config.load(None, ["listen=0.0.0.0:1", "security.insecure=true"]))
-    assert "in plaintext from anybody who reaches it" in caplog.text
+    assert "in plaintext from anyone who reaches it" in caplog.text
 
 
 def test_a_token_in_the_place_of_a_file_is_not_told_on():
@@ -427,7 +427,7 @@ async def test_tokens_change_while_the_server_runs(
                 made.token_file.write_text(broken)
             for _ in range(3):
                 await agent.RenewLease(RenewLeaseRequest())
-        assert caplog.text.count("the tokens before stay in force") == 3
+        assert caplog.text.count("keeping the previous tokens") == 3
         assert fresh not in caplog.text
         made.write_tokens(agent=None)
         assert (await refused(agent.RenewLease(RenewLeaseRequest()))).reason == "TOKEN_INVALID"
@@ -506,7 +506,7 @@ async def test_a_certificate_changes_while_the_server_runs(
     (made.folder / "server.pem").write_text("nothing")
     async with open_channel(guarded.address, renamed, own_connection=True) as channel:
         assert await collect(Wire(channel).Generate(generate("two")))
-    assert "stays in use" in caplog.text
+    assert "keeping the previous certificate" in caplog.text
 
 
 async def test_a_server_far_away_is_reached_by_tls(guarded: Harness, made: Authorities):

@@ -272,7 +272,7 @@ def test_a_question_follows_the_answer_in_every_template(family: str) -> None:
 
 def test_a_template_that_leaves_out_the_policys_message_is_refused() -> None:
     tokenizer = make_byte_tokenizer(chat_template="{{ messages[0].content }}")
-    with pytest.raises(FieldInvalid, match="leaves out"):
+    with pytest.raises(FieldInvalid, match="omits"):
         TokenizerRenderer(tokenizer).render_next([USER], None)
 
 

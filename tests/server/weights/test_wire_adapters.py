@@ -423,7 +423,7 @@ async def test_where_there_is_no_slot_the_oldest_turns_go_on_under_the_new(
         assert len(turn.tokens) == 150
     # The base needs no slot; version 1 had to make room for version 3.
     assert [sorted(set(turn.versions)) for turn in turns] == [[0], [1, 3], [2], [3]]
-    assert "1 turns of adapter version 1 go on under version 3" in caplog.text
+    assert "1 turns of adapter version 1 continue under version 3" in caplog.text
     assert lora.serving.adapters.moves == {"max_loras": 1}
     await freed(lora, 1, 2)
 
