@@ -149,9 +149,9 @@ class HubSource:
 
 def pool_rules(pool: Pool) -> PoolRules:
     """Converts the pool settings to rules."""
-    from penstock.server.pool.rules import PoolRules
-    from penstock.server.pool.routing import RoutingRules
     from penstock.server.engine.turn_limit import LimitRules
+    from penstock.server.pool.routing import RoutingRules
+    from penstock.server.pool.rules import PoolRules
 
     return PoolRules(
         RoutingRules(pool.margin, pool.routing),
