@@ -65,13 +65,13 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.held import HeldWeights
+from penstock.server.weights.staging.stage import WeightStage
+from penstock.server.weights.staging.stage_memory import SHARED_MEMORY
 from penstock.server.weights.switch import InFlight, Switched, WeightSwitch
 from penstock.server.weights.upload.collective import Collective
 from penstock.server.weights.upload.handout import WeightHandout
 from penstock.server.weights.upload.peers import Peers
 from penstock.server.weights.upload.service import WeightUploads
-from penstock.server.weights.upload.stage import WeightStage
-from penstock.server.weights.upload.stage_memory import SHARED_MEMORY
 from penstock.server.weights.versions import WeightVersions
 from penstock.wire import staleness
 from penstock.wire.channel import server_options

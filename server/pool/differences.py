@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.weights.upload.manifest import FLOATS
+from penstock.server.weights.staging.manifest import FLOATS
 from penstock.v1 import weights_pb2
 from penstock.wire import differences, sparse
 

@@ -32,9 +32,9 @@ from penstock.server.pool.turns import PoolTurns
 from penstock.server.pool.weights import PoolWeights
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe
+from penstock.server.weights.staging.incoming import Staged
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
-from penstock.server.weights.upload.incoming import Staged
-from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security

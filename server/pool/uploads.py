@@ -34,7 +34,7 @@ from penstock.server.pool.remote import Refused, StagedThere, Unanswered
 from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe
-from penstock.server.weights.upload.assembly import lay_out
+from penstock.server.weights.staging.assembly import lay_out
 from penstock.v1 import weights_pb2
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.reasons import Reason

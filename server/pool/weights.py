@@ -47,8 +47,8 @@ from penstock.server.pool.switch import PoolSwitch
 from penstock.server.pool.uploads import Fanout, Payload, not_taken
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
+from penstock.server.weights.staging.incoming import Staged
 from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
-from penstock.server.weights.upload.incoming import Staged
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 

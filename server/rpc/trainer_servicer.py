@@ -44,8 +44,8 @@ from penstock.server.journal.records import (
 from penstock.server.turns.group_bytes import Delivery
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
+from penstock.server.weights.header import read_in_flight
 from penstock.server.weights.switch import InFlight, ProbeMismatch, Switched
-from penstock.server.weights.upload.header import read_in_flight
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason

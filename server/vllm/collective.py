@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from penstock.server.engine.protocol import CollectiveUpdate, EngineLoadFailed, EngineLost
 from penstock.server.vllm.worker.weight_engine import ROUND
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 T = TypeVar("T")

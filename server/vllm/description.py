@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.server.engine.protocol import AdapterLimits, EngineDescription
-from penstock.server.weights.upload import checkpoint_tensors
+from penstock.server.weights.staging import checkpoint_tensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -53,8 +53,8 @@ from penstock.server.turns.runner import Turn
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult, compare
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.switch import InFlight, ProbeMismatch, Switched
-from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.weights.upload.incoming import Staged
-from penstock.server.weights.upload.manifest import WeightRefused
-from penstock.server.weights.upload.stage import WeightStage
+from penstock.server.weights.staging.incoming import Staged
+from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.server.weights.staging.stage import WeightStage
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

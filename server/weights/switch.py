@@ -56,7 +56,7 @@ from penstock.server.engine.protocol import Engine, EngineLoadFailed, EngineLost
 from penstock.server.turns.runner import Turn
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult, compare
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -24,14 +24,14 @@ from penstock.server.engine.protocol import StagedWeights
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.header import Announced
 from penstock.server.weights.held import HeldWeights
 from penstock.server.weights.probe import Probe
+from penstock.server.weights.staging.incoming import Staged
+from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.server.weights.staging.stage import WeightStage
+from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.server.weights.switch import InFlight, Load, PoolUpdate, Switched, WeightSwitch
-from penstock.server.weights.upload.header import Announced
-from penstock.server.weights.upload.incoming import Staged
-from penstock.server.weights.upload.manifest import WeightRefused
-from penstock.server.weights.upload.stage import WeightStage
-from penstock.server.weights.upload.stage_memory import Buffer
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ import xxhash
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.rules import PoolRules
-from penstock.server.weights.upload.incoming import Staged
+from penstock.server.weights.staging.incoming import Staged
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from penstock.server.engine.protocol import CollectiveUpdate, EngineLoadFailed, EngineLost
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 STAGES_FIRST = {"gloo": True, "nccl": False, "sparse_nccl": False}

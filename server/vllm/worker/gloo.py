@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from penstock.server.vllm.worker.reload import reload_model
-from penstock.server.weights.upload.manifest import WeightRefused, checksum_mismatch
+from penstock.server.weights.staging.manifest import WeightRefused, checksum_mismatch
 from penstock.wire.gloo_group import GlooGroup, GroupBroken, buckets, bytes_of, join_group, lay_out
 from penstock.wire.reasons import Reason
 

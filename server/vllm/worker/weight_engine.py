@@ -46,7 +46,7 @@ from penstock.common.failpoints import hit
 # Imported for what they register: the backend "gloo", what vLLM's LoRA lacks, and a faster draw.
 from penstock.server.vllm.worker.preparation import Preparation, has_room, why_not
 from penstock.server.vllm.worker.reload import ProcessesWeights, forget_reload, reload_model
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.staging.manifest import WeightRefused
 
 logger = logging.getLogger(__name__)
 

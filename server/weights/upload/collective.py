@@ -28,8 +28,8 @@ from penstock.server.engine.protocol import (
     EngineLoadFailed,
     EngineLost,
 )
-from penstock.server.weights.upload.header import Announced, CollectiveSource
-from penstock.server.weights.upload.manifest import (
+from penstock.server.weights.header import Announced, CollectiveSource
+from penstock.server.weights.staging.manifest import (
     ManifestTensor,
     WeightRefused,
     check_collective,

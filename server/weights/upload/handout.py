@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from dataclasses import dataclass
 
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.weights.upload.incoming import Staged, Upload
+from penstock.server.weights.staging.incoming import Staged, Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import CHUNK_BYTES, Piece, chunk_message

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import grpc
 
-from penstock.server.weights.upload.header import PeerSource
-from penstock.server.weights.upload.incoming import Upload
-from penstock.server.weights.upload.manifest import ManifestTensor, WeightRefused
+from penstock.server.weights.header import PeerSource
+from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure

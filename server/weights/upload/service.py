@@ -25,15 +25,7 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.said_again import SAY_AGAIN_SECONDS, said_again
 from penstock.server.engine.protocol import EngineDescription, EngineLost
-from penstock.server.weights.switch import InFlight, Switched
-from penstock.server.weights.upload.collective import (
-    Collective,
-    Join,
-    Rounds,
-    check_announced,
-    read_join,
-)
-from penstock.server.weights.upload.header import (
+from penstock.server.weights.header import (
     Announced,
     CheckpointSource,
     CollectiveSource,
@@ -43,11 +35,19 @@ from penstock.server.weights.upload.header import (
     read_header,
     read_in_flight,
 )
-from penstock.server.weights.upload.incoming import Staged, Upload
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.staging.incoming import Staged, Upload
+from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.server.weights.staging.stage import WeightStage
+from penstock.server.weights.switch import InFlight, Switched
+from penstock.server.weights.upload.collective import (
+    Collective,
+    Join,
+    Rounds,
+    check_announced,
+    read_join,
+)
 from penstock.server.weights.upload.peers import Peers
 from penstock.server.weights.upload.slot import Claim, UploadSlot
-from penstock.server.weights.upload.stage import WeightStage
 from penstock.server.weights.versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
 from penstock.wire.codec import twin

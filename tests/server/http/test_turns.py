@@ -537,7 +537,9 @@ async def test_a_response_that_names_an_earlier_one_branches_from_it(server: Har
 
 async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
     async with client(slow, "a", max_retries=0) as agent, client(slow) as alone:
-        with pytest.raises(openai.BadRequestError, match="does not name a complete answer") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match="does not name a complete answer"
+        ) as refused:
             await respond(agent, "x", "resp_a-0")
         assert refused.value.param == "previous_response_id"
         first = await respond(agent, "0?", None, instructions="Be brief.", tools=[TOOL])

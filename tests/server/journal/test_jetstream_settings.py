@@ -211,7 +211,9 @@ async def test_without_durability_nothing_is_connected_to() -> None:
 
 
 async def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("penstock.server.journal.jetstream")]:
+    for name in [
+        name for name in sys.modules if name.startswith("penstock.server.journal.jetstream")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nats", None)
     section = JournalSection.model_validate({"url": "nats://a", "durability": "process"})

@@ -19,8 +19,8 @@ from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.member import KNOWN_VERSIONS, Member, State
 from penstock.server.pool.remote import EngineServer
 from penstock.server.weights.adapter_manifest import read_adapter
-from penstock.server.weights.upload.header import Announced
-from penstock.server.weights.upload.incoming import Upload
+from penstock.server.weights.header import Announced
+from penstock.server.weights.staging.incoming import Upload
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security

@@ -16,9 +16,9 @@ from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.branches import PEERS_TRIED, Branches
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineServer
-from penstock.server.weights.upload.header import Announced, InlineSource, PeerSource, SharedSource
-from penstock.server.weights.upload.incoming import Upload
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.header import Announced, InlineSource, PeerSource, SharedSource
+from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
 from tests.server.weights.test_wire_peers import loaded, tensors_of

@@ -13,8 +13,8 @@ import pytest
 from penstock.server.core.errors import DomainError
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import Refused, StagedThere, Unanswered
-from penstock.server.weights.upload.header import Announced
-from penstock.server.weights.upload.incoming import Upload
+from penstock.server.weights.header import Announced
+from penstock.server.weights.staging.incoming import Upload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason

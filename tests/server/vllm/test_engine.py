@@ -43,10 +43,10 @@ from penstock.server.vllm.engine import (
     version_pieces,
 )
 from penstock.server.weights.probe import Probe
+from penstock.server.weights.staging.incoming import Staged
+from penstock.server.weights.staging.manifest import Encoding, ManifestTensor
+from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.switch import InFlight, ProbeMismatch, WeightSwitch
-from penstock.server.weights.upload.incoming import Staged
-from penstock.server.weights.upload.manifest import Encoding, ManifestTensor
-from penstock.server.weights.upload.stage import WeightStage
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
 from tests.support.processes import engines_of

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from penstock.common.memory_file import MemoryFile
 from penstock.server.engine.protocol import TensorMeta
-from penstock.server.weights.upload.filling import Filling
-from penstock.server.weights.upload.incoming import Upload
-from penstock.server.weights.upload.manifest import ManifestTensor, WeightRefused
-from penstock.server.weights.upload.stage import WeightStage
-from penstock.server.weights.upload.stage_memory import Buffer
-from penstock.server.weights.upload.verify import Check
+from penstock.server.weights.staging.filling import Filling
+from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
+from penstock.server.weights.staging.stage import WeightStage
+from penstock.server.weights.staging.stage_memory import Buffer
+from penstock.server.weights.staging.verify import Check
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason

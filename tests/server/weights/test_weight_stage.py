@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from penstock.common.memory_file import MemoryFile
 from penstock.server.engine.protocol import TensorMeta
-from penstock.server.weights.upload import incoming as weight_upload
-from penstock.server.weights.upload import shared_memory, stage_memory
-from penstock.server.weights.upload.incoming import Staged, Upload
-from penstock.server.weights.upload.manifest import Encoding, ManifestTensor, WeightRefused
-from penstock.server.weights.upload.stage import WeightStage
+from penstock.server.weights.staging import incoming as weight_upload
+from penstock.server.weights.staging import shared_memory, stage_memory
+from penstock.server.weights.staging.incoming import Staged, Upload
+from penstock.server.weights.staging.manifest import Encoding, ManifestTensor, WeightRefused
+from penstock.server.weights.staging.stage import WeightStage
 from penstock.wire.reasons import Reason
 
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}

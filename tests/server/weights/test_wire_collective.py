@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.switch import InFlight
-from penstock.server.weights.upload.manifest import WeightRefused
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure

@@ -332,7 +332,7 @@ async def test_without_room_the_new_version_matters_more_than_the_old_one(
 
     async def room_for_one(length_bytes: int) -> Any:
         if full and stage.held_bytes:
-            from penstock.server.weights.upload.manifest import WeightRefused
+            from penstock.server.weights.staging.manifest import WeightRefused
             from penstock.wire.reasons import Reason
 
             raise WeightRefused(Reason.DISK_FULL, "no room")

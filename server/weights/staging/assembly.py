@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.server.engine.protocol import StagedTensor
-from penstock.server.weights.upload.manifest import FLOATS, WeightRefused
-from penstock.server.weights.upload.stage_memory import Buffer
-from penstock.server.weights.upload.verify import Check, pieces, read_into
+from penstock.server.weights.staging.manifest import FLOATS, WeightRefused
+from penstock.server.weights.staging.stage_memory import Buffer
+from penstock.server.weights.staging.verify import Check, pieces, read_into
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
 

@@ -12,8 +12,8 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.engine.protocol import EngineDescription
 from penstock.server.weights.adapter_manifest import AdapterShape, read_adapter
 from penstock.server.weights.probe import Probe, read_probe
+from penstock.server.weights.staging.manifest import Encoding, ManifestTensor
 from penstock.server.weights.switch import InFlight
-from penstock.server.weights.upload.manifest import Encoding, ManifestTensor
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import split_address
 from penstock.wire.reasons import Reason

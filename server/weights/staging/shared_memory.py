@@ -15,7 +15,7 @@ import re
 import stat
 from pathlib import Path
 
-from penstock.server.weights.upload.manifest import WeightRefused
+from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

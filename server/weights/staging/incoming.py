@@ -17,12 +17,12 @@ import xxhash
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.threads import run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights
-from penstock.server.weights.upload.assembly import Part, assemble
-from penstock.server.weights.upload.filling import Filling
-from penstock.server.weights.upload.intervals import Intervals
-from penstock.server.weights.upload.manifest import ManifestTensor, WeightRefused
-from penstock.server.weights.upload.stage_memory import Buffer
-from penstock.server.weights.upload.verify import RunningCheck, pieces, verify_tensors
+from penstock.server.weights.staging.assembly import Part, assemble
+from penstock.server.weights.staging.filling import Filling
+from penstock.server.weights.staging.intervals import Intervals
+from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
+from penstock.server.weights.staging.stage_memory import Buffer
+from penstock.server.weights.staging.verify import RunningCheck, pieces, verify_tensors
 from penstock.wire.reasons import Reason
 
 

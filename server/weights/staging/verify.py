@@ -9,14 +9,14 @@ import numpy as np
 import xxhash
 
 from penstock.server.engine.protocol import StagedTensor
-from penstock.server.weights.upload.manifest import (
+from penstock.server.weights.staging.manifest import (
     FLOATS,
     PROGRESS_BYTES,
     ManifestTensor,
     WeightRefused,
     checksum_mismatch,
 )
-from penstock.server.weights.upload.stage_memory import Buffer
+from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.wire.reasons import Reason
 
 PIECE_BYTES = 512 << 10

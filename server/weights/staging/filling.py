@@ -21,9 +21,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from penstock.server.weights.upload.manifest import ManifestTensor, WeightRefused
-from penstock.server.weights.upload.stage_memory import Buffer
-from penstock.server.weights.upload.verify import Reader, begin_check, read_word, whole_elements
+from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
+from penstock.server.weights.staging.stage_memory import Buffer
+from penstock.server.weights.staging.verify import Reader, begin_check, read_word, whole_elements
 
 # A copy brings some hundred KB in that time.
 SHORTEST_PAUSE_SECONDS = 50e-6

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.server.weights.upload import checkpoint_tensors
-from penstock.server.weights.upload.checkpoint_tensors import CheckpointUnreadable, StoredTensor
-from penstock.server.weights.upload.manifest import (
+from penstock.server.weights.staging import checkpoint_tensors
+from penstock.server.weights.staging.checkpoint_tensors import CheckpointUnreadable, StoredTensor
+from penstock.server.weights.staging.manifest import (
     ManifestTensor,
     WeightRefused,
     dtype_mismatch,

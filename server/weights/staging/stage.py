@@ -16,10 +16,10 @@ from pathlib import Path
 
 from penstock.server.core.threads import run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights, TensorMeta
-from penstock.server.weights.upload.assembly import Part, Patch, assemble, lay_out
-from penstock.server.weights.upload.checkpoint import Checkpoint, open_checkpoint
-from penstock.server.weights.upload.incoming import Staged, Upload, release_all
-from penstock.server.weights.upload.manifest import (
+from penstock.server.weights.staging.assembly import Part, Patch, assemble, lay_out
+from penstock.server.weights.staging.checkpoint import Checkpoint, open_checkpoint
+from penstock.server.weights.staging.incoming import Staged, Upload, release_all
+from penstock.server.weights.staging.manifest import (
     FLOATS,
     Encoding,
     ManifestTensor,
@@ -30,9 +30,9 @@ from penstock.server.weights.upload.manifest import (
     check_length,
     check_progress,
 )
-from penstock.server.weights.upload.shared_memory import SharedFiles
-from penstock.server.weights.upload.stage_memory import Buffer, StageMemory
-from penstock.server.weights.upload.verify import verify_again
+from penstock.server.weights.staging.shared_memory import SharedFiles
+from penstock.server.weights.staging.stage_memory import Buffer, StageMemory
+from penstock.server.weights.staging.verify import verify_again
 from penstock.wire.reasons import Reason
 
 
