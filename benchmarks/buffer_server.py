@@ -20,7 +20,7 @@ from penstock.common import allocator
 from penstock.common.garbage import start_up_kept
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish
-from penstock.server.journal.factory import open_journal
+from penstock.server.journals import open_journal
 from penstock.server.serving import Serving, bind
 
 

@@ -29,7 +29,7 @@ from tests.support.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngi
 from penstock.common import allocator
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import Delta, EngineRequest, EngineStats, Finish
-from penstock.server.journal.factory import open_journal
+from penstock.server.journals import open_journal
 from penstock.server.serving import Serving, bind
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec

@@ -166,7 +166,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 async def _serve(config: ServeConfig, source: EngineSource) -> int:
     """From the first bind to the last answer; see `serving` for the order."""
     from penstock.server.http.server import open_http
-    from penstock.server.journal.factory import open_journal
+    from penstock.server.journals import open_journal
     from penstock.server.security.gate import open_gate
     from penstock.server.serving import Serving, bind
     from penstock.server.text.renderer import TokenizerRenderer

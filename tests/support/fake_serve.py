@@ -37,8 +37,8 @@ from penstock.server.config import settings as configuration
 from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.engine.protocol import AdapterLimits, TensorMeta
 from penstock.server.http.server import HttpAddressInUse, open_http
-from penstock.server.journal.factory import open_journal
 from penstock.server.journal.records import JournalInUse, JournalUnreadable
+from penstock.server.journals import open_journal
 from penstock.server.security.gate import open_gate
 from penstock.server.serving import AddressInUse, Serving, bind
 from tests.support.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine

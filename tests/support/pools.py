@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
-from penstock.server.journal.factory import open_journal
+from penstock.server.journals import open_journal
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.rules import PoolRules

@@ -31,7 +31,7 @@ from penstock.server.engine.protocol import (
     StagedWeights,
     TensorMeta,
 )
-from penstock.server.journal.factory import open_journal
+from penstock.server.journals import open_journal
 from penstock.server.serving import Serving, bind
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.state.ledger import StepEntry, read_ledger
