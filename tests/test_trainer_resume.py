@@ -322,7 +322,7 @@ async def test_what_was_measured_stays_unless_its_step_comes_out_otherwise(
             at_work(address),
         ):
             assert await go(nursery, stand) == 0, stand.said
-        assert "step 1 came out otherwise than before; what was measured" in stand.said
+        assert "step 1 came out differently than before; its measurements" in stand.said
     after = evaluations(tmp_path)
     assert [line["step"] for line in after] == [0, 2, 4, 6]
     stay = 1 if lost else 3
