@@ -88,7 +88,7 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'mode = "clip"\nthreshold = 2',
-            ["algorithm.correction: 'level' is missing", "what else"],
+            ["algorithm.correction: 'level' is missing", "selects which other fields"],
         ),
         (CORRECTION, 'level = "off"\nthreshold = 2', ["off.threshold", "Extra"]),
         (CORRECTION, 'level = "token"\nmode = "clip"\nratio_to = "behaviour"', ["ratio_to"]),
@@ -218,7 +218,7 @@ def test_truncated_sampling_is_refused_where_the_recorded_logprobs_are_read(
 ) -> None:
     said = re.escape(truncated[0].replace("=", " = "))
     for overrides in READS_BEHAVIOUR:
-        with pytest.raises(ConfigInvalid, match=f'{said} cannot be had.*ratio_to = "proximal"'):
+        with pytest.raises(ConfigInvalid, match=f'{said} cannot be combined.*ratio_to = "proximal"'):
             load_config(write(tmp_path), [*truncated, *overrides])
     for overrides in IGNORES_BEHAVIOUR:
         load_config(write(tmp_path), [*truncated, *overrides])

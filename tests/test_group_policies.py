@@ -226,7 +226,7 @@ def test_a_filter_that_is_of_no_use_is_named(
 def test_bounds_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"min_mean_reward = 0.9 is above"):
         GroupsConfig(min_mean_reward=0.9, max_mean_reward=0.1)
-    with pytest.raises(ValidationError, match="at most, got 9"):
+    with pytest.raises(ValidationError, match="at most max_tokens = 8, got 9"):
         OverlongConfig(max_tokens=8, buffer_tokens=9)
 
 
