@@ -110,7 +110,7 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "ratio"\nthreshold = [2.0, 3.0]',
-            ["mask.ratio.threshold", "1 must be between", "none of which would be trained"],
+            ["mask.ratio.threshold", "1 must be between", "none of them would be trained"],
         ),
         (
             CORRECTION,
@@ -130,7 +130,7 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'level = "token"\nmode = "clip"\nthreshold = 0.5',
-            ["clip.threshold", "1 at least", "weighted with less", "0.5"],
+            ["clip.threshold", "at least 1", "scaled down", "0.5"],
         ),
         *(
             (LOSS, f'kind = "{kind}"\nclip_low = 0\nclip_high = 0', [kind, "both 0", "reinforce"])

@@ -386,7 +386,7 @@ async def test_after_too_many_the_run_stops_where_that_is_asked_for(tmp_path: Pa
         with pytest.raises(BaseExceptionGroup) as caught:
             await run.ends()
         assert caught.group_contains(
-            EverythingDropped, match="step 1 has dropped as many groups as it may: NO_SPREAD 1"
+            EverythingDropped, match="step 1 has dropped the maximum number of groups: NO_SPREAD 1"
         )
 
 
