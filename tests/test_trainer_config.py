@@ -105,7 +105,7 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ),
         (
             "groups.max_replacements=5",
-            ["groups", 'max_replacements means nothing with failed_siblings = "keep"', "replace"],
+            ["groups", 'max_replacements has no effect with failed_siblings = "keep"', "replace"],
         ),
         (
             "evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 0, at_start = false, "
