@@ -218,7 +218,9 @@ def test_truncated_sampling_is_refused_where_the_recorded_logprobs_are_read(
 ) -> None:
     said = re.escape(truncated[0].replace("=", " = "))
     for overrides in READS_BEHAVIOUR:
-        with pytest.raises(ConfigInvalid, match=f'{said} cannot be combined.*ratio_to = "proximal"'):
+        with pytest.raises(
+            ConfigInvalid, match=f'{said} cannot be combined.*ratio_to = "proximal"'
+        ):
             load_config(write(tmp_path), [*truncated, *overrides])
     for overrides in IGNORES_BEHAVIOUR:
         load_config(write(tmp_path), [*truncated, *overrides])

@@ -203,7 +203,7 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
                 "evaluation=[{name='a', reasoning_gym={name='basic_arithmetic', size=9, "
                 "config={min_digits=1, max_digits=2}}}]"
             ],
-            ["'a'", "the very problems", "another seed"],
+            ["'a'", "the same problems", "another seed"],
         ),
         (["evaluation=[{name='a', reasoning_gym={name='basic_arithmetic', seed=1}}]"], []),
         (["algorithm.correction={level='off', ratio_to='proximal'}", "staleness.max_lag=0"], []),
