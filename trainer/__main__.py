@@ -1,16 +1,16 @@
-"""`penstock train`: wires the parts, runs them in order, and turns what stops them into an exit
-code.
+"""`penstock train`: wires the parts, runs them in order, and maps the outcome to an exit code.
 
-Order of shutdown: the loop ends after its step, the last checkpoint included; the stream is
-half-closed and read to its end; metrics, payload and channels are closed; the model is written;
-trackers are waited for, `trackers.CLOSE_SECONDS` at most; then the compute thread ends.
+Order of shutdown: the loop ends after its step, including the last checkpoint. The stream is
+half-closed and read to its end. Metrics, payload and channels are closed. The model is written.
+Trackers get up to `trackers.CLOSE_SECONDS` to finish. Then the compute thread ends.
 
-The first SIGTERM or SIGINT begins it. Where the server is away, or lost before it is over, nobody
-waits for the server: there is no stream to close, and stderr says at which step the run stopped
-without it. The exit code is that of a stop on request all the same. It is not that of a run that is
-done: what starts trainers again, such as a job of Kubernetes whose node is drained, would take it for that.
+The first SIGTERM or SIGINT starts the shutdown. If the server is away, or lost before the shutdown
+is complete, the trainer does not wait for it. There is then no stream to close, and stderr names
+the step at which the run stopped without its server. The exit code is still the one of a requested
+stop. That code differs from the one of a finished run, so that a supervisor does not take one for
+the other. An example is a Kubernetes job whose node is drained, which must restart the trainer.
 
-On several ranks all of this is rank 0's; the others run `_follow`. See `ranks`.
+On several ranks, rank 0 does all of this; the others run `_follow`. See `ranks`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.trainer.resume import Start
     from penstock.trainer.state.ledger import Ledger
 
-# Not __name__, which is "__main__" where this module is run.
+# Not __name__, which is "__main__" when this module is run.
 log = logging.getLogger("penstock.trainer")
 
 EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_ASKED = 0, 1, 2, 3
@@ -50,16 +50,18 @@ def train(
     """Runs a training to its end; returns the process's exit code.
 
     0: done. 1: stopped by a TrainerError, which stderr names. 2: the configuration cannot be used.
-    3: stopped on request, before it was done. `dry_run` prints the whole configuration as TOML and does
-    no more. `ranks` processes of this host compute, unless torchrun has started this one and says how many.
+    3: stopped on request, before it was done. `dry_run` only prints the whole configuration as
+    TOML. `ranks` is the number of processes on this host, unless torchrun started this one and sets
+    the number.
     """
     try:
         config = load_config(config_path, overrides)
         if dry_run:
             sys.stdout.write(render_config(config))
             return EXIT_OK
-        # Before torch is loaded, which reads it. Threads that spin while they wait for each other starve
-        # a sampler on the same cores, and where one of them is not scheduled, all the others.
+        # Set before torch is loaded, which reads it. Threads that spin while waiting starve a
+        # sampler on the same cores. If one of them is not scheduled, the spinning also delays all
+        # the others.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         place, local = _take_place(config, config_path, overrides, ranks)
         if not place.leads:
@@ -73,7 +75,7 @@ def train(
         sys.stderr.write(f"penstock train: stopped: {error}\n")
         return EXIT_STOPPED
     except BaseExceptionGroup as group:
-        # The first that failed took the others with it.
+        # The first error cancelled the other tasks.
         errors = list(_leaves(group))
         if not all(isinstance(error, TrainerError) for error in errors):
             raise
@@ -88,12 +90,13 @@ def train(
 def _take_place(
     config: TrainerConfig, config_path: Path, overrides: list[str], ranks: int
 ) -> tuple[Place, LocalRanks | None]:
-    """Where this process is among the run's, and those that it has started."""
+    """Returns the place of this process among the ranks, and the local ranks that it started, if
+    any."""
     from penstock.trainer.policy.ranks import LocalRanks, find_place
 
     place = find_place(os.environ)
     if ranks > 1 and place.size not in (1, ranks):
-        raise ConfigInvalid(f"--ranks {ranks}: WORLD_SIZE says {place.size}")
+        raise ConfigInvalid(f"--ranks {ranks}: WORLD_SIZE is {place.size}")
     _check_ranks(config, max(ranks, place.size))
     if place.size == ranks or ranks == 1:
         return place, None
@@ -104,18 +107,18 @@ def _take_place(
 
 
 def _check_ranks(config: TrainerConfig, ranks: int) -> None:
-    """Raises ConfigInvalid where a run cannot have so many."""
+    """Raises ConfigInvalid if this configuration cannot run on that many ranks."""
     shares = ranks > 1 or config.model.cpu_offload
     if shares and config.model.lora is not None and config.weights.probe.tokens:
         with_what = f"{ranks} ranks" if ranks > 1 else "model.cpu_offload"
         raise ConfigInvalid(
-            f"weights.probe.tokens: with model.lora and {with_what} nobody holds the whole model that the "
-            f"probe is scored with; got {config.weights.probe.tokens}, set it to 0"
+            f"weights.probe.tokens: with model.lora and {with_what} no rank holds the whole model, "
+            f"which scoring the probe requires; got {config.weights.probe.tokens}, set it to 0"
         )
 
 
 def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> bool:
-    """The run on rank 0; whether it is done."""
+    """Runs the training as rank 0. Returns whether it is done."""
     from penstock.trainer.policy.ranks import join_group, lead, leave_group
 
     join_group(place, local)
@@ -136,13 +139,13 @@ def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks |
 
 
 def _follow(config: TrainerConfig, place: Place) -> int:
-    """What every other rank does; returns its exit code. Its own errors are rank 0's to tell."""
+    """Runs any other rank; returns its exit code. Rank 0 reports its errors."""
     from penstock.trainer.policy.ranks import end_with_parent, follow, join_group, leave_group
 
     end_with_parent()
     join_group(place, None)
     follower = follow(place.rank)
-    # What there is to say rank 0 says.
+    # Rank 0 logs for all ranks.
     logging.getLogger("penstock.trainer").setLevel(logging.ERROR)
     try:
         with follower.reporting():
@@ -161,9 +164,9 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 
 
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
-    """Whether it is done; otherwise it was asked to stop."""
-    from penstock.common import allocator, telemetry
+    """Returns True once training is done, False if it was asked to stop."""
     from penstock.trainer.core.compute import ComputeThread
+    from penstock.wire import allocator, telemetry
 
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")
@@ -178,7 +181,7 @@ def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) ->
 async def _run(
     config: TrainerConfig, compute: ComputeThread, resume: bool, leader: Leader | None
 ) -> bool:
-    """Owns the run's folder, its channels and its tasks."""
+    """Owns the run's folder, its channels and its tasks. Returns as `_train`."""
     from penstock.trainer.config.advice import advise
     from penstock.trainer.state.ledger import Ledger
 
@@ -203,11 +206,11 @@ async def _run_locked(
     console: Console,
     stopping: asyncio.Event,
 ) -> None:
-    """No other trainer writes to the run's folder meanwhile."""
+    """Runs while `ledger` keeps other trainers from writing to the run's folder."""
     from penstock.trainer.gather.group_policies import load_filter
     from penstock.trainer.metrics.trackers import make_trackers
 
-    # What can be wrong with it is said before the model is loaded.
+    # Report errors in filters and trackers before the model is loaded.
     load_filter(config)
     trackers = make_trackers(config.metrics.trackers, config.run.steps)
     try:
@@ -227,7 +230,7 @@ async def _run_loaded(
     console: Console,
     stopping: asyncio.Event,
 ) -> None:
-    """From the first call of the server to the model being written."""
+    """Runs from the first call to the server until the model is written."""
     from penstock.trainer.assembly import open_links, wire
     from penstock.trainer.state.checkpoint import replace_folder
 
@@ -240,7 +243,7 @@ async def _run_loaded(
             with closing(parts.publisher):
                 parts.metrics.close()
     if parts.exchanges.left.is_set():
-        # After the live display, which would draw over it.
+        # After the live display, which would overwrite it.
         step = parts.loop.step
         sys.stderr.write(f"penstock train: stopped at step {step} while its server was away\n")
     if config.run.save_model:
@@ -251,16 +254,17 @@ async def _run_loaded(
 
 
 def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
-    """In the compute thread: torch and the model take seconds, in which a signal is heard."""
+    """Runs in the compute thread: loading torch and the model takes seconds, in which signals are
+    still handled."""
     from penstock.trainer.resume import start_run
 
     return start_run(config, resume, leader, ledger)
 
 
 async def _walk(parts: Parts, stopping: asyncio.Event) -> None:
-    """Connects, trains, disconnects."""
+    """Connects, trains and disconnects."""
     if stopping.is_set():
-        return  # Asked while the model was loaded: whether there is a server is not known.
+        return  # Asked while the model was loading, so the server was never contacted.
     if not await parts.exchanges.open():
         return
     async with asyncio.TaskGroup() as group:
@@ -271,7 +275,7 @@ async def _walk(parts: Parts, stopping: asyncio.Event) -> None:
 
 
 def _log_to_console() -> Console:
-    """Where figures and log go: above the live table in a terminal, plain lines otherwise."""
+    """Directs log and figures: above the live table in a terminal, plain lines otherwise."""
     from rich.console import Console
     from rich.logging import RichHandler
 
@@ -288,12 +292,13 @@ def _log_to_console() -> Console:
 
 
 def _stop_on_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; a second one ends the process at once."""
+    """Returns an event that the first SIGTERM or SIGINT sets; a second signal ends the process at
+    once."""
     stopping = asyncio.Event()
     running = asyncio.get_running_loop()
 
     def stop(name: str) -> None:
-        # Before it is said: whoever reads it may send the second one at once.
+        # Before logging: a reader of the log line may send the second signal at once.
         for number in (signal.SIGTERM, signal.SIGINT):
             running.remove_signal_handler(number)
             signal.signal(number, _end_at_once)
@@ -308,8 +313,7 @@ def _stop_on_signal() -> asyncio.Event:
 def _end_at_once(number: int, _: object) -> None:
     from rich.console import Console
 
-    # Not by an exception, which would wait for the step in the compute thread. A live display hides the
-    # cursor.
+    # An exception would wait for the step in the compute thread. A live display hides the cursor.
     Console().show_cursor()
     os._exit(128 + number)
 

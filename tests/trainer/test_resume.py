@@ -322,7 +322,7 @@ async def test_what_was_measured_stays_unless_its_step_comes_out_otherwise(
             at_work(address),
         ):
             assert await go(nursery, stand) == 0, stand.said
-        assert "step 1 came out otherwise than before; what was measured" in stand.said
+        assert "step 1 came out differently than before; its measurements" in stand.said
     after = evaluations(tmp_path)
     assert [line["step"] for line in after] == [0, 2, 4, 6]
     stay = 1 if lost else 3
@@ -535,7 +535,7 @@ async def test_a_broken_checkpoint_is_passed_over_loudly_and_no_prompt_with_it(
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
         assert await go(nursery, stand) == 0, stand.said
-        assert "BROKEN CHECKPOINT, going back to the one before" in stand.said
+        assert "BROKEN CHECKPOINT, falling back to the previous one" in stand.said
         assert "resuming after step 2 from" in stand.said
         # The server had let go of the groups that only the broken one contained. Their tasks are
         # sampled again, after those that wait already.
@@ -557,7 +557,7 @@ async def test_a_run_whose_checkpoints_are_all_broken_ends_and_says_so(
         assert code == KILLED
         (checkpoint_of(stand, 2) / "optimizer.safetensors").unlink()
         assert await go(nursery, stand) == 1
-    assert "none of the 1 checkpoints is whole" in stand.said
+    assert "none of the 1 checkpoints is complete" in stand.said
 
 
 def state(step: int, **fields: Any) -> TrainerState:

@@ -1,7 +1,7 @@
 """Advantages: how much better than expected each token did. Suffixes as in `batches`.
 
-Computed in float64. Where all rewards that are compared are equal the advantage is zero, exactly: no
-rounding of a mean makes a gradient.
+Computed in float64. If all compared rewards are equal, the advantage is exactly zero, so that
+rounding of a mean never produces a gradient.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 DEVIATION_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
-# Rewards that differ by less do so by rounding, and so would their advantages.
+# Rewards closer than this differ only by rounding, and so would their advantages.
 LEAST_SPREAD = 1e-9
 
 
 class AdvantageFunction(Protocol):
-    """The seam: `[algorithm.advantage]` chooses one."""
+    """Interface of the function that `[algorithm.advantage]` chooses."""
 
     def __call__(self, batch: RewardBatch) -> NDArray[np.floating]:
-        """Advantage of each trained token, shape [N]."""
+        """Returns the advantage of each trained token, shape [N]."""
         ...
 
 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
-    """What the configuration names. Raises ConfigInvalid."""
+    """Returns the configured function. Raises ConfigInvalid."""
     match config:
         case Grpo():
             return grpo
@@ -66,9 +66,9 @@ def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def grpo(batch: RewardBatch) -> NDArray[np.float64]:
-    """The return minus its group's mean, over the group's sample standard deviation (DeepSeekMath, arXiv
-    2402.03300, section 4.1.2). Of n trajectories none has more than the root of n - 1, branches
-    included."""
+    """The return minus its group's mean, divided by the group's sample standard deviation
+    (DeepSeekMath, arXiv 2402.03300, section 4.1.2). In a group of n trajectories, branches
+    included, none exceeds the root of n - 1."""
     return batch.spread(_by_group(batch, _normalized))
 
 
@@ -78,16 +78,16 @@ def dr_grpo(batch: RewardBatch) -> NDArray[np.float64]:
 
 
 def rloo(batch: RewardBatch) -> NDArray[np.float64]:
-    """The return minus the mean of its siblings' (RLOO, arXiv 2402.14740, equation 8)."""
+    """The return minus the mean return of its siblings (RLOO, arXiv 2402.14740, equation 8)."""
     return batch.spread(_by_group(batch, _left_out))
 
 
 def reinforce_plus_plus(batch: RewardBatch) -> NDArray[np.float64]:
-    """The reward minus the penalties from the token on, whitened over the step (REINFORCE++, arXiv
-    2501.03262)."""
+    """The reward minus the penalties from the token onwards, whitened over the step (REINFORCE++,
+    arXiv 2501.03262)."""
     total_N = np.cumsum(batch.penalties_N)
     before_N = total_N - batch.penalties_N
-    # Cumulative sums run through the whole step; each sequence wants its own.
+    # The cumulative sum covers the whole step, but each sequence needs its own.
     ends_S = np.cumsum(batch.lengths_S)
     up_to_S = np.concatenate([[0.0], total_N])[ends_S]
     to_go_N = batch.spread(up_to_S) - before_N
@@ -98,14 +98,15 @@ def reinforce_plus_plus_baseline(batch: RewardBatch) -> NDArray[np.float64]:
     """The return minus its group's mean, whitened over the step (REINFORCE++ with a baseline, arXiv
     2501.03262)."""
     found_N = batch.spread(_by_group(batch, _centred))
-    # A group with nothing to compare is no part of the step: it would be given the mean of all others.
+    # A group with nothing to compare is excluded. Otherwise whitening would subtract the mean of
+    # all other groups from it.
     compared_N = batch.spread(_by_group(batch, _all_of_it)) > 0
     found_N[compared_N] = _whitened(found_N[compared_N])
     return found_N
 
 
 def gae(batch: RewardBatch, *, discount: float, trace: float, whiten: bool) -> NDArray[np.float64]:
-    """What came of each token beyond what the critic expected (GAE, arXiv 1506.02438)."""
+    """The return from each token beyond what the critic expected (GAE, arXiv 1506.02438)."""
     found_N = estimate_gae(batch, discount=discount, trace=trace)
     return _whitened(found_N) if whiten else found_N
 
@@ -114,14 +115,15 @@ _OfGroup = Callable[["NDArray[np.float64]", "NDArray[np.bool_]"], "NDArray[np.fl
 
 
 def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
-    """Applies to each group by itself; zero where fewer than two attempts count."""
+    """Applies the function to each group separately. Groups with fewer than two attempts that count
+    get zero."""
     found_S = np.zeros(len(batch.rewards_S))
     for group in np.unique(batch.groups_S):
         own = np.flatnonzero(batch.groups_S == group)
         returns, counted = batch.returns_S[own], batch.counts_in_baseline_S[own]
         if counted.sum() < 2:
             continue
-        # Returns whose squares overflow end as zero, not as what would poison the step.
+        # Returns whose squares overflow end as zero, instead of spoiling the step.
         with np.errstate(over="ignore"):
             found_S[own] = advantages(returns, counted)
     return found_S
@@ -146,8 +148,8 @@ def _centred(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArra
 def _normalized(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
     centred = _centred(returns, counted)
     squares = centred**2
-    # The attempts' deviation; where branches lie farther off, that of all of them: attempts that agree say
-    # nothing of how far a branch may be from them.
+    # The deviation of the attempts, or that of all trajectories if branches lie farther off.
+    # Attempts with equal rewards do not bound how far off a branch may be.
     attempts = squares[counted].sum() / (counted.sum() - 1)
     everyone = squares.sum() / (len(squares) - 1)
     return centred / (np.sqrt(max(attempts, everyone)) + DEVIATION_EPSILON)
@@ -157,7 +159,7 @@ def _left_out(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArr
     attempts = returns[counted]
     if _are_equal(attempts):
         return np.where(counted, 0.0, returns - attempts[0])
-    # One that is not in the baseline leaves nothing out of it.
+    # A branch is not part of the baseline, so nothing is left out for it.
     others = counted.sum() - counted
     sums = attempts.sum() - np.where(counted, returns, 0.0)
     return returns - sums / others

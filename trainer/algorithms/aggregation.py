@@ -1,7 +1,7 @@
-"""From losses of tokens to that of an update. Suffixes as in `batches`.
+"""From token losses to the loss of an update. Suffixes as in `batches`.
 
-The denominators are the whole update's and not the micro-batch's, so that the gradients of micro-batches
-add up to that of the update however it is cut.
+Denominators count the whole update, not the micro-batch. The gradients of micro-batches therefore
+add up to the gradient of the update, however it is cut.
 """
 # ruff: noqa: N803 - a name ends with its dimensions.
 
@@ -22,15 +22,15 @@ from penstock.trainer.config.algorithm import (
 
 
 class Aggregation(Protocol):
-    """The seam: `[algorithm.aggregation]` chooses one."""
+    """Interface of the function that `[algorithm.aggregation]` chooses."""
 
     def __call__(self, loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> Tensor:
-        """What a micro-batch adds to the loss of its update, a scalar."""
+        """Returns the micro-batch's contribution to the loss of its update, a scalar."""
         ...
 
 
 def aggregation(config: AggregationConfig) -> Aggregation:
-    """What the configuration names."""
+    """Returns the configured function."""
     match config:
         case TokenMean():
             return token_mean
@@ -42,7 +42,7 @@ def aggregation(config: AggregationConfig) -> Aggregation:
 
 
 def token_mean(loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> Tensor:
-    """Sum over the update's tokens (DAPO, arXiv 2503.14476, equation 8)."""
+    """Mean over the update's tokens (DAPO, arXiv 2503.14476, equation 8)."""
     return loss_N.sum() / counts.tokens
 
 
@@ -54,5 +54,6 @@ def sequence_mean(loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> T
 def fixed_length(
     loss_N: Tensor, sequences: Sequences, counts: StepCounts, *, length: int
 ) -> Tensor:
-    """Sum over sequences times a constant (Dr. GRPO, arXiv 2503.20783, appendix A)."""
+    """Sum over tokens, divided by the number of sequences times a constant (Dr. GRPO, arXiv
+    2503.20783, appendix A)."""
     return loss_N.sum() / (counts.sequences * length)

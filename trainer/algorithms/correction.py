@@ -1,8 +1,8 @@
-"""What a token is worth that another policy sampled. Suffixes as in `batches`.
+"""Off-policy correction: weights of tokens that another policy sampled. Suffixes as in `batches`.
 
-Two policies are compared: the proximal one, that of the weights at the beginning of the step, and the
-behaviour policy. Their ratio has the token's lag in it, and whatever the engine computes otherwise than
-the trainer.
+Two policies are compared: the proximal policy, whose weights are those at the beginning of the
+step, and the behaviour policy. Their ratio reflects both the token's lag and numerical differences
+between engine and trainer.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -28,19 +28,20 @@ from penstock.trainer.config.algorithm import (
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each token's loss is multiplied with. Shape [N]; no gradients."""
+    """Factor of each token's loss. Shape [N]; no gradients."""
 
     weights_N: Tensor
     masked_N: Tensor
-    """Tokens of weight zero, bool."""
+    """Tokens with weight zero, bool."""
     clipped_N: Tensor
-    """Tokens whose weight was cut, bool."""
+    """Tokens whose weight was clipped, bool."""
 
 
 def correct(
     config: CorrectionConfig, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights | None:
-    """The weights of tokens, from their log-probabilities under both policies; None for none."""
+    """Returns the weights of tokens from their log-probabilities under both policies; None if
+    uncorrected."""
     match config:
         case Uncorrected():
             return None
@@ -56,8 +57,9 @@ def correct(
 def clip_weights(
     config: ClippedWeight, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights:
-    """Truncated importance sampling: the ratio, or the product of its sequence's, cut at a bound (AReaL,
-    arXiv 2505.24298; "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
+    """Truncated importance sampling: the token's ratio, or the product over its sequence, capped at
+    a bound (AReaL, arXiv 2505.24298; "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025)."""
     if config.level == "token":
         ratio_N = torch.exp(log_ratio(proximal_N, behaviour_N))
     else:
@@ -72,8 +74,8 @@ def clip_weights(
 def mask_by_ratio(
     config: RatioMask, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights:
-    """IcePop's mask (Ring-1T, arXiv 2510.18855), or that of sequences by the geometric mean of their
-    ratios; what is left has its own ratio as weight, or one."""
+    """IcePop's mask (Ring-1T, arXiv 2510.18855), or a mask of sequences by the geometric mean of
+    their ratios. Kept tokens are weighted by their own ratio, or by one."""
     ratio_N = torch.exp(log_ratio(proximal_N, behaviour_N))
     measured_N = ratio_N
     if config.level == "sequence":
@@ -89,8 +91,8 @@ def mask_by_ratio(
 def mask_by_kl(
     config: KlMask, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights:
-    """Leaves out tokens, or sequences by their mean, whose KL of the behaviour policy to the proximal one
-    is too large."""
+    """Masks tokens for which the KL of the behaviour policy to the proximal policy is too large. At
+    sequence level, the mean of the sequence decides."""
     kl_N = estimate_kl(behaviour_N, proximal_N, config.estimator)
     if config.level == "sequence":
         kl_N = sequences.spread(sequences.mean(kl_N))

@@ -10,9 +10,9 @@ from penstock.trainer.core.errors import ConfigInvalid
 
 
 def load_function(config: CustomFunction, section: str) -> Callable[..., object]:
-    """The function that the section leads to; it must take a batch, and the options by name.
+    """Returns the function that the section names. It must accept a batch, and the options by name.
 
-    Raises ConfigInvalid, with the section and the name it got.
+    Raises ConfigInvalid, naming the section and the function.
     """
     try:
         return find_function(config.function, ("batch",), config.options)

@@ -1,7 +1,7 @@
-"""Losses of tokens. Suffixes as in `batches`.
+"""Losses per token. Suffixes as in `batches`.
 
-A loss is of each token by itself; how tokens weigh is the aggregation's, and what a stale one is worth
-the correction's.
+A loss treats each token separately. The aggregation weights tokens, and the correction accounts for
+stale ones.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -27,31 +27,31 @@ from penstock.trainer.config.algorithm import (
 )
 from penstock.trainer.core.errors import ConfigInvalid
 
-# e^20 is far beyond every bound; what a larger one would do is overflow.
+# e^20 is far beyond every bound; a larger ratio would only risk overflow.
 LARGEST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each trained token, and what bounds did to it."""
+    """Loss of each trained token, and the effect of clipping on it."""
 
     loss_N: Tensor
-    """What to minimize; has a gradient."""
+    """Loss to minimize; has a gradient."""
     below_N: Tensor | None = None
-    """Tokens whose ratio was below its bound and is not in the gradient, bool; None where there is no
+    """Tokens that get no gradient because their ratio is below the bound, bool; None without a
     bound."""
     above_N: Tensor | None = None
-    """Those whose ratio was above it."""
+    """Tokens that get no gradient because their ratio is above the bound."""
 
 
 class LossFunction(Protocol):
-    """The seam: `[algorithm.loss]` chooses one."""
+    """Interface of the function that `[algorithm.loss]` chooses."""
 
     def __call__(self, batch: TokenBatch) -> TokenLoss: ...
 
 
 def loss_function(config: LossConfig) -> LossFunction:
-    """What the configuration names. Raises ConfigInvalid."""
+    """Returns the configured function. Raises ConfigInvalid."""
     match config:
         case PpoClip():
             return partial(
@@ -72,25 +72,25 @@ def loss_function(config: LossConfig) -> LossFunction:
 
 
 def log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
-    """Bounded, so that its exponential is finite."""
+    """Returns the log of the ratio, bounded so that its exponential is finite."""
     return (logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def ppo_clip(
     batch: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with bounds of its own on each side.
+    """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with a separate bound on each side.
 
-    `clip_high` above `clip_low` is DAPO's clip-higher (2503.14476, equation 10). `dual_clip` bounds the
-    ratio where the advantage is negative, which the surrogate does not (1912.09729, equation 5).
+    `clip_high` above `clip_low` is DAPO's clip-higher (2503.14476, equation 10). `dual_clip` also
+    bounds the ratio for negative advantages, which the surrogate does not (1912.09729, equation 5).
     """
     ratio_N = torch.exp(log_ratio(batch.logprobs_N, batch.old_logprobs_N))
     return _surrogate(ratio_N, batch.advantages_N, clip_low, clip_high, dual_clip)
 
 
 def gspo(batch: TokenBatch, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """The surrogate of the sequence's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071,
-    equation 14, GSPO-token)."""
+    """The surrogate of the sequence's ratio, the geometric mean of its tokens' ratios (GSPO, arXiv
+    2507.18071, equation 14, GSPO-token)."""
     mean_S = batch.sequences.mean((batch.logprobs_N - batch.old_logprobs_N).detach())
     bounded_S = mean_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     # The sequence's value, with the gradient of the token's own log-probability.
@@ -99,7 +99,7 @@ def gspo(batch: TokenBatch, *, clip_low: float, clip_high: float) -> TokenLoss:
 
 
 def cispo(batch: TokenBatch, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """REINFORCE weighted with the clipped ratio, which has no gradient (CISPO, MiniMax-M1, arXiv
+    """REINFORCE weighted by the clipped ratio, which has no gradient (CISPO, MiniMax-M1, arXiv
     2506.13585, equations 4 and 5)."""
     ratio_N = torch.exp(log_ratio(batch.logprobs_N.detach(), batch.old_logprobs_N))
     low, high = 1.0 - clip_low, 1.0 + clip_high

@@ -1,8 +1,9 @@
-"""The objective: what an `AlgorithmConfig` makes of a micro-batch, and what it needs for that.
+"""The objective: the loss that an `AlgorithmConfig` computes for a micro-batch, and the inputs it
+needs.
 
     loss of a token = policy loss x correction weight + KL coefficient x KL - entropy coefficient x entropy
 
-Every backend calls `evaluate`, whatever computed the log-probabilities. Suffixes as in `batches`.
+Every backend calls `evaluate`, however it computed the log-probabilities. Suffixes as in `batches`.
 """
 # ruff: noqa: N806, N815 - a name ends with its dimensions.
 
@@ -41,38 +42,40 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """What is known of the trained tokens of a micro-batch; float32, shape [N]."""
+    """The policy's output for the trained tokens of a micro-batch; float32, shape [N]."""
 
     logprobs_N: Tensor
-    """Under the policy being computed; has a gradient."""
+    """Log-probabilities under the current policy; have a gradient."""
     entropies_N: Tensor
-    """Of the distribution each token was drawn from; has a gradient where it is in the loss."""
+    """Entropies of the distributions the tokens were drawn from; have a gradient if they are in the
+    loss."""
     behaviour_logprobs_N: Tensor
     proximal_logprobs_N: Tensor | None
-    """Of the weights at the beginning of the step; None where they are those being computed."""
+    """Log-probabilities under the weights at the beginning of the step. None if those are the
+    current weights."""
     reference_logprobs_N: Tensor | None
-    """None where `Objective.needs_reference` is False."""
+    """None if `Objective.needs_reference` is False."""
     advantages_N: Tensor
     sequences: Sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over tokens; a sum of figures is that of all their tokens."""
+    """Sums over tokens. Adding figures gives the figures of all their tokens."""
 
     tokens: int = 0
     loss: float = 0.0
     below: int | None = None
-    """Tokens whose ratio was below its bound; None where there is none, as the next."""
+    """Tokens whose ratio was below its bound; None without a bound, like `above`."""
     above: int | None = None
     entropy: float = 0.0
     difference: float = 0.0
     """|computed - sampled log-probability|."""
     difference_max: float = 0.0
     kl: float | None = None
-    """To the reference; None without one."""
+    """KL to the reference; None without one."""
     weight: float | None = None
-    """Of the correction; None without one, as the next three."""
+    """Weight of the correction; None without one, like the next three."""
     weight_max: float | None = None
     masked: int | None = None
     clipped: int | None = None
@@ -97,7 +100,8 @@ class Figures:
 
 
 class Objective:
-    """One configuration's functions. Raises ConfigInvalid where one of your own is not found."""
+    """The functions of one configuration. Raises ConfigInvalid if a custom function is not
+    found."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
@@ -109,13 +113,13 @@ class Objective:
         self.needs_proximal = self.ratio_is_to_proximal or not isinstance(
             config.correction, Uncorrected
         )
-        """Whether log-probabilities of the step's beginning are needed."""
+        """Whether log-probabilities under the weights at the beginning of the step are needed."""
         self.needs_reference = not isinstance(config.kl, NoKl)
         """Whether log-probabilities of the reference are needed."""
         self.critic = config.advantage.critic if isinstance(config.advantage, Gae) else None
-        """What the critic is to be; None for none."""
+        """Configuration of the critic; None without one."""
         self.advantages_wait = isinstance(config.kl, KlInReward) or self.critic is not None
-        """Whether advantages can be made only when the reference, or the critic, has spoken."""
+        """Whether advantages depend on the reference or on the critic."""
         self.has_entropy_bonus = config.entropy_coefficient > 0.0
         """Whether entropies need a gradient."""
         self.trains_everything = (
@@ -124,15 +128,15 @@ class Objective:
             or self.has_entropy_bonus
             or isinstance(config.loss, CustomFunction)
         )
-        """Whether tokens without advantage have a gradient all the same, the critic's included, or may
-        have."""
+        """Whether tokens without an advantage have, or may have, a gradient nevertheless, including
+        the critic's."""
 
     def advantages(self, batch: RewardBatch) -> NDArray[np.float32]:
-        """Advantage of each trained token of a step, shape [N]."""
+        """Returns the advantage of each trained token of a step, shape [N]."""
         return self._advantage(batch).astype(np.float32)
 
     def value_targets(self, batch: RewardBatch) -> NDArray[np.float32]:
-        """What the critic should have said at each trained token of a step, shape [N]."""
+        """Returns the critic's target at each trained token of a step, shape [N]."""
         config = self._config.advantage
         if not isinstance(config, Gae):
             return np.zeros(0, np.float32)
@@ -140,11 +144,11 @@ class Objective:
         return targets_N.astype(np.float32)
 
     def explained_variance(self, batch: RewardBatch) -> float:
-        """Part of the variance of its targets that the critic foretold."""
+        """Returns the share of the variance of its targets that the critic explained."""
         return explained_variance(batch.values_N, self.value_targets(batch).astype(np.float64))
 
     def penalties(self, behaviour_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:  # noqa: N803
-        """What KL in the reward takes from each token, shape [N]; zero where there is none."""
+        """Returns the KL penalty on the reward of each token, shape [N]; zero without one."""
         kl = self._config.kl
         if not isinstance(kl, KlInReward):
             return behaviour_logprobs_N.new_zeros(behaviour_logprobs_N.shape)
@@ -152,8 +156,8 @@ class Objective:
         return kl.coefficient * estimate_N
 
     def evaluate(self, output: PolicyOutput, counts: StepCounts) -> tuple[Tensor, Figures]:
-        """What a micro-batch adds to the loss of its update, a scalar with a gradient, and its
-        figures."""
+        """Returns a micro-batch's contribution to the loss of its update, a scalar with a gradient,
+        and its figures."""
         proximal_N = output.proximal_logprobs_N
         if proximal_N is None:
             proximal_N = output.logprobs_N.detach()
@@ -177,7 +181,7 @@ class Objective:
         output: PolicyOutput,
         reference_N: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss with the KL term, where it has one, and the KL at each token."""
+        """Returns the loss, with the KL term if there is one, and the KL at each token."""
         kl = self._config.kl
         match kl:
             case NoKl():
@@ -214,12 +218,12 @@ def _figures(
 
 
 def _largest(one: float, other: float | None) -> float:
-    """Of two, the second of which may be unknown; no number where one of them is none."""
+    """Returns the larger of two, the second of which may be unknown. NaN if either is NaN."""
     if other is None or math.isnan(one):
         return one
     return other if math.isnan(other) else max(one, other)
 
 
 def add_known(one: N | None, other: N | None) -> N | None:
-    """The sum of two, of which either may be unknown; None where both are."""
+    """Returns the sum of two values, either of which may be unknown; None if both are."""
     return other if one is None else one if other is None else one + other

@@ -1,7 +1,7 @@
-"""What a critic's values are for: advantages, and what it should have said. Suffixes as in `batches`.
+"""Uses of a critic's values: advantages, and the critic's own targets. Suffixes as in `batches`.
 
-A sequence's trained tokens are its steps, one after another; what the environment wrote between them is
-part of the state. The outcome's reward comes with the last of them, and nothing after it.
+The trained tokens of a sequence are its time steps. Text that the environment wrote between them is
+part of the state. The outcome's reward arrives with the last trained token.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -42,15 +42,15 @@ def estimate_gae(batch: RewardBatch, *, discount: float, trace: float) -> NDArra
 
 
 def value_targets(batch: RewardBatch, *, discount: float, trace: float) -> NDArray[np.float64]:
-    """What the critic should have said: its value and what that missed, shape [N]."""
+    """Returns the critic's targets: its values plus their advantages, shape [N]."""
     return estimate_gae(batch, discount=discount, trace=trace) + batch.values_N
 
 
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, targets_N: Tensor, *, clip: float | None
 ) -> Tensor:
-    """Half the squared error of each token; with `clip` no smaller than that of the value held within so
-    much of the old one, as PPO's first implementation has it."""
+    """Returns half the squared error of each token. With `clip`, the error is at least that of the
+    value clipped to within `clip` of the old one, as in PPO's first implementation."""
     error_N = (values_N - targets_N).square()
     if clip is not None:
         held_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
@@ -59,6 +59,7 @@ def value_loss(
 
 
 def explained_variance(values_N: NDArray[np.float64], targets_N: NDArray[np.float64]) -> float:
-    """Part of the targets' variance that the values foretold; zero where the targets have none."""
+    """Returns the share of the targets' variance that the values explained; zero if the targets
+    have none."""
     spread = float(targets_N.var()) if len(targets_N) else 0.0
     return 1.0 - float((targets_N - values_N).var()) / spread if spread > 0.0 else 0.0

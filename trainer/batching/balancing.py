@@ -1,4 +1,4 @@
-"""Work over ranks: about as much for each, and as many pieces for each. Pure functions."""
+"""Balances work over ranks: similar cost, and equal numbers of pieces. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Length at which attention, whose cost grows with its square, costs as much as all the rest, whose cost
-# grows with it: about 6 x the hidden size of the model, here one of 1.5 to 3 billion parameters.
+# Sequence length at which attention, whose cost is quadratic, costs as much as everything else,
+# whose cost is linear. It is about 6 x the hidden size of the model, here for 1.5 to 3 billion
+# parameters.
 ATTENTION_TOKENS = 12_288
 
 
 def attention_cost(length: int) -> float:
-    """What a row of so many tokens costs, in tokens of a short one."""
+    """Returns the cost of a row of `length` tokens, in units of a token of a short row."""
     return length + length * length / ATTENTION_TOKENS
 
 
 def spread_evenly(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which items each rank takes, in their order: the costliest first, each to whom has least so far.
+    """Assigns items to ranks, and returns the indices of each rank in order. Items are assigned
+    from the costliest down, each to the rank with the least load.
 
     No two ranks differ by more than the costliest item.
     """
@@ -33,8 +35,8 @@ def spread_evenly(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def level(pieces: Sequence[Sequence[T]], count: int) -> list[list[T]]:
-    """The same items in `count` pieces: the longest is halved as long as there is something to halve, and
-    what is then missing are empty ones."""
+    """Returns the same items in `count` pieces. The longest piece is halved as long as possible;
+    empty pieces fill the rest."""
     levelled = [list(piece) for piece in pieces]
     while len(levelled) < count:
         longest = max(range(len(levelled)), key=lambda index: len(levelled[index]), default=None)

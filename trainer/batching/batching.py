@@ -2,12 +2,12 @@
 
     TrajectoryGroup -> Sample per trajectory -> Row (a tree of tokens) -> MicroBatch
 
-Between the first two arrows `planning` makes advantages, which may need all groups of a step.
+Between the first two arrows `planning` computes advantages, which may need all groups of a step.
 
-Siblings begin with the same prompt, and often with the same words. A row therefore is a prefix
-tree: each distinct prefix is one position, which attends to its ancestors alone, so that what
-siblings share is computed once. Its results are those of the sequences one by one; on short
-answers to a shared prompt it is three to five times less work.
+Siblings begin with the same prompt, and often with the same words. Therefore a row is a prefix
+tree. Each distinct prefix is one position, which attends only to its ancestors, so that shared
+tokens are computed once. The results equal those of computing each sequence separately. On short
+answers to a shared prompt this takes a third to a fifth of the work.
 """
 # ruff: noqa: N806, N815 - a name ends with its dimensions.
 
@@ -31,86 +31,89 @@ from penstock.wire.agent_marks import MarkInvalid, read_untrained, read_unwanted
 
 log = logging.getLogger(__name__)
 
-# A tree needs a mask of T x T; beyond this length sharing saves too little to pay for it.
+# A tree needs a T x T mask. Beyond this length, sharing saves less than the mask costs.
 MAX_TREE_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory as the optimizer sees it; arrays have shape [n], n its tokens."""
+    """One trajectory as the optimizer sees it. Arrays have shape [n] for n tokens."""
 
     trajectory_id: str
     token_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
-    """Policy tokens young enough to carry a gradient."""
+    """Policy tokens fresh enough to carry a gradient."""
     behaviour_logprobs: NDArray[np.float32]
-    """Log-probability under the policy that sampled the token; zero where there is none."""
+    """Log-probability under the policy that sampled the token; zero for tokens that no policy
+    sampled."""
     temperatures: NDArray[np.float32]
-    """Temperature to recompute the log-probability at; one where there is none."""
+    """Temperature at which to recompute the log-probability; one for tokens that no policy
+    sampled."""
     reward: float
     counts_in_baseline: bool = True
-    """False for a trajectory that branches from another."""
+    """False for a branch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample with its advantages and its place in the step; K are its trained tokens."""
+    """A sample with its advantages and its place in the step. K counts its trained tokens."""
 
     sample: Sample
     advantages_K: NDArray[np.float32]
     first_token: int
-    """Index of its first trained token among those of the step."""
+    """Index of its first trained token among the trained tokens of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """One delivered group, and what is worth counting about it."""
+    """One delivered group, with the counts that figures need."""
 
     samples: tuple[Sample, ...]
     """Every trajectory that did not fail."""
     rewards: tuple[float, ...]
-    """Theirs, as the agents gave them; a sample's own may be less, for its length."""
+    """Rewards of the samples as agents gave them. A sample's own reward may be lower, because of
+    its length."""
     failures: int
-    """Trajectories that failed."""
+    """Number of trajectories that failed."""
     policy_tokens: int
     masked_tokens: int
-    """Policy tokens older than the bound."""
+    """Policy tokens whose lag exceeds the limit."""
     lags: NDArray[np.int64]
     """Lag of each policy token that is not masked."""
     unwanted: str = ""
-    """Why its agent says that it is of no use; empty where it does not."""
+    """Why an agent declared the group unusable; empty if none did."""
 
     @property
     def attempt_rewards(self) -> list[float]:
-        """Of `rewards` those that make a baseline: of attempts, and not of branches."""
+        """Rewards that form a baseline: those of attempts, without branches."""
         pairs = zip(self.rewards, self.samples, strict=True)
         return [reward for reward, sample in pairs if sample.counts_in_baseline]
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass takes."""
+    """The input of one forward and backward pass."""
 
     token_ids_BT: Tensor
     positions_BT: Tensor
-    """Distance from the sequence's beginning, int64."""
+    """Distance from the beginning of the sequence, int64."""
     parents_BT: Tensor | None
-    """Column of the token before each in its sequence, -1 where there is none, int64; None is the column
-    before. A mask of T x T is made of it where it is computed with (`attention_mask`), for one micro-batch
-    at a time."""
+    """Column of each token's predecessor in its sequence, -1 for the first token, int64. None means
+    that it is always the previous column. The T x T mask is built from it only when needed
+    (`attention_mask`), for one micro-batch at a time."""
     sources_M: Tensor
-    """Flat position b * T + t whose output predicts, int64."""
+    """Flat position b * T + t of the output that predicts, int64."""
     targets_M: Tensor
-    """The token predicted, int64."""
+    """The predicted token, int64."""
     temperatures_M: Tensor
     predictions_N: Tensor
-    """Index into M for each trained token: siblings that agree share a prediction."""
+    """Index into M for each trained token. Siblings with equal tokens share a prediction."""
     behaviour_logprobs_N: Tensor
     advantages_N: Tensor
     tokens_N: Tensor
-    """Index of each among the trained tokens of the step, int64."""
+    """Index of each trained token among those of the step, int64."""
     sequences: Sequences
-    """Those whose trained tokens are here; each is here with all of them."""
+    """Sequences whose trained tokens are in this micro-batch. It contains all tokens of each."""
 
     @property
     def is_empty(self) -> bool:
@@ -118,8 +121,8 @@ class MicroBatch:
         return len(self.tokens_N) == 0
 
     def attention_mask(self) -> Tensor | None:
-        """True where the row may look at the column, shape [B, 1, T, T]; None is plain causal attention.
-        Padding sees itself, so that its softmax is finite."""
+        """Returns a mask that is True if the row may attend to the column, shape [B, 1, T, T]; None
+        for plain causal attention. Padding attends to itself, so that its softmax is finite."""
         if self.parents_BT is None:
             return None
         count, width = self.parents_BT.shape
@@ -135,7 +138,7 @@ class MicroBatch:
 def read_group(
     group: trajectory_pb2.TrajectoryGroup, *, trainer_version: int, max_lag: int
 ) -> TrainingGroup:
-    """Reads a delivered group. `trainer_version` is what the trainer held when it took the
+    """Reads a delivered group. `trainer_version` is the version the trainer held when it took the
     group."""
     lags: list[NDArray[np.int64]] = []
     samples: list[Sample] = []
@@ -168,8 +171,8 @@ def _read_trajectory(
     trainer_version: int,
     max_lag: int,
 ) -> tuple[Sample, NDArray[np.int64]]:
-    """One trajectory and the lag of each of its policy tokens. What it shares with its parent is context:
-    it is trained there."""
+    """Reads a trajectory and the lag of each of its policy tokens. Tokens shared with its parent
+    are context, because they are trained there."""
     tokens: list[NDArray[np.int32]] = [shared]
     trained: list[NDArray[np.bool_]] = [np.zeros(len(shared), np.bool_)]
     behaviour: list[NDArray[np.float32]] = [np.zeros(len(shared), np.float32)]
@@ -187,7 +190,8 @@ def _read_trajectory(
                 )
             lag = staleness.lag(trainer_version, segment.weight_version)
             young = lag <= max_lag
-            # Greedy tokens carry temperature zero and the log-probability at one.
+            # Greedy tokens carry temperature zero, but their log-probability is the one at
+            # temperature one.
             temperature = segment.temperature or 1.0
             lags.append(np.full(count, lag, np.int64))
         tokens.append(ids)
@@ -195,12 +199,12 @@ def _read_trajectory(
         behaviour.append(logprobs)
         temperatures.append(np.full(count, temperature, np.float32))
     mask = np.concatenate(trained)
-    # Nothing predicts the first token of a sequence.
+    # No prediction exists for the first token of a sequence.
     mask[:1] = False
     try:
         untrained = read_untrained(trajectory.outcome.metadata, len(mask))
     except MarkInvalid as error:
-        log.warning("nothing of trajectory %s is trained: %s", trajectory.trajectory_id, error)
+        log.warning("trajectory %s is not trained: %s", trajectory.trajectory_id, error)
         untrained = np.ones(len(mask), np.bool_)
     if untrained is not None:
         mask &= ~untrained
@@ -224,14 +228,14 @@ class _Trained:
     behaviour_logprob: float
     advantage: float
     token: int
-    """Its index in the step."""
+    """Index of the token in the step."""
     sequence: int
-    """Its sequence in the row."""
+    """Index of its sequence in the row."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A prefix tree under construction; node k comes after its parent."""
+    """A prefix tree under construction. A node always comes after its parent."""
 
     tokens: list[int] = field(default_factory=list[int])
     parents: list[int] = field(default_factory=list[int])
@@ -240,14 +244,14 @@ class _Row:
     predictions: dict[tuple[int, int, float], int] = field(
         default_factory=dict[tuple[int, int, float], int]
     )
-    """(node that predicts, token, temperature) -> its place among the row's predictions."""
+    """(predicting node, token, temperature) -> index among the row's predictions."""
     trained: list[_Trained] = field(default_factory=list[_Trained])
     sequences: int = 0
     chain: bool = True
-    """Whether every node's parent is the node before it, which needs no mask."""
+    """Whether every node's parent is the previous node, which needs no mask."""
 
     def new_tokens(self, token_ids: Iterable[int]) -> int:
-        """Positions that adding this sequence would cost."""
+        """Returns the number of positions that adding this sequence would cost."""
         ids, node, shared = list(token_ids), -1, 0
         for token in ids:
             child = self.children.get((node, token))
@@ -257,7 +261,8 @@ class _Row:
         return len(ids) - shared
 
     def add(self, placed: PlacedSample, length: int) -> None:
-        """The first `length` tokens of a sequence, which has at least one that is trained."""
+        """Adds the first `length` tokens of a sequence, which include at least one trained
+        token."""
         sample, sequence = placed.sample, self.sequences
         self.sequences += 1
         advantages = iter(placed.advantages_K.tolist())
@@ -277,7 +282,7 @@ class _Row:
                     _Trained(prediction, behaviour, next(advantages), index, sequence)
                 )
                 index += 1
-            # The last token is predicted and predicts nothing: it needs no position.
+            # The last token is predicted and predicts nothing, so it needs no position.
             if depth < length - 1:
                 node = self._extend(node, token, depth)
 
@@ -302,15 +307,15 @@ def build_micro_batches(
 ) -> list[MicroBatch]:
     """Cuts samples, group by group, into micro-batches of at most `token_budget` padded tokens.
 
-    A sequence longer than the budget gets a micro-batch of its own; one without trained tokens none. Rows
-    of similar length share a micro-batch, which keeps padding small. With several ranks each gets about as
-    much to compute, in as many micro-batches: they come in turn, and where a rank has too few rows, its
-    last ones are empty.
+    A sequence longer than the budget gets a separate micro-batch; one without trained tokens gets
+    none. Rows of similar length share a micro-batch, which keeps padding small. With several ranks,
+    each gets about the same amount of computation in the same number of micro-batches. The result
+    interleaves them by rank. If a rank has too few rows, its last micro-batches are empty.
     """
     rows = [row for group in groups for row in _build_rows(group, token_budget, share_prefixes)]
     fair = -(-sum(len(row.tokens) for row in rows) // ranks)
     if ranks > 1 and any(len(row.tokens) > fair for row in rows):
-        # A tree larger than a rank's share leaves the others with nothing to do.
+        # A tree larger than one rank's share would leave the others idle.
         budget = min(token_budget, max(fair, 1))
         rows = [row for group in groups for row in _build_rows(group, budget, share_prefixes)]
     shares = [
@@ -323,8 +328,8 @@ def build_micro_batches(
 
 
 def _cut(rows: list[_Row], token_budget: int) -> list[list[_Row]]:
-    """The rows of each micro-batch of one rank."""
-    # Trees before chains: a micro-batch of chains alone needs no mask.
+    """Returns the rows of each micro-batch of one rank."""
+    # Trees come before chains, because a micro-batch with only chains needs no mask.
     rows.sort(key=lambda row: (row.chain, -len(row.tokens)))
     cuts = [0]
     for index, row in enumerate(rows):
@@ -346,7 +351,7 @@ def _build_rows(
         if not sample.trained.any():
             continue
         row = rows[-1] if rows else None
-        # Past its last trained token a sequence has no part in the loss.
+        # Tokens after the last trained one do not affect the loss.
         length = int(np.flatnonzero(sample.trained)[-1]) + 1
         seen = sample.token_ids[: length - 1].tolist()
         if row is None or not share_prefixes or len(row.tokens) + row.new_tokens(seen) > budget:
@@ -364,8 +369,8 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
     is_tree = not all(row.chain for row in rows)
     positions_BT = np.zeros((len(rows), width), np.int64)
     if not is_tree:
-        # Padding goes on counting: where positions begin again, transformers takes what follows for another
-        # sequence in the same row, and makes a mask of T x T.
+        # Padding continues the count. If positions restarted, transformers would treat the rest as
+        # another sequence in the same row and build a T x T mask.
         positions_BT[:] = np.arange(width)
     sources: list[int] = []
     targets: list[int] = []
@@ -409,7 +414,7 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
 
 
 EMPTY = MicroBatch(
-    # One position, so that a rank with nothing to compute goes through the model as the others do.
+    # One position, so that a rank with nothing to compute still runs the model as the others do.
     token_ids_BT=torch.zeros(1, 1, dtype=torch.int64),
     positions_BT=torch.zeros(1, 1, dtype=torch.int64),
     parents_BT=None,

@@ -1,7 +1,7 @@
-"""`penstock eval`: measures what a server samples; prints a table and a line of JSON of each set.
+"""`penstock eval`: measures what a server samples. Prints a table and a line of JSON for each set.
 
-Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 the command line
-cannot be used.
+Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 invalid
+command line.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 class Finite(click.FloatRange):
-    """A number: `nan` is in every range, for it is not outside of any."""
+    """A finite number in a range. Click's range accepts `nan`, because no comparison excludes
+    it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As of a range."""
+        """Converts as click's range does, and rejects non-finite numbers."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What the command line says of how attempts are made and scored."""
+    """Options that select how attempts are made and scored."""
 
     generate: str | None
     reward: str | None
@@ -65,36 +66,45 @@ class Scoring:
     "--server",
     metavar="HOST:PORT",
     type=Address(),
-    help="The rollout server. Default: that of --config.",
+    help="Address of the rollout server. Default: the one in --config.",
 )
-@click.option("--model", metavar="MODEL", help="Instead: a folder, or a name on the hub, to serve.")
 @click.option(
-    "--max-model-len", metavar="N", type=click.IntRange(min=1), help="With --model: its context."
+    "--model",
+    metavar="MODEL",
+    help="Instead of --server: a model folder, or a name on the hub, to serve.",
+)
+@click.option(
+    "--max-model-len", metavar="N", type=click.IntRange(min=1), help="With --model: context length."
 )
 @click.option(
     "--data",
     metavar="DATA",
-    help="A *.jsonl or *.parquet file, a folder of the latter, or PKG.MODULE:FUNCTION.",
+    help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
 )
-@click.option("--task", metavar="NAME", help="Instead: a data set of reasoning-gym, or 'sums'.")
+@click.option(
+    "--task", metavar="NAME", help="Instead of --data: a reasoning-gym data set, or 'sums'."
+)
 @click.option(
     "--config",
     "config_file",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Instead: a trainer's file, of which every [[evaluation]] is measured. What is given "
-    "besides, such as --prompts, counts over it.",
+    help="Instead of --data: a trainer's file; measures every [[evaluation]] in it. Other options, "
+    "such as --prompts, override the file.",
 )
-@click.option("--only", multiple=True, metavar="NAME", help="With --config: this evaluation of it.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="With --config: measure only this evaluation."
+)
 @click.option(
     "--reward",
     metavar="PKG.MODULE:FUNCTION",
-    help="reward(task, trajectory): a number. Default: what generate returns, or the task's own.",
+    help="reward(task, trajectory): a number. Default: the result of generate, or the task's own "
+    "reward.",
 )
 @click.option(
     "--generate",
     metavar="PKG.MODULE:FUNCTION",
-    help="generate(task, trajectory): any number of turns. Default: one, on the prompt.",
+    help="generate(task, trajectory): any number of turns. Default: one turn, on the prompt.",
 )
 @click.option("--group-reward", is_flag=True, help="Call reward once for all samples of a prompt.")
 @style_options
@@ -102,7 +112,7 @@ class Scoring:
 @click.option("--prompts", type=click.IntRange(min=1), help="[default: 256]")
 @click.option("--samples", type=click.IntRange(min=1, max=4096), help="[default: 1]")
 @click.option(
-    "--concurrency", type=click.IntRange(min=1), help="Prompts under way at a time.  [default: 16]"
+    "--concurrency", type=click.IntRange(min=1), help="Prompts open at a time.  [default: 16]"
 )
 @click.option("--attempts", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option(
@@ -118,12 +128,12 @@ class Scoring:
 @click.option(
     "--passes-from",
     type=Finite(),
-    help="Reward from which an answer is right, for pass@k.  [default: 1]",
+    help="Lowest reward that counts as correct for pass@k.  [default: 1]",
 )
 @click.option(
     "--reconnect-timeout", default=60.0, show_default=True, metavar="SECONDS", type=Finite(min=0)
 )
-@click.option("--dry-run", is_flag=True, help="Check all but the server, and exit.")
+@click.option("--dry-run", is_flag=True, help="Check everything except the server, and exit.")
 @security_options
 def evaluate(
     security: Security,
@@ -145,20 +155,20 @@ def evaluate(
     dry_run: bool,
     **said: Any,
 ) -> None:
-    """Measure what a server samples on sets of prompts; docs/evaluation.md.
+    """Measure what a server samples on sets of prompts; see docs/evaluation.md.
 
-    Takes the turns and scores them in this process, beside a trainer of the same server or without one.
+    Takes and scores the turns in this process, with or without a trainer on the same server.
     """
     from penstock.trainer.commands.evaluate_sets import Given, open_set, open_sets
 
     if max_model_len is not None:
-        raise click.UsageError("--max-model-len goes with --model")
+        raise click.UsageError("--max-model-len requires --model")
     if model is not None:
-        raise click.UsageError("--model begins a server of its own: leave --server out")
+        raise click.UsageError("--model starts a server itself: leave --server out")
     if [data, task, config_file].count(None) != 2:
         raise click.UsageError("give either --data or --task, or --config")
     if only and config_file is None:
-        raise click.UsageError("--only goes with --config")
+        raise click.UsageError("--only requires --config")
     given = Given(**said)
     if config_file is None:
         sets = [open_set(data, task, given, attempts)]
@@ -177,7 +187,7 @@ def evaluate(
         for each in sets:
             if each.needs_environment:
                 raise click.UsageError(
-                    f"the prompts of {each.extent.name} are made by an environment: give --environment"
+                    f"the prompts of {each.extent.name} come from an environment: give --environment"
                 )
     security.check(server)
     if not dry_run:
@@ -209,18 +219,18 @@ def main(arguments: list[str]) -> int:
 
 
 def _server_of(config: TrainerConfig, given: Security) -> tuple[str, Security]:
-    """Where a trainer's file says that its server is, and how it is called, for all that the command line
-    has not `given`. Raises ConfigInvalid."""
+    """Returns the server's address from a trainer's file, and its security settings. Those `given`
+    on the command line take precedence. Raises ConfigInvalid."""
     from penstock.trainer.assembly import security_of
 
     address, *others = config.server.addresses
     if others:
-        raise click.UsageError("the file has several servers: say which by --server")
+        raise click.UsageError("the file has several servers: select one with --server")
     return address, security_of(config.server, given)
 
 
 def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
-    """The functions of the command line, for a server. Raises BadFunction."""
+    """Loads the functions that the command line names. Raises BadFunction."""
     from penstock.client.functions import BadFunction, load_function
     from penstock.client.scoring import is_group_reward, single_turn
     from penstock.trainer.commands.evaluate_alone import Functions
@@ -230,10 +240,10 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
     if scoring.style != "penstock":
         return _load_style(scoring)
     if scoring.arguments is not None:
-        raise BadFunction("--args goes with a --style")
+        raise BadFunction("--args requires a --style")
     if scoring.environments is not None:
         if generate is not None:
-            raise BadFunction("--environment and --generate each take the turns: give one")
+            raise BadFunction("--environment and --generate both take the turns: give only one")
         from penstock.client.environments.naming import load_agent
 
         agent = load_agent(scoring.environments)
@@ -246,14 +256,14 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
                 raise BadFunction("give --reward, or a --generate that returns the reward")
             reward = reward_of(task)
     if reward is None and scoring.group_reward:
-        raise BadFunction("--group-reward says how --reward is called: give it too")
+        raise BadFunction("--group-reward changes how --reward is called: give --reward too")
     score = load_function(reward, "--reward") if reward else None
     functions = Functions(agent, score, per_group=scoring.group_reward or is_group_reward(score))
     return lambda calls: functions
 
 
 def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
-    """Functions that were written for another system. Raises BadFunction."""
+    """Loads functions that were written for another system. Raises BadFunction."""
     from penstock.client.functions import BadFunction
     from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
     from penstock.client.plugins.styles import Style, load_functions
@@ -262,7 +272,7 @@ def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
 
     if scoring.environments is not None:
         raise BadFunction(
-            "--style says how functions are called: it does not go with --environment"
+            "--style selects how functions are called: it cannot be combined with --environment"
         )
     try:
         args = read_arguments(scoring.arguments)
@@ -287,7 +297,7 @@ async def _measure(
     sets: Sequence[MeasuredSet],
     load: Callable[[Calls], Functions],
 ) -> int:
-    """Measures one set after the other, and prints each as it ends; returns the exit status."""
+    """Measures the sets one after another, printing each as it ends. Returns the exit status."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import Progress
@@ -316,7 +326,7 @@ async def _measure(
 
 
 def _report(record: EvaluationRecord) -> int:
-    """Prints what was found; returns the exit status."""
+    """Prints the results. Returns the exit status."""
     from rich.console import Console
 
     from penstock.trainer.evaluation.writer import as_line
@@ -336,7 +346,7 @@ def _table(record: EvaluationRecord) -> Table:
 
     from penstock.trainer.evaluation.writer import versions
 
-    # As it is: a name may be [hard].
+    # Without markup, because a name may look like markup, such as [hard].
     title = f"{record.name}, version {versions(record)}"
     table = Table(title=Text(title), title_justify="left")
     names = ["", "prompts", "reward", "±", *(f"pass@{k}" for k in record.figures.pass_at)]

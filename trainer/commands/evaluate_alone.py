@@ -1,18 +1,19 @@
-"""Evaluation without a trainer: turns are taken and scored here, on whatever a server samples.
+"""Evaluation without a trainer: takes and scores turns in this process, on whatever a server
+samples.
 
-    prompt -> trajectories without a lease -> generate, reward -> measured -> the record
+    prompt -> unleased trajectories -> generate, reward -> measured -> the record
 
-`concurrency` prompts are under way at a time, each with all its samples. No task is submitted and no
-exchange is opened, so that a trainer of the same server is not fenced off, no group of its run is dropped,
-and what is measured never reaches it; it only shares the engine. Where it switches meanwhile, answers mix
-versions, and the record says how many.
+Up to `concurrency` prompts are open at a time, each with all its samples. No task is submitted and
+no exchange is opened. A trainer of the same server is therefore not fenced off, and its run loses
+no groups and never sees these. Only the engine is shared. If the trainer switches meanwhile,
+answers mix versions, and the record counts how many.
 
-What a failure does:
+What each failure does:
 
-    a function raises, or    the attempt is made again, `attempts` times in all; then it is a failure, in no
-      a call is refused        figure, and counted by reason
-    the server is lost       turns wait for it and go on; after `Patience.reconnect_seconds` the evaluation
-                               ends with ServerUnavailable, and has no record
+    a function raises, or    the attempt is repeated, up to `attempts` in all; after that it is a failure,
+      a call is refused        which enters no figure and is counted by reason
+    the server is lost       turns wait for it and continue. After `Patience.reconnect_seconds` the
+                               evaluation ends with ServerUnavailable and without a record
     interrupted              the server aborts the turns in flight; there is no record
 """
 
@@ -54,33 +55,33 @@ ROLES: dict[str, Role] = {
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """How attempts are made and scored, as `penstock rollout` takes it."""
+    """The functions that make and score attempts, as for `penstock rollout`."""
 
     generate: Agent
     reward: Agent | None
-    """None where `generate` returns the reward."""
+    """None if `generate` returns the reward."""
     per_group: bool = False
     """Whether `reward` scores all samples of a prompt at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is asked, and how."""
+    """Size of an evaluation, and how it samples."""
 
     name: str
     prompts: int
     samples_per_prompt: int
     concurrency: int
-    """Prompts under way at a time."""
+    """Prompts open at a time."""
     attempts: int
-    """Of each sample, the first one counted."""
+    """Attempts per sample, including the first."""
     sampling: SamplingParams
     system_prompt: str = ""
     passes_from: float = 1.0
 
 
 class Measuring:
-    """One evaluation."""
+    """Measures one set of prompts."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Measuring:
         extent: Extent,
         on_prompt: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_prompt` is called as each prompt is measured."""
+        """`on_prompt` is called after each measured prompt."""
         self._calls = calls
         self._source = source
         self._functions = functions
@@ -99,11 +100,11 @@ class Measuring:
         self._id = f"eval-{uuid.uuid4().hex[:12]}"
         self._measured: list[MeasuredPrompt] = []
         self._shown: set[str] = set()
-        """Reasons of failure that were shown."""
+        """Failure reasons that were already logged."""
 
     async def run(self) -> EvaluationRecord:
-        """Raises PenstockError where the server refuses everything, ServerUnavailable where it is lost,
-        ConfigInvalid where the data cannot be read."""
+        """Raises PenstockError if the server refuses everything, ServerUnavailable if it is lost,
+        and ConfigInvalid if the data cannot be read."""
         extent, begun = self._extent, time.time()
         version = (await self._calls.get_server_info()).active_weight_version
         indices = iter(range(extent.prompts))
@@ -131,7 +132,7 @@ class Measuring:
         return record
 
     async def _work(self, indices: Iterator[int]) -> None:
-        """Consumes places in the data, which others consume too; produces measured prompts."""
+        """Consumes data indices shared with other workers; produces measured prompts."""
         for index in indices:
             problem = self._source.problem(index)
             task = make_task(problem, f"{self._id}-{index}", index, self._extent)
@@ -144,7 +145,7 @@ class Measuring:
             self._on_prompt()
 
     async def _judge(self, task: Task, sample: int) -> tuple[AskedTrajectory, Outcome | Failed]:
-        """One sample, made until it does not fail, or often enough."""
+        """Makes one sample, and repeats it until it succeeds or the attempts are used up."""
         attempt = 0
         while True:
             trajectory = self._open(task, sample, attempt)
@@ -155,7 +156,7 @@ class Measuring:
                 return trajectory, outcome
 
     async def _judge_together(self, task: Task) -> list[tuple[AskedTrajectory, Outcome | Failed]]:
-        """All samples of a prompt, made again together where their reward fails."""
+        """Makes all samples of a prompt, and repeats them together if any fails."""
         attempt = 0
         while True:
             opened = [
@@ -183,7 +184,7 @@ class Measuring:
             if isinstance(score, Failed):
                 return score
             if trajectory.closed and trajectory.outcome is not None:
-                # By the function itself.
+                # Closed by the function itself.
                 return trajectory.outcome
             if self._functions.reward is not None:
                 score = await call(self._functions.reward, task, trajectory)
@@ -192,7 +193,7 @@ class Measuring:
             return self._failed(error)
 
     async def _generate(self, task: Task, trajectory: AskedTrajectory) -> Failed | None:
-        """None where it can be scored."""
+        """Returns None if the trajectory can be scored."""
         try:
             score = await call(self._functions.generate, task, trajectory)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -210,8 +211,8 @@ class Measuring:
             return [self._failed(error)] * len(trajectories)
 
     def _failed(self, error: BaseException) -> Failed:
-        """The failure that an exception is. Raises ServerUnavailable, for nothing more would succeed, and
-        CancelledError where it is the evaluation that is cancelled."""
+        """Converts an exception to a failure. Raises ServerUnavailable, because no later attempt
+        would succeed. Raises CancelledError if the evaluation itself is cancelled."""
         if isinstance(error, ServerUnavailable):
             raise error
         failed = as_failed(error)
@@ -223,7 +224,7 @@ class Measuring:
         if failed.reason not in self._shown:
             self._shown.add(failed.reason)
             log.warning(
-                "an attempt failed with %s: %s (further ones are only counted)",
+                "an attempt failed with %s: %s (further failures with this reason are only counted)",
                 failed.reason,
                 failed.message,
                 exc_info=None if isinstance(error, PenstockError) else error,
@@ -231,23 +232,24 @@ class Measuring:
         return failed
 
     async def _close(self, trajectory: AskedTrajectory, outcome: Outcome | Failed) -> None:
-        """So that the server keeps nothing of it."""
+        """Closes the trajectory, so that the server discards it."""
         if trajectory.closed or not trajectory.turns:
             return
-        # It was lost with a server that remembers nothing, or an outcome does not fit: nobody asks for it.
+        # The trajectory was lost with the server, or its outcome is invalid. No one else depends on
+        # it.
         with contextlib.suppress(PenstockError, TypeError, ValueError):
             await trajectory.close(outcome)
 
 
 def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Task:
-    """A problem as functions are given it: the same fields as of a task that a trainer submits."""
+    """Builds the task for a problem, with the same fields as a task that a trainer submits."""
     messages = [Message(ROLES[role], text) for role, text in problem.messages]
     if extent.system_prompt:
         messages.insert(0, Message("system", extent.system_prompt))
     return Task(
         task_id,
         prompt=tuple(messages) or None,
-        # As a task that came over the wire has it.
+        # Normalized like metadata that came over the wire.
         metadata=from_struct(to_struct(cast("Mapping[str, Json]", problem.for_agents))),
         group_size=extent.samples_per_prompt,
         purpose=Purpose.EVAL,
@@ -276,13 +278,13 @@ def _measure(
 
 
 def _is_cut(trajectory: AskedTrajectory) -> bool:
-    """Whether its last turn was, but for those that found the context full."""
+    """Whether its last turn was cut off. Empty turns, which found the context full, are skipped."""
     written = (turn for turn in reversed(trajectory.turns) if len(turn.token_ids))
     return next(written, trajectory.last_turn).finish_reason is FinishReason.LENGTH
 
 
 def _versions(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
-    """Those that sampled a token, in a branch too, each once."""
+    """Returns the versions that sampled a token, including in branches, each once."""
     found: set[int] = set()
     for one in trajectories:
         found.update(version for turn in one.turns for version in turn.weight_versions)

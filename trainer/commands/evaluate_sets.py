@@ -1,7 +1,7 @@
-"""What `penstock eval` measures: one set of prompts by its command line, or those of a trainer's file.
+"""The sets that `penstock eval` measures: one from its command line, or those of a trainer's file.
 
-Of a file it is the tables `[[evaluation]]`, each as the trainer would ask it: the same prompts, in the same
-order, sampled in the same way. What the command line says besides counts over the file.
+Each `[[evaluation]]` table of a file is measured as the trainer would: the same prompts, in the
+same order, with the same sampling. Options on the command line override the file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from penstock.trainer.config.trainer import TrainerConfig
 
 SUMS = "sums"
-# By their names: what they are in is no part of the trainer.
+# Named by string, because the trainer does not import their package.
 SUMS_DATA = "penstock.demo.tasks:sums"
 SUMS_REWARD = "penstock.demo.rewards:last_integer_is_answer"
 GYM_REWARD = "penstock.demo.rewards:reasoning_gym_score"
 TASK_SEED = 1_000_000_000
-"""Of the problems of `--task`: none that anybody trains with."""
+"""Seed of the problems of `--task`, chosen so that no training run uses them."""
 T = TypeVar("T")
 
 PROMPTS, SAMPLES, CONCURRENCY, MAX_TOKENS, PASSES_FROM = 256, 1, 16, 256, 1.0
@@ -46,7 +46,7 @@ PROMPTS, SAMPLES, CONCURRENCY, MAX_TOKENS, PASSES_FROM = 256, 1, 16, 256, 1.0
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says of how to measure; None where it says nothing."""
+    """Options of the command line; None for those not given."""
 
     prompts: int | None = None
     samples: int | None = None
@@ -62,16 +62,16 @@ class Given:
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """Prompts, and how they are asked."""
+    """A set of prompts, and how they are sampled."""
 
     source: Source
     extent: Extent
     needs_environment: bool = False
-    """Whether its tasks name episodes of an environment, and have no prompts."""
+    """Whether its tasks name episodes of an environment instead of prompts."""
 
 
 def open_set(data: str | None, task: str | None, given: Given, attempts: int) -> MeasuredSet:
-    """The set of `--data`, or else of `--task`. Raises ConfigInvalid."""
+    """Opens the set that `--data` names, or else `--task`. Raises ConfigInvalid."""
     section = "--data" if data is not None else "--task"
     source = open_source(_describe(data, task), SEED, section)
     samples = _first(given.samples, SAMPLES)
@@ -95,14 +95,15 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
 
 
 def reward_of(task: str) -> str:
-    """The name of the reward that a `--task` comes with."""
+    """Returns the name of the reward function that belongs to a `--task`."""
     return SUMS_REWARD if task == SUMS else GYM_REWARD
 
 
 def open_sets(
     config: TrainerConfig, path: Path, only: Sequence[str], given: Given, attempts: int
 ) -> list[MeasuredSet]:
-    """The evaluations of a trainer's file, or those that `only` names. Raises ConfigInvalid."""
+    """Opens the evaluations of a trainer's file, or only those named by `only`. Raises
+    ConfigInvalid."""
     known = {one.name: one for one in config.evaluation}
     if not known:
         raise ConfigInvalid(f"{path} has no [[evaluation]]")
@@ -141,7 +142,7 @@ def _sampling(config: SamplingConfig, given: Given) -> SamplingParams:
 
 
 def _describe(data: str | None, task: str | None) -> MixableConfig:
-    """Raises ConfigInvalid."""
+    """Describes the source as configuration. Raises ConfigInvalid."""
     try:
         if data is None:
             return _task(task or "")
@@ -151,19 +152,21 @@ def _describe(data: str | None, task: str | None) -> MixableConfig:
         if data is None:
             raise ConfigInvalid(f"--task {task}: {error.errors()[0]['msg']}") from error
     raise ConfigInvalid(
-        f"--data {data}: neither *.jsonl, *.parquet, a folder of the latter, nor PKG.MODULE:FUNCTION"
+        f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "
+        "PKG.MODULE:FUNCTION"
     )
 
 
 def _task(task: str) -> MixableConfig:
-    """Raises ValidationError."""
+    """Returns the source of a `--task`. Raises ValidationError for an unknown name."""
     if task == SUMS:
         return MixableConfig(python=PythonConfig(function=SUMS_DATA))
     return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task, seed=TASK_SEED))
 
 
 def _data(data: str) -> MixableConfig | None:
-    """None where it is nothing that there is. Raises ValidationError for what is no function's name."""
+    """Returns the source of a `--data` value, or None if it matches no form. Raises ValidationError
+    for an invalid function name."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
         return MixableConfig(parquet=ParquetConfig(path=path))

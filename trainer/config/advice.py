@@ -1,6 +1,6 @@
-"""What a configuration may say and hardly anybody means: told when the run starts, and done as it was said.
+"""Warnings about valid but probably unintended configurations. They are logged when the run starts.
 
-What cannot be meant at all is refused where it is read (`config`, `algorithm_config`).
+Configurations that cannot be intended are rejected when read (`config`, `algorithm_config`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from penstock.trainer.config.trainer import TrainerConfig
 
 
 def advise(config: TrainerConfig) -> list[str]:
-    """A sentence or two for each such choice, naming the fields; docs/algorithms.md has the reasons."""
+    """Returns a warning for each such choice, naming the fields. docs/algorithms.md has the
+    reasons."""
     algorithm, max_lag = config.algorithm, config.staleness.max_lag
     said: list[str] = []
     if max_lag > 0 and not algorithm.corrects_for_age:
         said.append(
-            f"staleness.max_lag = {max_lag}, and nothing corrects for it: tokens of older versions are "
+            f"staleness.max_lag = {max_lag}, but nothing corrects for it: tokens of older versions are "
             "trained as if this policy had sampled them. Give algorithm.correction a level and a mode that "
-            "weighs, or a loss whose ratio is to the behaviour policy"
+            "weighs, or use a loss whose ratio is to the behaviour policy"
         )
     if isinstance(algorithm.loss, Gspo) and isinstance(algorithm.aggregation, TokenMean):
         said.append(
-            'algorithm.loss.kind = "gspo" with algorithm.aggregation.kind = "token_mean": a sequence then '
-            'counts by its length. GSPO\'s objective has "sequence_mean"'
+            'algorithm.loss.kind = "gspo" with algorithm.aggregation.kind = "token_mean": this weights a '
+            'sequence by its length. GSPO\'s objective uses "sequence_mean"'
         )
     if (
         config.train.updates_per_step == 1
@@ -32,19 +33,19 @@ def advise(config: TrainerConfig) -> list[str]:
         and ratio_is_to_proximal(algorithm.correction)
     ):
         said.append(
-            "the bounds of algorithm.loss, with a ratio to the proximal policy and "
-            "train.updates_per_step = 1: that ratio is 1 in the first update of a step, and nothing is "
-            "ever clipped. Make more updates of a step, or leave them out"
+            "the bounds of algorithm.loss have no effect, because its ratio is to the proximal policy and "
+            "train.updates_per_step = 1: that ratio is 1 in the first update of a step, so nothing is ever "
+            "clipped. Make more updates per step, or leave the bounds out"
         )
     if config.train.warmup_steps >= config.run.steps:
         said.append(
             f"train.warmup_steps = {config.train.warmup_steps} and run.steps = {config.run.steps}: the run "
-            "ends before the learning rate is what train.learning_rate says"
+            "ends before the learning rate reaches train.learning_rate"
         )
     trained = set(_described(config.data))
     said.extend(
-        f"evaluation {one.name!r} asks the very problems that are trained: those of one data set of "
-        "reasoning-gym, one seed and the same settings. Give it another seed"
+        f"evaluation {one.name!r} asks the same problems that are trained: they come from the same "
+        "reasoning-gym data set, with the same seed and settings. Give it another seed"
         for one in config.evaluation
         if trained & set(_described(one))
     )
@@ -52,7 +53,7 @@ def advise(config: TrainerConfig) -> list[str]:
 
 
 def _bounds_another_ratio(loss: LossConfig) -> bool:
-    """Whether one of its bounds was given, and is not what it is without."""
+    """Returns whether one of its bounds was set to something other than the default."""
     return any(
         getattr(loss, name) != type(loss).model_fields[name].default
         for name in ("clip_low", "clip_high", "dual_clip")
@@ -61,6 +62,7 @@ def _bounds_another_ratio(loss: LossConfig) -> bool:
 
 
 def _described(config: MixableConfig) -> list[str]:
-    """The data sets of reasoning-gym that it takes, each by what its problems follow from."""
+    """Describes the reasoning-gym data sets it uses, each by everything that determines its
+    problems."""
     every = (part.reasoning_gym for part in (config, *config.mixture))
     return [one.model_dump_json(exclude={"size"}) for one in every if one is not None]

@@ -1,6 +1,7 @@
-"""The section `[algorithm]`: unions of kinds, each with the fields that mean something for it.
+"""The section `[algorithm]`: unions of kinds, each with only the fields that apply to it.
 
-What cannot be meant cannot be written; docs/algorithms.md has the formulas and when to choose which.
+Meaningless combinations therefore cannot be written. docs/algorithms.md has the formulas and
+explains when to choose which.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Option = bool | int | float | str
 Level = Literal["token", "sequence"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
-# Of a table that does not name its own.
+# The kind of a table that does not name one.
 DEFAULT_KINDS = {
     "advantage": "grpo",
     "loss": "ppo_clip",
@@ -26,12 +27,13 @@ DEFAULT_KINDS = {
 
 
 class CustomFunction(Section):
-    """A function of your own; docs/algorithms.md says what it takes and returns."""
+    """A function you provide. docs/algorithms.md describes its arguments and result."""
 
     kind: Literal["custom"]
-    """A function of your own."""
+    """A function you provide."""
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """Where it is, as pkg.module:function; modules of the working directory are found too."""
+    """Where to find the function, as pkg.module:function. Modules of the working directory are
+    found too."""
     options: dict[str, Option] = Field(default_factory=dict[str, Option])
     """Keyword arguments of each call."""
 
@@ -40,62 +42,65 @@ class CustomFunction(Section):
 
 
 class Grpo(Section):
-    """The reward's distance to its group's mean, in standard deviations."""
+    """The reward minus the mean of its group, in standard deviations."""
 
     kind: Literal["grpo"] = "grpo"
-    """Group-relative, normalized."""
+    """Group-relative and normalized."""
 
 
 class DrGrpo(Section):
-    """The reward's distance to its group's mean."""
+    """The reward minus the mean of its group."""
 
     kind: Literal["dr_grpo"]
     """Group-relative, not normalized."""
 
 
 class Rloo(Section):
-    """The reward's distance to the mean of its siblings."""
+    """The reward minus the mean of its siblings."""
 
     kind: Literal["rloo"]
-    """Leave one out."""
+    """Leave-one-out baseline."""
 
 
 class ReinforcePlusPlus(Section):
     """The reward, whitened over the step."""
 
     kind: Literal["reinforce_plus_plus"]
-    """Without groups."""
+    """Does not use groups."""
 
 
 class ReinforcePlusPlusBaseline(Section):
-    """The reward's distance to its group's mean, whitened over the step."""
+    """The reward minus the mean of its group, whitened over the step."""
 
     kind: Literal["reinforce_plus_plus_baseline"]
-    """With the group's mean as baseline."""
+    """Uses the group's mean as baseline."""
 
 
 class CriticConfig(Section):
-    """A second model, as large as the policy's, which learns what answers will be worth."""
+    """A second model of the policy's size, which learns to predict the return."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Its learning rate, the same at every step; the rest of its optimizer is the policy's."""
+    """Learning rate of the critic, constant over the run. Its other optimizer settings are the
+    policy's."""
     clip: Annotated[float, Field(gt=0)] | Literal["none"] = 0.2
-    """How far an update moves a value with its whole gradient; "none" for no such bound."""
+    """Largest change of a value in one update that still gets the full gradient. "none" disables
+    the bound."""
 
 
 class Gae(Section):
-    """Generalized advantage estimation, token by token."""
+    """Generalized advantage estimation, per token."""
 
     kind: Literal["gae"]
-    """With a critic."""
+    """Uses a critic."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """What the next token's worth counts for now: the paper's gamma."""
+    """Weight of the next token's value in the current one; gamma in the paper."""
     trace: float = Field(default=0.95, ge=0, le=1)
-    """How far surprises reach back: the paper's lambda; one believes rewards alone, zero the critic."""
+    """How far back surprises are credited; lambda in the paper. One relies on rewards alone, zero
+    on the critic."""
     whiten: bool = True
-    """Whether advantages are whitened over the step."""
+    """Whether to whiten advantages over the step."""
     critic: CriticConfig = CriticConfig()
-    """What learns the values."""
+    """The model that learns the values."""
 
 
 AdvantageConfig = Annotated[
@@ -103,61 +108,61 @@ AdvantageConfig = Annotated[
     Field(discriminator="kind"),
 ]
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Those that compare the answers to a prompt with each other."""
+"""Kinds that compare the answers to a prompt with each other."""
 
 # Losses
 
 
 class _Clipped(Section):
-    """A ratio that counts within bounds around 1."""
+    """A ratio that is clipped to bounds around 1."""
 
     clip_low: float
-    """How far below."""
+    """Distance from 1 to the lower bound."""
     clip_high: float
-    """How far above."""
+    """Distance from 1 to the upper bound."""
 
     @model_validator(mode="after")
     def _some_way_to_go(self) -> _Clipped:
         if self.clip_low == self.clip_high == 0:
             raise ValueError(
-                "clip_low and clip_high are both 0: the ratio may then be nothing but 1, which it is "
-                "before the policy has moved at all. Give one of them above 0; what has no ratio is "
+                "clip_low and clip_high are both 0: this allows only a ratio of 1, which the ratio is "
+                "before the policy has moved at all. Set one of them above 0; for no ratio, use "
                 'kind = "reinforce"'
             )
         return self
 
 
 class PpoClip(_Clipped):
-    """The clipped surrogate of each token."""
+    """The clipped surrogate objective, per token."""
 
     kind: Literal["ppo_clip"] = "ppo_clip"
-    """PPO."""
+    """Proximal policy optimization."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio counts down to 1 - clip_low."""
+    """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.28, ge=0)
-    """The ratio counts up to 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Where the advantage is negative the ratio counts up to this at most; unset for no such bound."""
+    """Upper bound of the ratio for negative advantages. Unset means no such bound."""
 
 
 class Gspo(_Clipped):
-    """The clipped surrogate of the sequence's ratio."""
+    """The clipped surrogate objective with the ratio of the whole sequence."""
 
     kind: Literal["gspo"]
-    """Sequence-level."""
+    """Sequence-level policy optimization."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
-    """The sequence's ratio counts down to 1 - clip_low."""
+    """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
-    """The sequence's ratio counts up to 1 + clip_high."""
+    """The sequence's ratio is clipped above 1 + clip_high."""
 
 
 class Cispo(_Clipped):
-    """REINFORCE weighted with the clipped ratio."""
+    """REINFORCE weighted by the clipped ratio."""
 
     kind: Literal["cispo"]
-    """The weight is clipped, the gradient is not."""
+    """Clips the weight, not the gradient."""
     clip_low: float = Field(default=1.0, ge=0, le=1)
-    """The weight is at least 1 - clip_low; one is no bound."""
+    """The weight is at least 1 - clip_low. One disables the bound."""
     clip_high: float = Field(default=4.0, ge=0)
     """The weight is at most 1 + clip_high."""
 
@@ -166,7 +171,7 @@ class Reinforce(Section):
     """The plain policy gradient."""
 
     kind: Literal["reinforce"]
-    """Without a ratio."""
+    """Uses no ratio."""
 
 
 LossConfig = Annotated[
@@ -177,26 +182,26 @@ LossConfig = Annotated[
 
 
 class TokenMean(Section):
-    """Every token weighs the same."""
+    """Every token has the same weight."""
 
     kind: Literal["token_mean"] = "token_mean"
-    """Sum over the tokens of the update."""
+    """Mean over the tokens of the update."""
 
 
 class SequenceMean(Section):
-    """Every sequence weighs the same."""
+    """Every sequence has the same weight."""
 
     kind: Literal["sequence_mean"]
-    """Mean over sequences of the mean over tokens."""
+    """Mean over sequences of the mean over their tokens."""
 
 
 class FixedLength(Section):
-    """Every token weighs the same, however many there are."""
+    """Every token has the same weight, regardless of the number of tokens."""
 
     kind: Literal["fixed_length"]
-    """Sum over sequences times a constant."""
+    """Sum over tokens, divided by the number of sequences times a constant."""
     length: int = Field(ge=1)
-    """The constant, such as the most tokens that a trajectory may have."""
+    """The constant, such as the maximum number of tokens in a trajectory."""
 
 
 AggregationConfig = Annotated[TokenMean | SequenceMean | FixedLength, Field(discriminator="kind")]
@@ -205,32 +210,32 @@ AggregationConfig = Annotated[TokenMean | SequenceMean | FixedLength, Field(disc
 
 
 class NoKl(Section):
-    """No reference."""
+    """No KL to a reference model."""
 
     kind: Literal["none"] = "none"
-    """No reference."""
+    """Uses no reference."""
 
 
 class KlInLoss(Section):
-    """A term of the loss; its gradient pulls the policy back."""
+    """A term of the loss, whose gradient pulls the policy back to the reference."""
 
     kind: Literal["loss"]
-    """In the loss."""
+    """Adds the KL to the loss."""
     coefficient: float = Field(gt=0)
-    """What it is multiplied with."""
+    """Factor of the KL."""
     estimator: KlEstimator = "k3"
-    """How it is estimated from the token sampled."""
+    """Estimator of the KL, computed from the sampled token."""
 
 
 class KlInReward(Section):
-    """A penalty on each token, before advantages are made."""
+    """A penalty on each token, applied before advantages are computed."""
 
     kind: Literal["reward"]
-    """In the reward."""
+    """Subtracts the KL from the reward."""
     coefficient: float = Field(gt=0)
-    """What it is multiplied with."""
+    """Factor of the KL."""
     estimator: KlEstimator = "k1"
-    """How it is estimated from the token sampled."""
+    """Estimator of the KL, computed from the sampled token."""
 
 
 KlConfig = Annotated[NoKl | KlInLoss | KlInReward, Field(discriminator="kind")]
@@ -239,78 +244,78 @@ KlConfig = Annotated[NoKl | KlInLoss | KlInReward, Field(discriminator="kind")]
 
 
 class Uncorrected(Section):
-    """No weights."""
+    """Applies no correction weights."""
 
     level: Literal["off"] = "off"
-    """No weights."""
+    """Applies no weights."""
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    """Whose probability the loss's ratio is to: that of the policy that sampled the token, or that of the
-    policy at the beginning of the step."""
+    """Denominator of the loss's ratio: the policy that sampled the token, or the policy at the
+    beginning of the step."""
 
 
 class ClippedWeight(Section):
-    """Truncated importance sampling."""
+    """Importance sampling with truncated weights."""
 
     level: Level
-    """Weight of a token, or of its sequence."""
+    """Whether to weight each token or its whole sequence."""
     mode: Literal["clip"]
-    """A large weight is cut."""
+    """Caps large weights."""
     quantity: Literal["ratio"] = "ratio"
-    """The proximal policy's probability over the behaviour policy's."""
+    """The proximal policy's probability divided by the behaviour policy's."""
     threshold: float
-    """The largest weight, 1 at least."""
+    """Largest weight, at least 1."""
 
     @field_validator("threshold")
     @classmethod
     def _leaves_what_is_on_policy(cls, threshold: float) -> float:
         if threshold < 1:
             raise ValueError(
-                "it must be 1 at least: the weight of every token that the policy itself sampled is 1, and "
-                "all of them would be weighted with less, as by a smaller learning rate. Begin with 2"
+                "it must be at least 1: every token that the policy itself sampled has a weight of 1, so "
+                "all of them would be scaled down, as by a smaller learning rate. Begin with 2"
             )
         return threshold
 
 
 class RatioMask(Section):
-    """Leaves out what the two policies disagree about, measured by their ratio."""
+    """Leaves out tokens on which the two policies disagree, measured by their ratio."""
 
     level: Level
-    """By the token's ratio, or by the geometric mean of its sequence."""
+    """Whether to use the token's ratio, or the geometric mean of its sequence."""
     mode: Literal["mask"]
-    """What is outside has no gradient."""
+    """Removes the gradient outside the bounds."""
     quantity: Literal["ratio"]
-    """The proximal policy's probability over the behaviour policy's."""
+    """The proximal policy's probability divided by the behaviour policy's."""
     threshold: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
-    """Least and largest ratio that is kept."""
+    """Smallest and largest ratio that is kept."""
     weighted: bool = True
-    """Whether what is kept is weighted with the token's ratio."""
+    """Whether to weight kept tokens by their ratio."""
 
     @field_validator("threshold")
     @classmethod
     def _ordered(cls, threshold: tuple[float, float]) -> tuple[float, float]:
         if threshold[0] >= threshold[1]:
-            raise ValueError("the least ratio must be below the largest")
+            raise ValueError("the smallest ratio must be below the largest")
         if not threshold[0] <= 1 <= threshold[1]:
             raise ValueError(
-                "1 must be between the least ratio and the largest: it is that of every token the policy "
-                "itself sampled, none of which would be trained"
+                "1 must be between the smallest ratio and the largest: every token that the policy itself "
+                "sampled has a ratio of 1, and none of them would be trained"
             )
         return threshold
 
 
 class KlMask(Section):
-    """Leaves out what the two policies disagree about, measured by an estimate of their KL."""
+    """Leaves out tokens on which the two policies disagree, measured by an estimate of their KL."""
 
     level: Level
-    """By the token's estimate, or by the mean of its sequence."""
+    """Whether to use the token's estimate, or the mean of its sequence."""
     mode: Literal["mask"]
-    """What is above has no gradient."""
+    """Removes the gradient above the threshold."""
     quantity: Literal["kl"]
-    """KL of the behaviour policy to the proximal one."""
+    """KL of the behaviour policy to the proximal policy."""
     threshold: float = Field(gt=0)
-    """The largest estimate that is kept."""
+    """Largest estimate that is kept."""
     estimator: Literal["k2", "k3"] = "k3"
-    """Those that are never negative."""
+    """Estimator of the KL. Only estimators that are never negative are allowed."""
 
 
 _MaskConfig = Annotated[RatioMask | KlMask, Field(discriminator="quantity")]
@@ -319,8 +324,8 @@ CorrectionConfig = Annotated[Uncorrected | _ModeConfig, Field(discriminator="lev
 
 
 def ratio_is_to_proximal(config: CorrectionConfig) -> bool:
-    """Whether the loss's ratio is to the proximal policy: where weights carry the rest of the way to the
-    behaviour policy, or nothing is to."""
+    """Returns whether the loss's ratio is to the proximal policy. This is so if weights cover the
+    rest of the way to the behaviour policy, or if nothing is meant to."""
     match config:
         case Uncorrected():
             return config.ratio_to == "proximal"
@@ -334,24 +339,25 @@ def ratio_is_to_proximal(config: CorrectionConfig) -> bool:
 
 
 class AlgorithmConfig(Section):
-    """What a step makes of its rewards."""
+    """How rewards become updates."""
 
     advantage: AdvantageConfig = Grpo()
-    """How good each token was."""
+    """How advantages are computed."""
     loss: LossConfig = PpoClip()
-    """What moves the policy there."""
+    """The policy loss."""
     aggregation: AggregationConfig = TokenMean()
-    """How much each token weighs."""
+    """How tokens are weighted in the loss."""
     kl: KlConfig = NoKl()
-    """What holds the policy near the one the run began from."""
+    """What keeps the policy near the one the run started from."""
     correction: CorrectionConfig = Uncorrected()
-    """What makes up for data of another policy."""
+    """How the update corrects for data that another policy sampled."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """How much of the entropy is taken from the loss."""
+    """Factor of the entropy bonus in the loss."""
 
     @property
     def reads_behaviour(self) -> bool:
-        """Whether anything but a figure is made of the log-probabilities that tokens were sampled with."""
+        """Whether the log-probabilities that tokens were sampled with affect training, and not only
+        a figure."""
         correction = self.correction
         if not isinstance(correction, Uncorrected) or isinstance(self.kl, KlInReward):
             return True
@@ -359,7 +365,7 @@ class AlgorithmConfig(Section):
 
     @property
     def corrects_for_age(self) -> bool:
-        """Whether what another policy sampled weighs otherwise than what this one would have."""
+        """Whether tokens of another policy get a different weight than the policy's own."""
         match self.correction:
             case Uncorrected(ratio_to="proximal"):
                 return False
@@ -378,7 +384,7 @@ class AlgorithmConfig(Section):
         if isinstance(correction, Mapping):
             fields = cast("Mapping[str, object]", correction)
             if set(fields) == {"ratio_to"}:
-                # A choice that there is at one level only.
+                # `ratio_to` exists at only one level.
                 tables["correction"] = {"level": "off", **fields}
         return {
             name: {"kind": DEFAULT_KINDS[name], **cast("Mapping[str, object]", table)}
@@ -396,7 +402,7 @@ class AlgorithmConfig(Section):
             and correction.ratio_to == "proximal"
         ):
             raise ValueError(
-                'correction.ratio_to = "proximal" means nothing with loss.kind = "reinforce", '
+                'correction.ratio_to = "proximal" has no effect with loss.kind = "reinforce", '
                 "which has no ratio"
             )
         return self

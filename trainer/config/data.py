@@ -1,5 +1,5 @@
-"""The section `[data]`: where prompts come from, and how they are asked; docs/data.md has an example of
-each source."""
+"""The section `[data]`: where prompts come from, and how they are sampled. docs/data.md has an
+example of each source."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ class SamplingConfig(Section):
     """How the policy is sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature; zero is greedy, which leaves nothing to learn from: for evaluations alone."""
+    """Temperature. Zero is greedy, which leaves nothing to learn from and is only for
+    evaluations."""
     max_tokens: int = Field(default=256, ge=1)
     """Upper bound on policy tokens in one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; one keeps every token. For training less goes only with algorithms that do not read the
-    log-probabilities that tokens were sampled with; docs/algorithms.md."""
+    """Nucleus sampling. One keeps every token. In training, a lower value requires an algorithm
+    that does not read the log-probabilities that tokens were sampled with; see
+    docs/algorithms.md."""
     top_k: int = Field(default=0, ge=0)
-    """Tokens to choose from; zero means no limit. For training a limit goes only where `top_p` below one
-    does."""
+    """Number of most likely tokens to sample from. Zero means no limit. In training, a limit has
+    the same requirement as a `top_p` below one."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn."""
 
 
 class ReasoningGymConfig(Section):
-    """A procedural data set of reasoning-gym."""
+    """A procedural data set from reasoning-gym."""
 
     name: str = Field(min_length=1)
     """Name of the data set, such as "basic_arithmetic"."""
     size: int = Field(default=10_000, ge=1)
-    """Problems before they repeat."""
+    """Number of problems before they repeat."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the problems; sets of different seeds are drawn independently."""
+    """Seed of the problems. Sets with different seeds are drawn independently."""
     config: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict[str, Scalar | list[Scalar]]
     )
@@ -45,50 +47,52 @@ class ReasoningGymConfig(Section):
 
 
 class RowsConfig(Section):
-    """What is read of each row; the fields that are not the prompt are metadata."""
+    """Which fields of each row are read. Fields that are not the prompt become metadata."""
 
     prompt_field: str = "prompt"
-    """Field with the text of the user's message; used where `messages_field` is absent."""
+    """Field with the text of the user's message. Used if `messages_field` is absent."""
     messages_field: str = "messages"
     """Field with a list of {"role", "content"} objects."""
     shuffle: bool = True
-    """Whether each pass over the rows has an order of its own, drawn from the run's seed."""
+    """Whether each pass over the rows has a new order, drawn from the run's seed."""
 
 
 class JsonlConfig(RowsConfig):
     """A file with one JSON object per line."""
 
     path: Path
-    """The file."""
+    """Path of the file."""
 
 
 class ParquetConfig(RowsConfig):
-    """Tables in Parquet."""
+    """One or more Parquet tables."""
 
     path: Path
-    """The file, or a folder whose files named *.parquet are read one after another, in the order of their
-    names."""
+    """A file, or a folder. The *.parquet files of a folder are read one after another, in the order
+    of their names."""
 
 
 class HuggingFaceConfig(RowsConfig):
-    """A data set of Hugging Face's hub, or a folder that `datasets` reads; takes the extra `datasets`."""
+    """A data set on the Hugging Face hub, or a folder that `datasets` reads. Needs the extra
+    `datasets`."""
 
     path: str = Field(min_length=1)
-    """Name on the hub, or folder; also one that `save_to_disk` wrote."""
+    """Name on the hub, or a folder, including one that `save_to_disk` wrote."""
     name: str = ""
-    """Configuration of the data set; empty for its only one."""
+    """Configuration of the data set. Empty if it has only one."""
     split: str = "train"
-    """Which part of it; slices such as "train[:80%]" count."""
+    """Split of the data set. Slices such as "train[:80%]" are supported."""
     revision: str = ""
-    """Commit on the hub, so that it stays the same; empty takes the newest."""
+    """Commit on the hub, which pins the data. Empty uses the newest."""
 
 
 class PythonConfig(RowsConfig):
-    """What a function of your own returns."""
+    """The return value of a function you provide."""
 
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """Where it is, as pkg.module:function; modules of the working directory are found too. It returns a
-    sequence, or anything that can be gone through, whose order is its own: `shuffle` is of sequences."""
+    """Where to find the function, as pkg.module:function. Modules of the working directory are
+    found too. It returns a sequence or any other iterable. `shuffle` applies to sequences only; an
+    iterable keeps its order."""
     options: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict[str, Scalar | list[Scalar]]
     )
@@ -96,30 +100,32 @@ class PythonConfig(RowsConfig):
 
 
 class LevelConfig(Section):
-    """One difficulty of an environment."""
+    """One difficulty level of an environment."""
 
     name: str = ""
-    """What its episodes are counted under, after the environment's name; empty for its place among the
-    levels."""
+    """Name under which its episodes are counted, after the environment's name. Empty uses its index
+    among the levels."""
     options: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict[str, Scalar | list[Scalar]]
     )
-    """What the environment is begun with, such as max_number of GuessTheNumber."""
+    """Options with which the environment is created, such as max_number of GuessTheNumber."""
 
 
 class EnvironmentConfig(Section):
-    """Episodes of an environment that workers have (`penstock rollout --environment`), by seed."""
+    """Episodes of an environment that workers provide (`penstock rollout --environment`), by
+    seed."""
 
     name: str = Field(min_length=1)
-    """As workers name it, such as "textarena:GuessTheNumber-v0"."""
+    """Name by which workers know it, such as "textarena:GuessTheNumber-v0"."""
     seed: int = Field(default=0, ge=0)
-    """The first episode's."""
+    """Seed of the first episode."""
     size: int = Field(default=1_000_000, ge=1)
-    """Seeds of each level before they repeat."""
+    """Number of seeds of each level before they repeat."""
     levels: tuple[LevelConfig, ...] = ()
-    """Difficulties, which take turns; none is the environment as it is."""
+    """Difficulty levels, which take turns. Empty uses the environment's defaults."""
     prompts_per_level: int = Field(default=0, ge=0)
-    """Prompts after which the next level joins those before it; zero: all from the beginning."""
+    """Number of prompts after which the next level joins the previous ones. Zero uses all levels
+    from the start."""
 
 
 SOURCES = ("reasoning_gym", "jsonl", "parquet", "huggingface", "python", "environment")
@@ -133,16 +139,16 @@ class SourceConfig(Section):
     jsonl: JsonlConfig | None = None
     """A file of JSON objects."""
     parquet: ParquetConfig | None = None
-    """A table, or a folder of them."""
+    """A table, or a folder of tables."""
     huggingface: HuggingFaceConfig | None = None
-    """A data set of the hub, or one that `datasets` reads."""
+    """A data set on the hub, or one that `datasets` reads."""
     python: PythonConfig | None = None
-    """A function of your own."""
+    """A function you provide."""
     environment: EnvironmentConfig | None = None
     """Episodes of an environment."""
 
     def given(self) -> list[str]:
-        """Names of those that are set."""
+        """Returns the names of the sources that are set."""
         return [name for name in SOURCES if getattr(self, name) is not None]
 
 
@@ -150,9 +156,9 @@ class PartConfig(SourceConfig):
     """One source of a mixture."""
 
     name: str = ""
-    """What its problems are counted under; empty takes the source's own name."""
+    """Name under which its problems are counted. Empty uses the source's own name."""
     weight: float = Field(default=1.0, gt=0)
-    """Its share, as a part of the sum of all weights."""
+    """Weight of this source; its share is the weight divided by the sum of all weights."""
 
     @model_validator(mode="after")
     def _one_source(self) -> PartConfig:
@@ -162,10 +168,10 @@ class PartConfig(SourceConfig):
 
 
 class MixableConfig(SourceConfig):
-    """Exactly one source, or a mixture of them."""
+    """Exactly one source, or a mixture of several."""
 
     mixture: tuple[PartConfig, ...] = ()
-    """Several sources, each with its share."""
+    """Several sources, each with its weight."""
 
     @model_validator(mode="after")
     def _one_source(self) -> MixableConfig:
@@ -176,23 +182,24 @@ class MixableConfig(SourceConfig):
 
 
 class DataConfig(MixableConfig):
-    """What is asked of the policy."""
+    """Where prompts come from, and how they are sampled."""
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories sampled for one prompt; one only where nothing compares them with each other."""
+    """Trajectories sampled for one prompt. One is allowed only if the algorithm does not compare
+    them with each other."""
     system_prompt: str = ""
-    """Text of a system message before each prompt; empty for none."""
+    """Text of a system message before each prompt. Empty for none."""
     sampling: SamplingConfig = SamplingConfig()
-    """How to sample where the agent leaves it unset."""
+    """Sampling parameters that apply when the agent does not set its own."""
 
     @field_validator("sampling")
     @classmethod
     def _something_to_learn_from(cls, sampling: SamplingConfig) -> SamplingConfig:
         if sampling.temperature == 0:
             raise ValueError(
-                "temperature = 0 leaves nothing to learn from: the answers to a prompt are all alike, and "
-                "none was drawn from the policy. Give one above 0, such as 1; an [[evaluation]] may have "
-                "it in its own sampling"
+                "temperature = 0 leaves nothing to learn from: greedy answers to a prompt are all "
+                "alike and are not drawn from the policy. Use a value above 0, such as 1; an "
+                "[[evaluation]] may set it in its own sampling"
             )
         if sampling.top_k == 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The tables `[[evaluation]]`: what is measured while training runs, when, and on which weights;
+"""The tables `[[evaluation]]`: what is measured during training, when, and on which weights. See
 docs/evaluation.md."""
 
 from __future__ import annotations
@@ -12,76 +12,78 @@ from penstock.trainer.config.data import DataConfig, MixableConfig, SamplingConf
 
 
 class PinnedConfig(Section):
-    """All of it measures one version: the switch to the next waits."""
+    """The whole evaluation measures one version. The switch to the next version waits for it."""
 
     kind: Literal["pinned"] = "pinned"
-    """Which mode this is."""
+    """Selects this mode."""
     max_other_version: int = Field(default=3, ge=0)
-    """How often a prompt is asked again whose answers are of another version all the same, because the
-    server was lost; after it they count as failed."""
+    """How often a prompt is asked again if its answers came from another version because the server
+    was lost. After that, they count as failed."""
 
 
 class OnTheFlyConfig(Section):
-    """Nothing waits: answers are of whatever is sampled, and how many groups mix versions is reported."""
+    """Nothing waits. Answers come from whichever version is sampled. The number of groups that mix
+    versions is reported."""
 
     kind: Literal["on_the_fly"]
-    """Which mode this is."""
+    """Selects this mode."""
 
 
 Mode = Annotated[PinnedConfig | OnTheFlyConfig, Field(discriminator="kind")]
 
 
 class SamplingOverrides(Section):
-    """How evaluations are sampled; what is not given is as in `[data.sampling]`."""
+    """How evaluations are sampled. Unset fields are taken from `[data.sampling]`."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """Temperature; zero is greedy."""
+    """Temperature. Zero is greedy."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Upper bound on policy tokens in one turn."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus; one keeps every token."""
+    """Nucleus sampling. One keeps every token."""
     top_k: int | None = Field(default=None, ge=0)
-    """Tokens to choose from; zero means no limit."""
+    """Number of most likely tokens to sample from. Zero means no limit."""
     stop: tuple[str, ...] | None = None
     """Texts that end a turn."""
 
 
 class EvaluationConfig(MixableConfig):
-    """One set of prompts that is measured again and again: exactly one source, or a mixture of them."""
+    """One set of prompts that is measured repeatedly. It has exactly one source, or a mixture of
+    several."""
 
     name: str = Field(pattern=r"^[\w.-]{1,40}$")
-    """What its figures are called; each set has its own."""
+    """Name of the set in metrics. Each set needs a unique name."""
     every_versions: int = Field(default=10, ge=0)
-    """Versions from one evaluation to the next; zero for none between start and end."""
+    """Versions between evaluations. Zero means none between start and end."""
     at_start: bool = True
-    """Whether the weights that the run starts from are measured."""
+    """Whether to measure the weights that the run starts from."""
     at_end: bool = True
-    """Whether those that it ends with are."""
+    """Whether to measure the weights that the run ends with."""
     mode: Mode = PinnedConfig()
     """Whether the switch to the next version waits."""
     prompts: int = Field(default=256, ge=1)
-    """Prompts of one evaluation: the first so many of the source, or all where it has fewer."""
+    """Number of prompts in one evaluation, taken from the start of the source. A shorter source is
+    used whole."""
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
-    """Trajectories sampled for one prompt; from two on pass@k is reported."""
+    """Trajectories sampled for one prompt. With two or more, pass@k is reported."""
     concurrency: int = Field(default=16, ge=1)
-    """Prompts at the server at a time. It bounds what an evaluation takes from training."""
+    """Prompts open at the servers at a time. It bounds how much capacity an evaluation takes from
+    training."""
     sampling: SamplingOverrides = SamplingOverrides()
-    """How to sample, where that is not as for training."""
+    """Sampling parameters that differ from training."""
     system_prompt: str | None = None
-    """Text of a system message before each prompt; unset takes that of `[data]`."""
+    """Text of a system message before each prompt. Unset uses the one in `[data]`."""
     passes_from: float = 1.0
-    """Reward from which on an answer counts as right, for pass@k."""
+    """Lowest reward that counts as correct for pass@k."""
     patience_seconds: float = Field(default=900.0, gt=0)
-    """Longest time without a result, or that a server which is full is asked for room, while the server is
-    there; after it the evaluation ends with what it has, and says so. A pinned one would hold training up
-    for ever where no worker takes evaluations."""
+    """Longest time to wait, with the server up, for a result or for room at a full server. After
+    that the evaluation ends with what it has, and logs a warning. Otherwise a pinned evaluation
+    that no worker takes would stall training forever."""
 
     @model_validator(mode="after")
     def _is_due_at_some_time(self) -> EvaluationConfig:
         if not (self.every_versions or self.at_start or self.at_end):
-            raise ValueError(
-                "it is never due: with every_versions = 0 one of at_start and at_end must be on"
-            )
+            raise ValueError("it is never due: every_versions = 0 requires at_start or at_end")
         return self
 
     @property
@@ -90,10 +92,11 @@ class EvaluationConfig(MixableConfig):
         return self.mode.kind == "pinned"
 
     def sampling_over(self, data: DataConfig) -> SamplingConfig:
-        """How to sample."""
+        """Returns the sampling parameters: the overrides of this set applied to those of
+        `[data]`."""
         given = self.sampling.model_dump(exclude_none=True)
         return SamplingConfig.model_validate({**data.sampling.model_dump(), **given})
 
     def system_prompt_over(self, data: DataConfig) -> str:
-        """The system message; empty for none."""
+        """Returns the text of the system message; empty for none."""
         return data.system_prompt if self.system_prompt is None else self.system_prompt

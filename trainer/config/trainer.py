@@ -1,5 +1,4 @@
-"""Configuration of `penstock train`: one TOML file, each section a frozen model, no unknown
-keys."""
+"""Configuration of `penstock train`: one TOML file. Sections are frozen and allow no unknown keys."""
 
 from __future__ import annotations
 
@@ -23,37 +22,37 @@ from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.weights import ALWAYS_WHOLE, WeightsConfig
 from penstock.trainer.core.errors import ConfigInvalid
 
-# Characters of a run's id and an evaluation's name, which task ids begin with.
+# Characters of a run's id plus an evaluation's name; task ids begin with both.
 LONGEST_NAMES = 200
 
 
 class RunConfig(Section):
-    """This run."""
+    """The training run itself."""
 
     id: str = Field(default="run", min_length=1, max_length=200)
-    """Name of the run, the same over restarts; task ids begin with it."""
+    """Name of the run. It stays the same across restarts, and task ids begin with it."""
     out: Path = Path("out")
     """Folder for metrics, checkpoints and the final model."""
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
+    """Number of optimizer steps, each of which makes one weight version."""
     seed: int = Field(default=0, ge=0)
-    """Seeds torch and the order of the data."""
+    """Seed of torch and of the order of the data."""
     save_model: bool = True
-    """Whether the final model is written to `out/model`."""
+    """Whether to write the final model to `out/model`."""
 
 
 class LoraConfig(Section):
-    """A low-rank adapter, which is trained instead of the weights it is added to."""
+    """A low-rank adapter, trained in place of the weights it is added to."""
 
     rank: int = Field(ge=1)
-    """Rank of its matrices; the server's --max-lora-rank bounds it."""
+    """Rank of the adapter's matrices. The server's --max-lora-rank bounds it."""
     alpha: float = Field(gt=0)
-    """Numerator of its scale."""
+    """Numerator of the adapter's scale."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Part of its inputs that training leaves out."""
+    """Fraction of the adapter's inputs that training drops."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the linear layers it changes, such as "q_proj"; "all-linear" for every one but the
-    output."""
+    """Names of the linear layers that get an adapter, such as "q_proj". "all-linear" selects every
+    linear layer except the output layer."""
     rank_stabilized: bool = False
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
 
@@ -72,22 +71,23 @@ class LoraConfig(Section):
 
 
 class FsdpBackend(Section):
-    """A Hugging Face model as transformers computes it."""
+    """A Hugging Face model, computed by transformers."""
 
     kind: Literal["fsdp"] = "fsdp"
-    """The default; any architecture."""
+    """The default backend. It supports any architecture."""
 
 
 class MegatronBackend(Section):
-    """megatron-core, for models that one device cannot hold: Llama, Qwen2 and Qwen3. The ranks are divided
-    by the product of the two sizes; so many copies of the model share the micro-batches."""
+    """megatron-core, for Llama, Qwen2 and Qwen3 models that are too large for one device. The
+    number of ranks must be divisible by the product of the two sizes. The quotient is the number of
+    model copies, which share the micro-batches."""
 
     kind: Literal["megatron"]
-    """By tensor, pipeline and data parallelism."""
+    """Tensor, pipeline and data parallelism."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each tensor; it must divide the model's heads of keys and values."""
+    """Ranks that share each tensor. It must divide the model's number of key-value heads."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers; it must divide their number."""
+    """Ranks that share the layers. It must divide the number of layers."""
 
 
 BackendConfig = Annotated[FsdpBackend | MegatronBackend, Field(discriminator="kind")]
@@ -95,27 +95,27 @@ LatePolicyName = Literal["mask", "wait", "requeue", "drop"]
 
 
 class ModelConfig(Section):
-    """The policy."""
+    """The policy model and how it is trained."""
 
     path: str = Field(min_length=1)
-    """Folder, or name on a hub, of a Hugging Face causal language model; as the server was given
-    it."""
+    """Folder or hub name of a Hugging Face causal language model. The server must serve the same
+    model."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Arithmetic of the forward pass. "bfloat16" is autocast over float32 master weights; "auto" is that
-    where the device has instructions for it, and float32 where it has none and is faster without."""
+    """Data type of the forward pass. "bfloat16" is autocast over float32 master weights. "auto"
+    picks bfloat16 if the device has instructions for it, and otherwise float32, which is then
+    faster."""
     gradient_checkpointing: bool = False
-    """Whether activations are recomputed in the backward pass: less memory, about a third
-    slower."""
+    """Whether to recompute activations in the backward pass. Saves memory; about a third slower."""
     cpu_offload: bool = False
-    """Whether weights, gradients and the optimizer's moments stay in the host's memory and visit the device
-    layer by layer: for a model that is too large for it, and slower."""
+    """Whether weights, gradients and optimizer moments stay in host memory and visit the device
+    layer by layer. Slower; for a model that is too large for the device."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads torch computes with, on each rank; zero leaves it to torch."""
+    """CPU threads that torch uses on each rank. Zero leaves the choice to torch."""
     lora: LoraConfig | None = None
-    """Trains an adapter and uploads nothing else, to a server that was started with --enable-lora. Without
-    it all weights are trained."""
+    """Trains an adapter and uploads only that. The server must be started with --enable-lora.
+    Without this table, all weights are trained."""
     backend: BackendConfig = FsdpBackend()
-    """What computes and trains it: a table with its kind, or the kind alone."""
+    """Backend that computes and trains the model: a table with its kind, or just the kind."""
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -128,43 +128,44 @@ class ModelConfig(Section):
             return self
         if self.lora is not None:
             raise ValueError(
-                'lora cannot be had with backend = "megatron": an adapter is PEFT\'s, of a model as '
-                "transformers computes it"
+                'lora cannot be combined with backend = "megatron": adapters require PEFT, which '
+                "needs a model computed by transformers"
             )
         if self.cpu_offload:
             raise ValueError(
-                'cpu_offload cannot be had with backend = "megatron": what is too large for a device is '
-                "divided over more of them"
+                'cpu_offload cannot be combined with backend = "megatron": divide a model that is '
+                "too large for one device over more devices"
             )
         return self
 
 
 class TrainConfig(Section):
-    """The optimizer step."""
+    """How one optimizer step is made."""
 
     groups_per_step: int = Field(default=8, ge=1)
-    """Groups in one step, which makes one version of the weights."""
+    """Groups in one step. Each step makes one weight version."""
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimizer updates in one step, each of an equal share of its groups."""
+    """Optimizer updates in one step. Each uses an equal share of its groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens, padding counted, in one forward and backward pass; bounds memory, changes no
-    result."""
+    """Tokens, including padding, in one forward and backward pass. Bounds memory and does not
+    change results."""
     reduce_each_micro_batch: bool = False
-    """Whether several ranks add up their gradients after each micro-batch instead of once an update: each
-    then holds a share of the gradients instead of all of them, and sends more."""
+    """Whether several ranks reduce their gradients after each micro-batch instead of once per
+    update. Each rank then holds a share of the gradients instead of all of them, at the cost of
+    more communication."""
     share_prefixes: bool = True
-    """Whether tokens that siblings have in common are computed once; never in a model whose layers attend
-    within a window or a chunk of fewer than 4096 tokens."""
+    """Whether tokens that siblings share are computed once. Never applied if the model's layers
+    attend within a window or chunk of fewer than 4096 tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly; as in `schedule`, an update that was skipped is
-    not one of theirs."""
+    """Steps over which the learning rate rises linearly. As in `schedule`, skipped updates do not
+    count."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or down to zero over the updates that all steps have. It goes
-    by those that were made: a run of which some were skipped ends above zero."""
+    """Learning rate after warm-up: constant, or a cosine that reaches zero after the updates of all
+    steps. Skipped updates do not count, so a run with skipped updates ends above zero."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices; vectors have none."""
+    """Decoupled weight decay of matrices. Vectors have none."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
         0.9,
         0.95,
@@ -173,91 +174,92 @@ class TrainConfig(Section):
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Norm that gradients are clipped to."""
+    """Gradient norm above which gradients are clipped."""
 
     @model_validator(mode="after")
     def _no_update_is_empty(self) -> TrainConfig:
         if self.updates_per_step > self.groups_per_step:
             raise ValueError(
-                f"updates_per_step must be groups_per_step = {self.groups_per_step} at most, got "
-                f"{self.updates_per_step}: each update is of whole groups"
+                f"updates_per_step must be at most groups_per_step = {self.groups_per_step}, got "
+                f"{self.updates_per_step}: each update needs whole groups"
             )
         return self
 
 
 class StalenessConfig(Section):
-    """How old a trained token may be."""
+    """How stale a trained token may be."""
 
     max_lag: int = Field(default=4, ge=0, le=1_000)
-    """Versions a trained token may be behind the trainer; zero is the synchronous loop."""
+    """Largest lag of a trained token, in versions. Zero is the synchronous loop."""
     late_policy: LatePolicyName = "mask"
     """What happens to a group with older tokens."""
 
     @property
     def applied_policy(self) -> LatePolicyName:
-        """The late policy that is asked for. In the synchronous loop there is nothing to schedule; under
-        `wait` one that resumes would be given only one batch of what the servers are past."""
+        """The late policy that applies. The synchronous loop schedules nothing, and `mask` replaces
+        `wait` there. Under `wait`, a resumed run would get only one batch of the groups the servers
+        hold beyond its checkpoint."""
         return "mask" if self.late_policy == "wait" and not self.max_lag else self.late_policy
 
 
 class CheckpointConfig(Section):
-    """What survives the trainer."""
+    """When checkpoints are written and how many are kept."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between checkpoints; zero keeps none."""
+    """Steps between checkpoints. Zero writes none."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
 
 
 class FailureConfig(Section):
     """When to stop instead of waiting."""
 
     max_failed_groups: int = Field(default=8, ge=1)
-    """Groups in a row in which every trajectory failed, after which the trainer stops."""
+    """Consecutive groups in which every trajectory failed, after which the trainer stops."""
 
 
 class TrainerConfig(Section):
-    """Everything `penstock train` can be told."""
+    """The whole configuration of `penstock train`."""
 
     server: ServerConfig = ServerConfig()
-    """The rollout server, or servers."""
+    """One or more rollout servers."""
     run: RunConfig = RunConfig()
-    """This run."""
+    """The training run itself."""
     model: ModelConfig
-    """The policy."""
+    """The policy model and how it is trained."""
     data: DataConfig
-    """What is asked of the policy."""
+    """Where prompts come from, and how they are sampled."""
     groups: GroupsConfig = GroupsConfig()
-    """What becomes of a group that was delivered."""
+    """Which delivered groups are trained, and how."""
     train: TrainConfig = TrainConfig()
-    """The optimizer step."""
+    """How one optimizer step is made."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What a step makes of its rewards."""
+    """How rewards become updates."""
     staleness: StalenessConfig = StalenessConfig()
-    """How old a trained token may be."""
+    """How stale a trained token may be."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights reach the server."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What survives the trainer."""
+    """When checkpoints are written and how many are kept."""
     failure: FailureConfig = FailureConfig()
     """When to stop instead of waiting."""
     evaluation: tuple[EvaluationConfig, ...] = ()
-    """Sets that are measured while training runs."""
+    """Sets of prompts that are measured during training."""
     metrics: MetricsConfig = MetricsConfig()
-    """What is told of the run while it goes on."""
+    """Which metrics are reported during the run, and where."""
 
     @model_validator(mode="after")
     def _can_be_divided(self) -> TrainerConfig:
         servers, groups = len(self.server.addresses), self.train.groups_per_step
         if groups < servers:
             raise ValueError(
-                f"train.groups_per_step must be {servers} at least, one for each server in server.address, "
-                f"got {groups}"
+                f"train.groups_per_step must be at least {servers}, one for each server in "
+                f"server.address, got {groups}"
             )
         if servers > 1 and self.weights.transport == "collective":
             raise ValueError(
-                'weights.transport = "collective" cannot be had with several servers: '
-                f"server.address has {servers}"
+                'weights.transport = "collective" supports only one server: server.address has '
+                f"{servers}"
             )
         return self
 
@@ -265,11 +267,11 @@ class TrainerConfig(Section):
     def _evaluations_have_names(self) -> TrainerConfig:
         names = [one.name for one in self.evaluation]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"two evaluations are named {twice!r}; give each a name of its own")
+            raise ValueError(f"two evaluations are named {twice!r}; give each a unique name")
         if (longest := max(map(len, names), default=0)) + len(self.run.id) > LONGEST_NAMES:
             raise ValueError(
-                f"run.id and the name of an evaluation are {longest + len(self.run.id)} characters "
-                f"together; task ids have room for {LONGEST_NAMES}"
+                f"run.id and the name of an evaluation have {longest + len(self.run.id)} "
+                f"characters together; task ids have room for {LONGEST_NAMES}"
             )
         return self
 
@@ -278,8 +280,8 @@ class TrainerConfig(Section):
         for one in self.evaluation:
             if one.every_versions > self.run.steps and not (one.at_start or one.at_end):
                 raise ValueError(
-                    f"evaluation {one.name!r} is never due: with every_versions = {one.every_versions} of "
-                    f"{self.run.steps} steps one of at_start and at_end must be on"
+                    f"evaluation {one.name!r} is never due: every_versions = {one.every_versions} "
+                    f"exceeds the {self.run.steps} steps, so enable at_start or at_end"
                 )
         return self
 
@@ -288,7 +290,7 @@ class TrainerConfig(Section):
         attempts, size = self.groups.attempts, self.data.group_size
         if attempts is not None and attempts < size:
             raise ValueError(
-                f"groups.attempts must be data.group_size = {size} at least, got {attempts}"
+                f"groups.attempts must be at least data.group_size = {size}, got {attempts}"
             )
         return self
 
@@ -299,19 +301,19 @@ class TrainerConfig(Section):
             return self
         if kind in GROUP_RELATIVE:
             raise ValueError(
-                f'data.group_size = 1 cannot be had with algorithm.advantage.kind = "{kind}", which '
-                "compares the answers to a prompt with each other: 2 at least. "
+                f'data.group_size = 1 cannot be combined with algorithm.advantage.kind = "{kind}", '
+                "which compares the answers to a prompt with each other and needs at least 2. "
                 '"reinforce_plus_plus" and "gae" compare none'
             )
         if kind == "reinforce_plus_plus" and self.train.groups_per_step == 1:
             raise ValueError(
-                'algorithm.advantage.kind = "reinforce_plus_plus" compares the answers of a step with each '
-                "other: data.group_size = 1 needs train.groups_per_step = 2 at least"
+                'algorithm.advantage.kind = "reinforce_plus_plus" compares the answers of a step '
+                "with each other: data.group_size = 1 needs train.groups_per_step of at least 2"
             )
         if self.groups.drop_without_spread:
             raise ValueError(
-                "groups.drop_without_spread cannot be had with data.group_size = 1: one answer has no "
-                "spread"
+                "groups.drop_without_spread cannot be combined with data.group_size = 1: a single "
+                "answer has no spread"
             )
         return self
 
@@ -319,10 +321,10 @@ class TrainerConfig(Section):
     def _updates_are_corrected_for(self) -> TrainerConfig:
         if isinstance(self.algorithm.loss, Reinforce) and self.train.updates_per_step > 1:
             raise ValueError(
-                f"train.updates_per_step = {self.train.updates_per_step} cannot be had with "
-                'algorithm.loss.kind = "reinforce": from the second update of a step on the policy is '
-                "another one than the step began with, and without a ratio nothing corrects for that. Use "
-                '"ppo_clip" or "cispo", or updates_per_step = 1'
+                f"train.updates_per_step = {self.train.updates_per_step} cannot be combined with "
+                'algorithm.loss.kind = "reinforce": from the second update of a step on, the '
+                "policy differs from the one the step began with, and without a ratio nothing "
+                'corrects for that. Use "ppo_clip" or "cispo", or updates_per_step = 1'
             )
         return self
 
@@ -333,10 +335,10 @@ class TrainerConfig(Section):
         truncated += [f"top_k = {sampling.top_k}"] if sampling.top_k > 0 else []
         if truncated and self.algorithm.reads_behaviour:
             raise ValueError(
-                f"data.sampling.{' and '.join(truncated)} cannot be had with this algorithm: tokens then "
-                "come with the log-probabilities of a truncated distribution, each above the policy's own, "
-                "and the ratio, the correction or the KL in the reward is made of both. Leave it out (an "
-                "[[evaluation]] may have it), or have the algorithm make nothing of them: "
+                f"data.sampling.{' and '.join(truncated)} cannot be combined with this algorithm: it makes "
+                "the engine report log-probabilities of a truncated distribution, each above the policy's "
+                "own, and the ratio, the correction or the KL in the reward uses them. Leave it out (an "
+                "[[evaluation]] may have it), or choose an algorithm that does not use them: "
                 'algorithm.correction.level = "off" with ratio_to = "proximal", or with '
                 'algorithm.loss.kind = "reinforce"; and no algorithm.kl.kind = "reward"'
             )
@@ -348,9 +350,11 @@ class TrainerConfig(Section):
             return self
         if self.weights.transport in ALWAYS_WHOLE:
             transport = self.weights.transport
-            raise ValueError(f'model.lora cannot be had with weights.transport = "{transport}"')
+            raise ValueError(
+                f'model.lora cannot be combined with weights.transport = "{transport}"'
+            )
         if self.weights.delta == "on":
-            raise ValueError('model.lora cannot be had with weights.delta = "on"')
+            raise ValueError('model.lora cannot be combined with weights.delta = "on"')
         return self
 
     @model_validator(mode="after")
@@ -359,15 +363,15 @@ class TrainerConfig(Section):
             return self
         if self.train.reduce_each_micro_batch:
             raise ValueError(
-                'train.reduce_each_micro_batch cannot be had with model.backend = "megatron": each copy of '
-                "the model has its gradients whole"
+                'train.reduce_each_micro_batch cannot be combined with model.backend = "megatron": '
+                "each copy of the model holds its whole gradients"
             )
         return self
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`, the last one
-    winning.
+    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`. The last override
+    wins.
 
     Raises ConfigInvalid, naming each field and the value it got.
     """
@@ -383,13 +387,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 
 
 def render_config(config: TrainerConfig) -> str:
-    """The whole configuration, defaults included, as TOML that `load_config` reads back; for people: what
-    functions of one's own and trackers are given may hold secrets, which are left out."""
+    """Renders the whole configuration, defaults included, as TOML that `load_config` reads back. It
+    is meant for people: options of user-supplied functions and of trackers may hold secrets, which
+    are left out."""
     return tomli_w.dumps(as_shown(config.model_dump(mode="json", exclude_none=True)))
 
 
 def as_shown(table: Mapping[str, object]) -> dict[str, object]:
-    """A configuration as people and trackers are told it: without what may be a secret."""
+    """Returns a configuration as shown to people and trackers: without anything that may be a
+    secret."""
     shown: dict[str, object] = {}
     for name, value in table.items():
         if name in ("options", "trackers"):
@@ -410,12 +416,12 @@ def as_shown(table: Mapping[str, object]) -> dict[str, object]:
 def _explain(path: Path, error: ValidationError) -> str:
     lines: list[str] = []
     for problem in error.errors(include_url=False):
-        # What is wrong between sections names them itself.
+        # An error between sections names its fields itself.
         field = "".join(f"{part}." for part in problem["loc"])[:-1]
         got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
         said = str(problem["msg"]).removeprefix("Value error, ")
         if problem["type"] == "union_tag_not_found":
             named = problem.get("ctx", {}).get("discriminator")
-            said = f"{named} is missing: it says what else this table may have"
+            said = f"{named} is missing: it selects which other fields this table may have"
         lines.append(f"{field}: {said}{got}" if field else said)
     return without_passwords(redact(f"{path}: " + "; ".join(lines)))

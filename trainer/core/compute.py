@@ -1,8 +1,8 @@
-"""The thread that computes.
+"""The compute thread.
 
-Torch works in one thread that is not the event loop's, so that the exchange goes on under a long
-step, and always in the same one, because each thread that calls into OpenMP starts a team of its
-own.
+Torch runs in a thread other than the event loop's, so that the exchange continues during a long
+step. It is always the same thread, because OpenMP starts a separate team for each thread that calls
+it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs functions one after another."""
+    """Runs functions one after another in a single thread."""
 
     def __init__(self, threads: int = 0) -> None:
-        """`threads` is the size of torch's team; zero leaves it to torch."""
+        """`threads` is the size of torch's team. Zero leaves the choice to torch."""
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="compute",
@@ -31,12 +31,13 @@ class ComputeThread:
         )
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result. It runs to its end even where the caller is cancelled."""
+        """Returns the function's result. The function runs to its end even if the caller is
+        cancelled."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
 
     def close(self) -> None:
-        """Waits for what runs."""
+        """Waits for the running function."""
         self._executor.shutdown()
 
 

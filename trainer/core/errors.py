@@ -1,4 +1,4 @@
-"""What stops a training run; `__main__` turns each into one line and an exit code."""
+"""Errors that stop a training run. `__main__` turns each into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 
 
 class TrainerError(Exception):
-    """Root of the trainer's own errors; the message is for the person who started the run."""
+    """Root of the trainer's own errors. The message addresses the person who started the run."""
 
 
 class ConfigInvalid(TrainerError):
-    """The configuration cannot be used; the message names each field and the value it got."""
+    """The configuration is unusable. The message names each field and the value it got."""
 
 
 class BackendUnusable(ConfigInvalid):
-    """The backend that the configuration names cannot run here."""
+    """The configured backend cannot run here."""
 
 
 class CheckpointUnusable(TrainerError):
-    """A checkpoint is incomplete, or does not belong to this model."""
+    """A checkpoint is incomplete, or belongs to another model."""
 
 
 class StorageFailed(TrainerError):
-    """What the run has to remember cannot be written; what was written before is whole."""
+    """Something the run must persist could not be written. Earlier writes are intact."""
 
 
 @contextmanager
 def storing(path: Path) -> Generator[None]:
-    """While something is written there: what the system says of it is raised as StorageFailed."""
+    """Raises StorageFailed with the system's message if writing to `path` fails."""
     try:
         yield
     except OSError as error:
@@ -37,22 +37,22 @@ def storing(path: Path) -> Generator[None]:
 
 
 class RunFolderInUse(TrainerError):
-    """Another trainer writes to the run's folder."""
+    """Another trainer is writing to the run's folder."""
 
 
 class ServerGone(TrainerError):
-    """The server could not be reached for longer than the bound allows."""
+    """The server was unreachable for longer than the limit."""
 
 
 class ServerLost(TrainerError):
-    """A call failed because the server is away for now; the exchange is already reconnecting."""
+    """A call failed because the server is away. The exchange is already reconnecting."""
 
     retry_after_seconds = 0.0
-    """What the server asked to be waited for at least."""
+    """Shortest time that the server asked the trainer to wait."""
 
 
 class ServerFull(ServerLost):
-    """A call failed because a bound of the server's is reached for now; there is nothing to reconnect."""
+    """A call failed because a limit of the server is reached. There is nothing to reconnect."""
 
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -60,16 +60,17 @@ class ServerFull(ServerLost):
 
 
 class SessionRefused(TrainerError):
-    """The server refuses this trainer: another one took its place, or the request is not
+    """The server refuses this trainer, because another one replaced it or the request is not
     allowed."""
 
 
 class WeightsRefused(TrainerError):
-    """The server refuses a weight version, and sending it again would not help."""
+    """The server refuses a weight version, and resending it would not help."""
 
 
 class SwitchRejected(WeightsRefused):
-    """The server refuses to switch to a staged version, or could not; says what it samples."""
+    """The server refused to switch to a staged version, or could not. The message names the version
+    it samples."""
 
     def __init__(self, weight_version: int, active_version: int, reason: str, message: str) -> None:
         super().__init__(
@@ -82,8 +83,8 @@ class SwitchRejected(WeightsRefused):
 
 
 class EverythingFailed(TrainerError):
-    """Every trajectory of too many groups in a row failed."""
+    """Every trajectory failed, in too many consecutive groups."""
 
 
 class EverythingDropped(TrainerError):
-    """Too many groups of a step were of no use, and the run is to stop then."""
+    """Too many groups of a step were dropped, and the configuration says to stop then."""

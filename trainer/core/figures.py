@@ -1,15 +1,16 @@
-"""Figures: the numbers that describe a step, each declared once, with its rule, unit and description.
+"""Figures: the numbers that describe a step, each declared with its rule, unit and description.
 
-    declaration, a field of a dataclass -> line, the figures of one step by name -> point, those of several
-    steps together, each by its rule -> the display, TensorBoard, trackers
+    declaration, a field of a dataclass -> line, the figures of one step by name -> point, the figures of
+    several steps, each combined by its rule -> the display, TensorBoard, trackers
 
-A part of a step, such as what its batch was like, is a dataclass of its own, and a field of the whole:
-names are flat all the same, and each is there once. A line holds every figure; `metrics.jsonl` is
-lines. A breakdown is a figure for each of several keys, such as the reward of each data source.
+Part of a step, such as the figures of its batch, is a separate dataclass nested in a field. Names
+are nevertheless flat and unique. A line holds every figure, and `metrics.jsonl` consists of lines.
+A breakdown is a figure for each of several keys, such as the reward of each data source.
 
-The rules are closed: a point is a line, and the point of points is that of all their lines, however the
-steps were cut, for figures that every step has or none. For that a mean is weighted by a figure that is
-itself a sum. What has no weight at all, such as the entropy of steps that trained nothing, is in no point.
+The rules are closed under composition: a point is itself a line. The point of several points equals
+the point of all their lines, however the steps were grouped. This holds for figures that either
+every step has or none has. It requires that a mean is weighted by a figure whose own rule is the
+sum. A figure without any weight, such as the entropy of steps that trained nothing, is in no point.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ FIGURE = "penstock.figure"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a figure over several steps."""
+    """How the values of a figure from several steps are combined."""
 
     kind: Literal["sum", "min", "max", "last", "weighted"]
     by: str = ""
-    """Figure that a mean is weighted by, whose own rule is the sum; for a breakdown it may be one too."""
+    """Figure that a mean is weighted by; its own rule is the sum. For a breakdown it may be a
+    breakdown too."""
 
     def __str__(self) -> str:
         if self.kind != "weighted":
@@ -47,40 +49,40 @@ SUM, MIN, MAX, LAST = Rule("sum"), Rule("min"), Rule("max"), Rule("last")
 
 
 def weighted(by: str) -> Rule:
-    """The mean, weighted by another figure."""
+    """Returns the rule of a mean weighted by another figure."""
     return Rule("weighted", by)
 
 
 MEAN = weighted(STEPS)
 
 MOMENT = "unix s"
-"""Unit of a time of day, which is for `metrics.jsonl` alone."""
+"""Unit of a point in time. Such figures appear only in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is declared of a figure."""
+    """The declaration of one figure."""
 
     name: str
     rule: Rule
     unit: str
-    """Of one value; empty for a plain number."""
+    """Unit of one value; empty for a plain number."""
     description: str
     is_breakdown: bool = False
 
 
 def figure(default: T, rule: Rule, unit: str, description: str) -> T:
-    """A field that is a figure."""
+    """Declares a dataclass field that is a figure."""
     return field(default=default, metadata={FIGURE: (rule, unit, description)})
 
 
 def breakdown(rule: Rule, unit: str, description: str) -> Mapping[str, object]:
-    """Metadata of a field that is a figure for each of its keys."""
+    """Returns the metadata of a field that holds one value for each of its keys."""
     return {FIGURE: (rule, unit, description, True)}
 
 
 def declared(record: type) -> tuple[Figure, ...]:
-    """The figures of a dataclass and of its parts, in their order."""
+    """Returns the figures of a dataclass and its nested parts, in order of declaration."""
     found: list[Figure] = []
     for part in _fields(record):
         if FIGURE in part.metadata:
@@ -91,7 +93,7 @@ def declared(record: type) -> tuple[Figure, ...]:
 
 
 def line_of(record: object) -> dict[str, Value]:
-    """Every figure of an instance and of its parts."""
+    """Returns every figure of an instance and its nested parts."""
     line: dict[str, Value] = {}
     for part in _fields(type(record)):
         value: Any = getattr(record, part.name)
@@ -103,8 +105,8 @@ def line_of(record: object) -> dict[str, Value]:
 
 
 def aggregate(figures: Iterable[Figure], lines: Sequence[Line]) -> dict[str, Value]:
-    """The point of some lines, oldest first; a figure is None where no line has it, or none with a
-    weight."""
+    """Combines lines, given oldest first, into a point. A figure is None if no line has a value
+    with weight."""
     point: dict[str, Value] = {}
     for each in figures:
         if each.is_breakdown:
@@ -116,7 +118,8 @@ def aggregate(figures: Iterable[Figure], lines: Sequence[Line]) -> dict[str, Val
 
 
 def scalars(figures: Iterable[Figure], point: Line) -> dict[str, float]:
-    """What of a point is sent on: flat, each key of a breakdown by itself, without times of day."""
+    """Flattens a point for trackers: each key of a breakdown separately, points in time left
+    out."""
     sent: dict[str, float] = {}
     for each in figures:
         value = point.get(each.name)
@@ -130,7 +133,7 @@ def scalars(figures: Iterable[Figure], point: Line) -> dict[str, float]:
 
 
 def as_json(line: Line) -> dict[str, object]:
-    """The line as any reader of JSON takes it: what is not finite is null."""
+    """Returns the line as strict JSON: non-finite numbers become null."""
     return {
         name: {key: _finite(part) for key, part in value.items()}
         if isinstance(value, Mapping)
@@ -152,7 +155,7 @@ def _number(value: Value) -> Number | None:
 
 
 def _weight(line: Line, rule: Rule, key: str = "") -> float:
-    """How much of a mean this line is."""
+    """Returns the weight of this line in a mean."""
     if rule.kind != "weighted":
         return 1.0
     by = line.get(rule.by)
@@ -174,7 +177,7 @@ def _aggregate_keys(each: Figure, lines: Sequence[Line]) -> dict[str, Number]:
 
 
 def _combine(rule: Rule, values: Sequence[tuple[Number | None, float]]) -> Number | None:
-    """One value for those of several steps, each with its weight."""
+    """Combines the values of several steps, each given with its weight."""
     known = [(value, weight) for value, weight in values if value is not None and weight]
     if not known:
         return None
@@ -190,11 +193,11 @@ def _combine(rule: Rule, values: Sequence[tuple[Number | None, float]]) -> Numbe
             return _unless_nan(max(plain), plain)
         case "weighted":
             if len(known) == 1:
-                return plain[0]  # To the last bit.
+                return plain[0]  # Exact to the last bit.
             total = sum(weight for _, weight in known)
             return sum(value * weight for value, weight in known) / total
 
 
 def _unless_nan(value: Number, values: Sequence[Number]) -> Number:
-    """Comparisons with what is not a number depend on the order."""
+    """Propagates NaN, which comparisons would drop or keep depending on the order."""
     return math.nan if any(math.isnan(each) for each in values) else value

@@ -1,18 +1,19 @@
-"""Where a run is in its data: what was submitted, and what has become of it. No I/O.
+"""A run's position in its data: which indices were submitted, and their state. No I/O.
 
 States of a data index:
 
     never submitted -> outstanding -> taken (a group of its task is in hand) -> settled (trained or refused)
                            ^              |
                            +--------------+   the trainer died: its checkpoint has it outstanding;
-                                              or the group was of no use, and its prompt is asked again
+                                              or the group was dropped, and its prompt is asked again
 
-Each server is given its own indices in their order, and as many as it uses up: one whose groups are dropped
-more often is ahead of the others. `next_index` is the first after all that were submitted; `unasked` are
-those before it whose server has not come to them. With one server there are none.
+Each server is given its own indices in order, as fast as it uses them up. A server whose groups are
+dropped more often is ahead of the others. `next_index` is the first index after all submitted ones.
+`unasked` are earlier indices that were not submitted, because their server has not reached them.
+With one server it is empty.
 
-A trainer that was killed may have gone further than the state it left. A group of an index that is unknown
-here says that its server was given all of its indices up to that one.
+A killed trainer may have submitted more than its saved state shows. If a group arrives for an
+unknown index, its server was given all its indices up to that one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.trainer.data.shards import Division
 
 
 class DataIndices:
-    """The indices of one run."""
+    """Tracks the state of every index of one run."""
 
     def __init__(
         self,
@@ -37,22 +38,23 @@ class DataIndices:
         self._division = division
         self.next_index = next_index
         self._outstanding = dict.fromkeys(outstanding)
-        # Ascending, as all that is added to it is.
+        # Ascending, because later additions are ascending too.
         self._unasked = dict.fromkeys(sorted(unasked))
         self._taken: set[int] = set()
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Those submitted and not settled, taken ones included, in the order of the data."""
+        """Indices submitted and not settled, including taken ones, in the order of the data."""
         return tuple(sorted(self._outstanding))
 
     @property
     def unasked(self) -> tuple[int, ...]:
-        """Those before `next_index` that were never submitted."""
+        """Indices before `next_index` that were never submitted."""
         return tuple(self._unasked)
 
     def waiting(self, server: int) -> list[int]:
-        """Those of a server that are outstanding and not in hand, in the order of the data."""
+        """Returns the indices of a server that are outstanding and not in hand, in the order of the
+        data."""
         return [
             index
             for index in sorted(self._outstanding)
@@ -60,18 +62,20 @@ class DataIndices:
         ]
 
     def upcoming(self, server: int, number: int) -> list[int]:
-        """The next ones to submit to a server; they are submitted only with `submitted`."""
+        """Returns the next indices to submit to a server. They count as submitted only after
+        `submitted`."""
         return list(islice(self._of(server), number))
 
     def submitted(self, indices: Iterable[int]) -> None:
-        """A server has these, in the order of `upcoming`. While it was asked, groups of theirs may have
-        come, and been trained: that stands."""
+        """Records that a server has these indices, in the order of `upcoming`. Groups for them may
+        already have arrived and been trained meanwhile, which this keeps."""
         for index in indices:
             self.known(index)
 
     def known(self, index: int) -> list[int]:
-        """A server knows this index, and so every one before it that is its own; returns those of which
-        nothing was known. They were submitted to it where the indices were divided then as they are now."""
+        """Records that a server knows this index, and therefore all its earlier ones.
+        Returns the newly discovered earlier ones. They were submitted if the indices were divided
+        then as they are now."""
         server = self._division.server_of(index)
         self._unasked |= dict.fromkeys(range(self.next_index, index + 1))
         self.next_index = max(self.next_index, index + 1)
@@ -88,22 +92,23 @@ class DataIndices:
         return found[:-1]
 
     def take(self, index: int) -> bool:
-        """A group of it is in hand; False where another one is, or it is settled."""
+        """Marks an index as having a group in hand. Returns False if it already has one, or is
+        settled."""
         if index in self._taken or index not in self._outstanding:
             return False
         self._taken.add(index)
         return True
 
     def is_outstanding(self, index: int) -> bool:
-        """Whether it was submitted and is not settled."""
+        """Returns whether an index was submitted and is not settled."""
         return index in self._outstanding
 
     def give_back(self, index: int) -> None:
-        """The group in hand was of no use, and another is to come."""
+        """Releases an index whose group was dropped, so that another group is taken."""
         self._taken.discard(index)
 
     def settle(self, index: int) -> None:
-        """A group of it was trained or refused."""
+        """Marks an index as trained or refused."""
         self._outstanding.pop(index, None)
         self._taken.discard(index)
 

@@ -1,17 +1,18 @@
-"""Which server of a run makes which group: a step's groups, and the indices of the data, divided over them.
+"""Divides a step's groups, and the indices of the data, over the servers of a run.
 
-A task, its group, all its attempts and their turns belong to one server: they need one another, and no
-server ever asks another. To each server the trainer is a run of its own, whose step is that server's part:
+A task, its group, all its attempts and their turns belong to one server. They depend on each other,
+and servers never talk to each other. To each server the trainer is a separate run, whose step is
+that server's part:
 
-    parts   of a step, sum up to groups_per_step, and differ by one at most. A server is told its part as
-              the groups of a step (Hello's contract), is asked for so many for each step, and its gate
-              bounds the lag of what it admits by it
-    indices of the data: an index modulo groups_per_step is a slot of a step, and each server has as many
-              slots as groups. So of any groups_per_step indices in a row each server has exactly its
-              part, which a hash of the task's id would come to on average only
+    parts   of a step add up to groups_per_step, and differ by at most one. A server receives its part
+              as the number of groups in a step (Hello's contract), and is asked for that many per step.
+              Its gate bounds the lag of what it admits by it
+    indices of the data: index modulo groups_per_step is a slot of a step, and each server has as many
+              slots as groups. Any groups_per_step consecutive indices therefore give each server
+              exactly its part. Hashing the task id would only balance on average
 
-Nothing is remembered: who resumes computes the same, and a prompt that is asked again stays with its
-server.
+No state is kept: a resuming trainer computes the same division, and a prompt that is asked again
+stays with its server.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A step of 8 over 3 servers has the parts 3, 3 and 2; index 12 is in slot 4, of server 1."""
+    """For example, a step of 8 over 3 servers has parts 3, 3 and 2; index 12 is in slot 4, of
+    server 1."""
 
     groups_per_step: int
     server_count: int = 1
-    """At most `groups_per_step`: each has a part."""
+    """At most `groups_per_step`, so that each server has a part."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.server_count <= self.groups_per_step:
@@ -35,10 +37,10 @@ class Division:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Groups of a step, of each server."""
+        """Number of groups in a step, for each server."""
         each, left = divmod(self.groups_per_step, self.server_count)
         return tuple(each + (server < left) for server in range(self.server_count))
 
     def server_of(self, index: int) -> int:
-        """The server that a data index belongs to."""
+        """Returns the server that a data index belongs to."""
         return index % self.groups_per_step % self.server_count

@@ -1,41 +1,43 @@
-"""Evaluation while training runs: sets of prompts, measured beside the loop by the same server and agents.
+"""Evaluation during training: measures sets of prompts on the servers and agents of the run.
 
-    version active -> due? -> prompts asked, `concurrency` at a time -> groups, on a demand of their own
-                                -> measured, received -> all are: the record
+    version active -> due? -> prompts submitted, `concurrency` at a time -> groups, on separate demand
+                                -> measured, acknowledged -> once all have arrived: the record
 
-An evaluation begins when the server samples the version it is due for. **Pinned**: until it has ended
-the loop does not switch. The trainer computes its next step and uploads it, staged, and then waits.
-**On the fly**: nothing waits; groups may be of several versions, which the record says.
+An evaluation begins when the server samples the version it is due for. **Pinned**: the loop does
+not switch until the evaluation has ended. The trainer computes its next step, uploads and stages
+it, and then waits. **On the fly**: nothing waits. Groups may then come from several versions, which
+the record reports.
 
-The prompts of a set are spread over the run's servers by their place in it, so that of few, too, each has
-its share. The groups never meet training: they have a demand of their own, pass the staleness gate, are
-received as soon as they are read, and stand in no ledger. So an evaluation that did not end is nothing that
-is to be resumed: it is begun anew.
+Prompts are spread over the run's servers by their index in the set, so that even a small set is
+shared evenly. Evaluation groups never mix with training. They have separate demand, pass the
+staleness gate, get a receipt as soon as they are read, and appear in no ledger. An unfinished
+evaluation therefore leaves nothing to resume, and starts again from scratch.
 
-What a failure does:
+What each failure does:
 
-    an attempt fails            the server has it made again, up to its bound; then it is a failure, in no
-                                  figure, and counted by reason
-    a group fits no message     the server drops it and says so: its samples are failures, GROUP_TOO_LARGE
-    all of them do              a record without figures, and a warning; training goes on
-    a server is lost            its prompts are submitted again, under the same ids, once it is back; what
-                                  comes twice is measured once. A pinned set does not take tokens that
-                                  another version sampled meanwhile, and asks again
-    and what it samples, too    where the trainer cannot give it that again, for it made the next version,
-                                  pinned evaluations end with what they have: the switch, which waits for
-                                  them, is what the server waits for
-    nothing comes               after `patience_seconds` with the server there it ends with what it has;
-                                  what comes later is refused
-    a server is full            it is asked for room again; after `patience_seconds` of that the evaluation
-                                  ends with what it has
-    the run is asked to stop    the evaluation is left, without a record, and the switch waits no longer
-    the trainer dies            the same. The one that resumes reads in `metrics.jsonl` what has a record:
-                                  what was due since and has none begins on the weights it resumes with,
-                                  under ids of its own; groups of the one before are refused. Records of
-                                  steps that it does again stay, for they come out as they did: at the
-                                  first that does not, those of it and of later ones go, and are due again
-    the one before still runs   the set is passed over this time, which the next record counts; but the last
-                                  weights are measured, after it
+    an attempt fails            the server retries it up to its limit. After that it is a failure: counted
+                                  by reason, but in no figure
+    a group exceeds a message   the server drops it and reports it: its samples fail with GROUP_TOO_LARGE
+    every attempt fails         a record without figures, and a warning; training continues
+    a server is lost            its prompts are submitted again under the same ids once it is back;
+                                  duplicates are measured once. A pinned set refuses tokens that another
+                                  version sampled meanwhile, and asks again
+    and its version, too        the trainer may be unable to restore it, having made the next version. The
+                                  server then waits for the switch, which waits for pinned evaluations,
+                                  so these end with what they have
+    nothing arrives             after `patience_seconds` with the server up, the evaluation ends with what
+                                  it has; later groups are refused
+    a server is full            submission is retried; after `patience_seconds` the evaluation ends with
+                                  what it has
+    the run is asked to stop    the evaluation is abandoned without a record, and the switch stops waiting
+    the trainer dies            the same. The trainer that resumes reads existing records from
+                                  `metrics.jsonl`. Whatever was due since and has no record begins on the
+                                  weights it resumes with, under new ids; groups of the previous trainer
+                                  are refused. Records of steps it repeats stay, because the steps come
+                                  out the same. From the first step that differs, records are removed
+                                  and due again
+    the previous one still runs the set is skipped this time, which the next record counts. The final
+                                  weights are still measured, after it ends
     catching up with a server   nothing begins until the server samples what the trainer holds
 """
 
@@ -76,11 +78,11 @@ OVER = "EVALUATION_OVER"
 OTHER_VERSION = "OTHER_VERSION"
 
 Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int]]
-"""Gives tasks to a server. Raises ServerFull and ServerLost."""
+"""Submits tasks to a server. Raises ServerFull and ServerLost."""
 
 
 class Exchanges(Protocol):
-    """What an evaluation needs of the trainer's streams."""
+    """The part of the trainer's streams that an evaluation uses."""
 
     @property
     def evaluations(self) -> Sequence[EvaluationStream]: ...
@@ -100,23 +102,24 @@ class _Measurement:
     skipped: int
     time_start: float
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """A group came."""
+    """Set when a group arrives."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nobody will sample its version any more."""
+    """Set when no server will sample its version any more."""
     data_sources: dict[str, str] = field(default_factory=dict[str, str])
-    """By task id."""
+    """Data source by task id."""
     hold_start: float | None = None
     """When the switch began to wait for it."""
 
 
 class EvaluationSet:
-    """One `[[evaluation]]`: its prompts, when it is due, and what of it is under way."""
+    """One `[[evaluation]]` table: its prompts, its schedule, and its evaluation under way, if
+    any."""
 
     def __init__(
         self, config: EvaluationConfig, data: DataConfig, last_step: int | None = None
     ) -> None:
-        """`data` is how training asks; `last_step` that of the last evaluation with a record. Raises
-        ConfigInvalid where its data cannot be read."""
+        """`data` holds the training defaults; `last_step` is the step of the last recorded
+        evaluation. Raises ConfigInvalid if the data cannot be read."""
         self.config = config
         self.source: Source = open_source(config, SEED, f"evaluation.{config.name}")
         size = self.source.size if isinstance(self.source, Finite) else config.prompts
@@ -132,10 +135,10 @@ class EvaluationSet:
         self.current: _Measurement | None = None
         self.task: asyncio.Task[None] | None = None
         self.seconds: float | None = None
-        """How long the last one took; None before one has ended."""
+        """Duration of the last evaluation; None until one has ended."""
 
     def build_task(self, asked: Asked, problem: Problem) -> task_service_pb2.Task:
-        """The task of a prompt, which asks for this problem."""
+        """Builds the task for one prompt of the set."""
         task = describe_problem(problem, self.system_prompt, self.sampling)
         task.task_id, task.index = asked.task_id, asked.index
         task.purpose = trajectory_pb2.PURPOSE_EVAL
@@ -144,7 +147,7 @@ class EvaluationSet:
 
 
 class Evaluator:
-    """Every set of one run."""
+    """Runs every evaluation set of one run."""
 
     def __init__(
         self,
@@ -166,20 +169,21 @@ class Evaluator:
         self._group: asyncio.TaskGroup | None = None
 
     def open(self, group: asyncio.TaskGroup) -> None:
-        """What begins from now on runs in this group."""
+        """Runs evaluations that begin from now on in this task group."""
         self._group = group
         for stream in self._streams:
             stream.on_delivery = partial(self._take, stream)
 
     def version_active(self, step: int, weight_version: int) -> None:
-        """The server samples these weights: begins what is due."""
+        """Begins every evaluation that is due, now that the server samples these weights."""
         for one in self._sets:
             if self._stopping.is_set() or not one.schedule.due(step):
                 continue
             if one.current is not None:
                 one.schedule.skip(step)
                 log.warning(
-                    "evaluation %s is due at version %d, and that of version %d still runs: skipped",
+                    "evaluation %s is due at version %d, but its evaluation of version %d is still "
+                    "running: skipped",
                     one.config.name,
                     weight_version,
                     one.current.weight_version,
@@ -188,7 +192,8 @@ class Evaluator:
             self._begin(one, step, weight_version)
 
     async def may_switch(self) -> float:
-        """Waits until no pinned evaluation runs, or the run is to stop; returns the seconds it took."""
+        """Waits until no pinned evaluation runs or the run is asked to stop. Returns the seconds
+        waited."""
         begun = time.time()
         holding = [one for one in self._sets if one.config.pinned and one.current is not None]
         for one in holding:
@@ -198,25 +203,27 @@ class Evaluator:
         return time.time() - begun if holding else 0.0
 
     def version_gone(self) -> None:
-        """A server has lost the version that it sampled and is not given it again: what is pinned ends."""
+        """Ends pinned evaluations. A server lost the version it sampled and will not get it
+        again."""
         for one in self._sets:
             if one.config.pinned and one.current is not None:
                 one.current.gone.set()
 
     def forget(self, step: int) -> None:
-        """This step came out otherwise than it did for the trainer before, whose records of it and of later
-        ones are gone: what was due then is due again."""
+        """Makes evaluations from this step on due again. The step came out differently than under
+        the previous trainer, so its records and later ones were removed."""
         for one in self._sets:
             if one.schedule.forget(step):
                 log.warning(
-                    "evaluation %s: step %d came out otherwise than before; what was measured of it and "
-                    "later ones is dropped, and measured again when it is due",
+                    "evaluation %s: step %d came out differently than before; its measurements and "
+                    "later ones are dropped and will be repeated when due",
                     one.config.name,
                     step,
                 )
 
     async def finish(self, step: int, weight_version: int) -> None:
-        """Measures the last weights, and returns when everything has ended, or the run is to stop."""
+        """Measures the final weights. Returns when every evaluation has ended or the run is asked
+        to stop."""
         await self._ended(self._sets)
         for one in self._sets:
             if not self._stopping.is_set() and one.schedule.due_at_end(step):
@@ -224,15 +231,16 @@ class Evaluator:
         await self._ended(self._sets)
 
     def seconds_after(self, step: int) -> float | None:
-        """What measuring the weights of the last step takes, which this one is, by what each set took
-        before: they run side by side. None where one of them has not been measured yet."""
+        """Estimates how long measuring the weights of the last step, `step`, will take. Sets run in
+        parallel, so it is the longest of their previous durations. None if one of them has not been
+        measured yet."""
         found = [one.seconds for one in self._sets if one.schedule.ends_with(step)]
         known = [seconds for seconds in found if seconds is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
 
     async def submit_again(self, server: int) -> None:
-        """Submits what is asked of a server that may have lost it; where it is full, as soon as there is
-        room. Raises ServerLost."""
+        """Resubmits open prompts to a server that may have lost them. If it is full, retries in the
+        background. Raises ServerLost."""
         for one in self._sets:
             if one.current is None or one.current.gone.is_set():
                 continue
@@ -240,7 +248,8 @@ class Evaluator:
             try:
                 await self._submit_asked(one, one.current, server)
             except ServerFull:
-                # The stream goes on meanwhile: what makes room may be the trainer, which takes groups.
+                # The stream must continue meanwhile: room may open only when the trainer takes
+                # groups.
                 later = keep_trying(
                     self._streams[server].ready,
                     lambda one=one, current=one.current: self._submit_asked(one, current, server),
@@ -248,7 +257,7 @@ class Evaluator:
                 self._group.create_task(unless(self._stopping, later))
 
     async def _submit_asked(self, one: EvaluationSet, current: _Measurement, server: int) -> None:
-        """All that an evaluation has asked and that has not come, unless it has ended."""
+        """Submits all prompts of an evaluation that are still open, unless it has ended."""
         if one.current is current:
             await self._submit(one, current, server, current.prompts.asked.values())
 
@@ -260,7 +269,7 @@ class Evaluator:
     def _begin(self, one: EvaluationSet, step: int, weight_version: int) -> None:
         assert self._group is not None, "open comes first"
         config, mode = one.config, one.config.mode
-        # The epoch is no other start's of the trainer: an id of theirs is never met again.
+        # The epoch is unique to this start of the trainer, so no two starts share an id.
         prefix = f"{self._run_id}/~{config.name}/{step}-{self._exchanges.trainer_epoch}"
         pinned = mode if isinstance(mode, PinnedConfig) else None
         prompts = Prompts(
@@ -285,7 +294,7 @@ class Evaluator:
         one.task = self._group.create_task(running, name=f"evaluation {config.name}")
 
     async def _measure(self, one: EvaluationSet, current: _Measurement) -> None:
-        """Consumes groups; waits for those of the prompts it has asked; produces a record."""
+        """Consumes groups; waits for those of the prompts it submitted; produces a record."""
         try:
             asked = unless(current.gone, self._ask_all(one, current))
             ended = await unless(self._stopping, asked)
@@ -293,7 +302,7 @@ class Evaluator:
                 _warn(one, current, "a server lost that version, and the next one is ready")
             elif ended is None:
                 log.warning(
-                    "evaluation %s of version %d is left: the run is to stop",
+                    "evaluation %s of version %d is abandoned: the run is asked to stop",
                     one.config.name,
                     current.weight_version,
                 )
@@ -305,14 +314,14 @@ class Evaluator:
             one.current = one.task = None
 
     async def _ask_all(self, one: EvaluationSet, current: _Measurement) -> bool:
-        """Whether everything came."""
+        """Submits prompts as capacity allows. Returns whether every group arrived."""
         prompts = current.prompts
         while not prompts.done:
             fresh = prompts.next()
             if fresh and not await self._submit_all(one, current, fresh):
                 why = "a server was full"
             elif not await self._comes(one, current):
-                why = "nothing came. Is there a worker that takes evaluations?"
+                why = "nothing arrived. Is there a worker that takes evaluations?"
             else:
                 continue
             _warn(one, current, f"for {one.config.patience_seconds:g} s {why}")
@@ -320,7 +329,8 @@ class Evaluator:
         return True
 
     async def _comes(self, one: EvaluationSet, current: _Measurement) -> bool:
-        """Waits for a group; False where none came in time, in which all servers were there."""
+        """Waits for a group. Returns False if none arrived in time while all servers were
+        connected."""
         begun = asyncio.get_running_loop().time()
         while True:
             since = max(begun, *(stream.since for stream in self._streams))
@@ -340,8 +350,8 @@ class Evaluator:
     async def _submit_all(
         self, one: EvaluationSet, current: _Measurement, asked: Sequence[Asked]
     ) -> bool:
-        """Each prompt to its server, and the demand for its group as soon as that has it; False where one
-        stays full for too long."""
+        """Submits each prompt to its server, then demands its group. Returns False if a server
+        stayed full for too long."""
 
         async def submit(server: int) -> None:
             await keep_trying(
@@ -360,17 +370,17 @@ class Evaluator:
     async def _submit(
         self, one: EvaluationSet, current: _Measurement, server: int, asked: Iterable[Asked]
     ) -> None:
-        """Submits those of some prompts that are this server's."""
+        """Submits those of the given prompts that belong to this server."""
         tasks: list[task_service_pb2.Task] = []
-        # A copy: groups may come meanwhile.
+        # A copy, because groups may arrive meanwhile.
         for prompt in list(asked):
             if self._server_of(prompt) == server:
                 problem = one.source.problem(prompt.index)
                 current.data_sources[prompt.task_id] = problem.counted_under
                 tasks.append(one.build_task(prompt, problem))
-                # It may take its time to be computed, and streams and uploads go on.
+                # Computing a problem may take long. Streams and uploads must not stall meanwhile.
                 await asyncio.sleep(0)
-        # Nor are they asked for any more where it has ended meanwhile.
+        # The evaluation may have ended meanwhile.
         if tasks and one.current is current and not current.gone.is_set():
             await self._submit_tasks(server, tasks)
 
@@ -378,7 +388,8 @@ class Evaluator:
         return prompt.index % len(self._streams)
 
     def _demand(self) -> None:
-        """As much credit as prompts are asked of each server; what an evaluation left unused counts."""
+        """Raises each server's credit to its number of open prompts. Credit left over from an
+        earlier evaluation counts."""
         running = [one.current for one in self._sets if one.current is not None]
         asked = Counter(
             self._server_of(prompt)
@@ -391,7 +402,7 @@ class Evaluator:
                 stream.demand(missing)
 
     def _take(self, stream: EvaluationStream, delivery: Delivered) -> None:
-        """A group came: it is one prompt's of one evaluation, or nobody's."""
+        """Measures a group that belongs to an open prompt, and refuses any other."""
         group, verdict = delivery.group, Verdict.UNKNOWN
         for one in self._sets:
             current = one.current
@@ -402,19 +413,19 @@ class Evaluator:
             current.changed.set()
             break
         if verdict is Verdict.MEASURED:
-            # The step that the trainer is at: zero would be a refusal.
+            # The step the trainer is at, because zero would mean a refusal.
             stream.measured(delivery, self._exchanges.held_version + 1)
         elif verdict is Verdict.AGAIN:
             message = f"another version than the one measured sampled {group.group_id}"
             stream.refuse(delivery, OTHER_VERSION, message)
         else:
-            message = f"task {group.task_id} is of no evaluation under way"
+            message = f"task {group.task_id} belongs to no evaluation under way"
             stream.refuse(delivery, OVER, message)
         self._demand()
 
     def dropped(self, task_id: str, reason: str) -> bool:
-        """Whether a task that the server has given up was one of an evaluation: then it is measured, as
-        failed."""
+        """Records a task that the server gave up as failed, if it belongs to an evaluation. Returns
+        whether it does."""
         for one in self._sets:
             current = one.current
             if current is None or task_id not in current.data_sources:
@@ -452,7 +463,7 @@ class Evaluator:
                 "evaluation %s of version %d has no result: %s",
                 config.name,
                 current.weight_version,
-                f"every trajectory failed: {counted}" if counted else "nothing came",
+                f"every trajectory failed: {counted}" if counted else "nothing arrived",
             )
         return record
 

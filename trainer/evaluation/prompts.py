@@ -1,14 +1,14 @@
-"""Which prompt of an evaluation stands where, and when a set is due. Pure.
+"""The state of an evaluation's prompts, and the schedule of a set. Pure.
 
 States of a prompt:
 
-    waiting --next--> asked (a task of it is at the server) --its group comes--> measured
+    waiting --next--> asked (its task is at the server) --its group arrives--> measured
        ^                |
-       +----------------+   pinned, and the group has tokens of another version: asked again, under an id of
-                            its own; after so many times it is measured as failed
+       +----------------+   pinned, and the group has tokens of another version: asked again under a new
+                            id; after the configured number of times it is measured as failed
 
-No more than `concurrency` prompts are asked at a time, however many there are. A group that comes twice,
-or is of another evaluation, changes nothing.
+At most `concurrency` prompts are asked at a time. A duplicate group, or a group of another
+evaluation, changes nothing.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from enum import Enum, auto
 from penstock.trainer.evaluation.record import MeasuredPrompt
 
 OTHER_VERSION = "OTHER_VERSION"
-# The first prompts of a set are the same in every run, whatever its own seed.
+# The first prompts of a set are the same in every run, regardless of the run's seed.
 SEED = 0
 
 
 class Verdict(Enum):
-    """What becomes of a group."""
+    """What to do with a group."""
 
     MEASURED = auto()
-    """Its prompt is; also where it comes once more."""
+    """Its prompt is measured; also for a duplicate."""
     AGAIN = auto()
-    """Of no use: its prompt is asked again."""
+    """Unusable: its prompt will be asked again."""
     UNKNOWN = auto()
-    """It is none of this evaluation, or its prompt was asked again since."""
+    """It belongs to no prompt that is asked here, or its prompt was asked again since."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt as it is asked."""
+    """A prompt that is asked, with its task id."""
 
     index: int
-    """Its place in the data."""
+    """Its index in the data."""
     task_id: str
 
 
 class Prompts:
-    """The prompts of one evaluation."""
+    """Tracks the prompts of one evaluation."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Prompts:
         pinned_version: int | None = None,
         max_other_version: int = 0,
     ) -> None:
-        """Task ids are the prefix, a slash and what tells them apart. With `pinned_version` only tokens of
-        that one count."""
+        """A task id consists of the prefix, a slash and a unique suffix. With `pinned_version`,
+        only tokens of that version count."""
         self.prefix = prefix
         self.count = count
         self._concurrency = concurrency
@@ -70,7 +70,7 @@ class Prompts:
         self._asked: dict[str, Asked] = {}
         self._measured: dict[str, MeasuredPrompt] = {}
         self.asked_again = 0
-        """Times that a prompt had to be."""
+        """How many times a prompt was asked again."""
 
     @property
     def asked(self) -> Mapping[str, Asked]:
@@ -79,7 +79,7 @@ class Prompts:
 
     @property
     def measured(self) -> list[MeasuredPrompt]:
-        """What is known."""
+        """All prompts measured so far."""
         return list(self._measured.values())
 
     @property
@@ -88,7 +88,7 @@ class Prompts:
         return len(self._measured) == self.count
 
     def next(self) -> list[Asked]:
-        """The prompts to ask now; they count as asked from here on."""
+        """Returns the prompts to ask now, and marks them as asked."""
         fresh: list[Asked] = []
         while len(self._asked) < self._concurrency:
             one = self._again.popleft() if self._again else self._first()
@@ -99,7 +99,7 @@ class Prompts:
         return fresh
 
     def take(self, task_id: str, measured: MeasuredPrompt) -> Verdict:
-        """A group came."""
+        """Records a group that arrived for a task."""
         if task_id in self._measured:
             return Verdict.MEASURED
         asked = self._asked.pop(task_id, None)
@@ -136,51 +136,52 @@ class Prompts:
 
 
 class Schedule:
-    """When a set is due: at the start, each so many versions, at the end.
+    """When a set is due: at the start, every so many versions, and at the end.
 
-    What comes due while the evaluation before still runs is skipped and counted; so the grid of versions
-    stays, and no evaluation is ever of older weights than those sampled when it begins.
+    An evaluation that comes due while the previous one is running is skipped and counted. This
+    keeps the grid of versions, and an evaluation never measures weights older than those sampled
+    when it begins.
     """
 
     def __init__(
         self, *, every: int, at_start: bool, at_end: bool, last_step: int | None = None
     ) -> None:
-        """`last_step` is that of the last evaluation which a run that resumes has the result of."""
+        """`last_step` is the step of the last evaluation that a resuming run has a result of."""
         self._every = every
         self._at_end = at_end
         self._begun = last_step
         self._seen = last_step if last_step is not None else -1 if at_start else 0
         self.skipped = 0
-        """Evaluations that were due and not begun, since `begin`."""
+        """Number of evaluations skipped since the last `begin`."""
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation was due since the last that began, or was skipped: it begins with the
-        first weights that can be had."""
+        """Returns whether an evaluation came due since the last one began or was skipped. It then
+        begins with the first available weights."""
         newest = step - step % self._every if self._every else 0
         return newest > self._seen
 
     def due_at_end(self, step: int) -> bool:
-        """Whether the weights of the last step are still to be measured."""
+        """Returns whether the weights of the last step are still to be measured."""
         return self._at_end and self._begun != step
 
     def ends_with(self, step: int) -> bool:
-        """Whether weights of this step would be measured if it were the last."""
+        """Returns whether weights of this step would be measured if it were the last."""
         return self._at_end or bool(self._every and step % self._every == 0)
 
     def begin(self, step: int) -> int:
-        """An evaluation begins; returns how many were skipped before it."""
+        """Marks an evaluation as begun. Returns how many were skipped before it."""
         self._begun = self._seen = step
         skipped, self.skipped = self.skipped, 0
         return skipped
 
     def forget(self, step: int) -> bool:
-        """What was measured of this step and later ones counts no more; whether something was."""
+        """Discards measurements of this step and later ones. Returns whether there were any."""
         if self._begun is None or self._begun < step:
             return False
         self._begun, self._seen = None, step - 1
         return True
 
     def skip(self, step: int) -> None:
-        """One was due, and the one before still runs."""
+        """Counts an evaluation that came due while the previous one was running."""
         self._seen = step
         self.skipped += 1

@@ -1,13 +1,15 @@
-"""What an evaluation found: groups as measured, and the figures made of them. Pure.
+"""Results of an evaluation: measured groups, and the figures computed from them. Pure.
 
-    TrajectoryGroup -> MeasuredPrompt -> Figures, of all prompts and of those of each source
+    TrajectoryGroup -> MeasuredPrompt -> Figures, over all prompts and over those of each source
 
-- The mean reward is the mean over prompts of the mean over their samples. Its standard error is that of the
-  means of prompts, s / sqrt(n): samples of one prompt are not independent, prompts are.
-- pass@k is the chance that of k samples at least one is right, without bias for n >= k samples of which c
-  are: 1 - C(n-c, k) / C(n, k), averaged over prompts (Chen et al., arXiv 2107.03374, equation 1).
-- A failed trajectory is in none of these figures, and is counted. A prompt with no sample that did not fail
-  is in none of them either, and one with fewer than k not in pass@k.
+- The mean reward is the mean over prompts of the mean over their samples. Its standard error is s /
+  sqrt(n) over the means of prompts, because samples of one prompt are not independent, but prompts
+  are.
+- pass@k is the probability that at least one of k samples is correct. The unbiased estimate for n
+  >= k samples, c of them correct, is 1 - C(n-c, k) / C(n, k), averaged over prompts (Chen et al.,
+  arXiv 2107.03374, equation 1).
+- A failed trajectory enters none of these figures and is counted. A prompt whose samples all failed
+  is in none of them either. A prompt with fewer than k samples is not in pass@k.
 """
 
 from __future__ import annotations
@@ -23,83 +25,85 @@ from penstock.wire import codec
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrompt:
-    """One prompt's samples."""
+    """The samples of one prompt."""
 
     data_source: str
     rewards: tuple[float, ...]
-    """Of the samples that did not fail."""
+    """Rewards of the samples that did not fail."""
     tokens: tuple[int, ...]
-    """Policy tokens of each of those, over all turns."""
+    """Policy tokens of each of these samples, over all turns."""
     truncated: int
-    """How many of those the token budget or the context ended."""
+    """How many of these samples the token budget or the context length cut off."""
     failure_reasons: tuple[str, ...] = ()
-    """Of each sample that failed."""
+    """Failure reason of each sample that failed."""
     versions: tuple[int, ...] = ()
     """Weight versions that sampled a token of the samples that did not fail, each once."""
     failed_versions: tuple[int, ...] = ()
-    """Those of the others: in no figure."""
+    """Weight versions that sampled a token of the failed samples. They enter no figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a number of prompts came to; None where there is nothing to take a figure of."""
+    """Figures over a number of prompts; None if there is no data for a figure."""
 
     prompts: int
-    """With at least one sample that did not fail."""
+    """Prompts with at least one sample that did not fail."""
     samples: int
-    """That did not fail."""
+    """Samples that did not fail."""
     failures: int
     reward_mean: float | None
     reward_stderr: float | None
-    """None for fewer than two prompts, of which no spread is known."""
+    """None for fewer than two prompts, because their spread is unknown."""
     pass_at: dict[str, float]
-    """pass@k by k: the powers of two up to the samples of a prompt, and their number; empty for one."""
+    """pass@k by k: the powers of two up to the number of samples of a prompt, and that number;
+    empty for one sample."""
     tokens_mean: float | None
     truncated_share: float | None
 
 
 @dataclass(slots=True)
 class EvaluationRecord:
-    """One evaluation; the field names are the keys of its line in `metrics.jsonl`, which begins with
-    `"kind": "evaluation"`. Times are unix seconds."""
+    """One evaluation. The field names are the keys of its line in `metrics.jsonl`, which begins
+    with `"kind": "evaluation"`. Times are in Unix seconds."""
 
     name: str
     step: int
-    """Last step that the weights contain with which it began."""
+    """Last step contained in the weights it began with."""
     weight_version: int
     """Version sampled when it began."""
     mode: str
-    """pinned or on_the_fly."""
+    """`pinned`, `on_the_fly` or `alone`."""
     figures: Figures
     by_source: dict[str, Figures]
     prompts_asked: int
-    """Prompts of the set."""
+    """Number of prompts in the set."""
     prompts_missing: int = 0
-    """Prompts of which nothing came: it ended before."""
+    """Prompts without a result, because the evaluation ended first."""
     failure_reasons: dict[str, int] = field(default_factory=dict[str, int])
     oldest_weight_version: int | None = None
-    """Smallest version that sampled a token of what the figures are of; None where there is none."""
+    """Smallest version that sampled a token in the figures; None without such tokens."""
     newest_weight_version: int | None = None
     mixed_groups: int = 0
-    """Prompts whose tokens are of more than one version."""
+    """Prompts whose tokens come from more than one version."""
     mixed_share: float = 0.0
-    """Of the prompts measured."""
+    """Share of `mixed_groups` among the prompts with tokens."""
     asked_again: int = 0
-    """Times that a prompt was asked again because its answers were of another version."""
+    """How many times a prompt was asked again because its answers came from another version."""
     lag: int = 0
-    """Versions that the trainer was ahead of the oldest one measured when it ended."""
+    """How many versions the trainer was ahead of the oldest measured version at the end."""
     skipped: int = 0
-    """Evaluations of the set that were not begun since the one before, because that was still running."""
+    """Evaluations of the set that were skipped since the previous one, because it was still
+    running."""
     seconds: float = 0.0
     seconds_held: float = 0.0
-    """Of those, how long a switch waited for it."""
+    """How much of `seconds` a switch spent waiting for it."""
     time_start: float = 0.0
     time: float = 0.0
     """When it ended."""
 
 
 def read_measured(group: trajectory_pb2.TrajectoryGroup, data_source: str) -> MeasuredPrompt:
-    """A delivered group. Trajectories that branch from another are part of it, and no samples."""
+    """Reads a delivered group. Branches are part of it, but do not count as samples."""
     rewards: list[float] = []
     tokens: list[int] = []
     failures: list[str] = []
@@ -142,7 +146,7 @@ def _failed(trajectory: trajectory_pb2.Trajectory) -> bool:
 def _sample_of(
     trajectory: trajectory_pb2.Trajectory, sent: Mapping[str, trajectory_pb2.Trajectory]
 ) -> trajectory_pb2.Trajectory:
-    """The one that a trajectory branches from, however far back; itself where it branches from none."""
+    """Follows a branch to the attempt it came from. Returns an attempt unchanged."""
     for _ in sent:
         trajectory = sent.get(trajectory.parent_trajectory_id, trajectory)
     return trajectory
@@ -159,7 +163,7 @@ def make_record(
     passes_from: float,
     prompts_asked: int,
 ) -> EvaluationRecord:
-    """The record of what was measured; when and how fast is the caller's to add."""
+    """Builds the record of the measured prompts. The caller adds times and lag."""
 
     def take(of: Iterable[MeasuredPrompt]) -> Figures:
         return take_figures(of, samples_per_prompt=samples_per_prompt, passes_from=passes_from)
@@ -167,7 +171,7 @@ def make_record(
     sources = sorted({prompt.data_source for prompt in prompts})
     versions = [version for prompt in prompts for version in prompt.versions]
     mixed = sum(len(prompt.versions) > 1 for prompt in prompts)
-    # Of a prompt that failed whole there is no token, so it is neither.
+    # A prompt whose samples all failed has no tokens, so it is neither mixed nor unmixed.
     sampled = sum(bool(prompt.versions) for prompt in prompts)
     return EvaluationRecord(
         name=name,
@@ -191,8 +195,8 @@ def make_record(
 def take_figures(
     prompts: Iterable[MeasuredPrompt], *, samples_per_prompt: int, passes_from: float
 ) -> Figures:
-    """Figures over prompts; see the module."""
-    # In one order, whatever came first: sums come out the same.
+    """Computes figures over prompts; see the module."""
+    # A fixed order makes sums independent of the order of arrival.
     every = sorted(prompts, key=lambda p: (p.data_source, p.rewards, p.tokens))
     measured = [prompt for prompt in every if prompt.rewards]
     means = [math.fsum(p.rewards) / len(p.rewards) for p in measured]
@@ -220,7 +224,7 @@ def take_figures(
 
 
 def _counts(samples: int) -> list[int]:
-    """The k of pass@k."""
+    """Returns the values of k for pass@k."""
     if samples < 2:
         return []
     powers = [1 << exponent for exponent in range(samples.bit_length())]

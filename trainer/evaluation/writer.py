@@ -1,4 +1,5 @@
-"""Where the records of evaluations go: lines of their own in `metrics.jsonl`, TensorBoard, the terminal."""
+"""Writes evaluation records: as separate lines in `metrics.jsonl`, to TensorBoard and to the
+terminal."""
 
 from __future__ import annotations
 
@@ -18,55 +19,56 @@ KIND = "evaluation"
 
 
 class Scalars(Protocol):
-    """The part of TensorBoard's writer that is used."""
+    """The part of TensorBoard's writer that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def flush(self) -> None: ...
 
 
 class EvaluationWriter:
-    """Writes each record wherever records go."""
+    """Writes each record to all destinations."""
 
     def __init__(self, folder: Path, scalars: Scalars, console: Console) -> None:
-        """`folder` has the run's `metrics.jsonl`, to whose end a line is added for each record."""
+        """`folder` contains the run's `metrics.jsonl`, to which a line is appended for each
+        record."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
         self._scalars = scalars
         self._console = console
 
     def write(self, record: EvaluationRecord) -> None:
-        """An evaluation has ended. Raises StorageFailed."""
+        """Writes the record of an evaluation that ended. Raises StorageFailed."""
         line = as_line(record)
         with storing(self._path.parent):
-            # Opened each time: `keep_until` puts another file in its place.
+            # Opened each time, because `keep_until` replaces the file.
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             show(line, self._scalars)
-        # Above the live table, where there is one.
+        # Above the live table, if there is one.
         self._console.print(as_text(record), soft_wrap=True, highlight=False, markup=False)
 
 
 def show(line: Mapping[str, object], scalars: Scalars) -> None:
-    """What the line of an evaluation says, as points of its step."""
+    """Writes the line of an evaluation as points of its step."""
     for name, value in _points(line):
         scalars.add_scalar(f"eval/{line['name']}/{name}", value, cast("int", line["step"]))
     scalars.flush()
 
 
 def lines_from(folder: Path, step: int) -> list[Mapping[str, object]]:
-    """The lines of evaluations that began at this step or later."""
+    """Returns the lines of evaluations that began at this step or later."""
     return [line for line in _lines(folder) if cast("int", line["step"]) >= step]
 
 
 def as_line(record: EvaluationRecord) -> dict[str, object]:
-    """The line of a record: its own fields, and the figures of all prompts among them."""
+    """Returns the line of a record: its own fields, merged with the figures of all prompts."""
     own = cast("dict[str, object]", asdict(record))
     figures = cast("dict[str, object]", own.pop("figures"))
     return {"kind": KIND, **own, **figures}
 
 
 def as_text(record: EvaluationRecord) -> str:
-    """The line of a record for a person."""
+    """Returns the line of a record for people."""
     figures = record.figures
     parts = [
         f"eval {record.name}  version {versions(record)}",
@@ -88,7 +90,8 @@ def as_text(record: EvaluationRecord) -> str:
 
 
 def last_steps(folder: Path) -> dict[str, int]:
-    """Step of the last record of each set; of a file that a killed trainer wrote, what is whole."""
+    """Returns the step of the last record of each set. Ignores a line that a killed trainer left
+    incomplete."""
     found: dict[str, int] = {}
     for line in _lines(folder):
         name, step = str(line["name"]), cast("int", line["step"])
@@ -127,7 +130,7 @@ def _figures(table: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def versions(record: EvaluationRecord) -> str:
-    """That, or from which to which, sampled what was measured."""
+    """Returns the version that was measured, or the range from oldest to newest."""
     oldest, newest = record.oldest_weight_version, record.newest_weight_version
     if oldest is None or oldest == newest:
         return str(record.weight_version if oldest is None else oldest)

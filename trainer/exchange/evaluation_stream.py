@@ -1,7 +1,7 @@
-"""Evaluation groups on the exchange: a demand of their own, and a receipt as soon as they are read.
+"""Evaluation groups on the exchange: separate demand, and a receipt as soon as a group is read.
 
-They are no part of training: no step is made of them, no ledger names them, and what is not received
-is asked for again by whoever measures. So nothing of them is remembered here but the credit that is out.
+They are no part of training: no step trains them, and no ledger lists them. The evaluation asks
+again for a group without a receipt. Therefore only the outstanding credit is tracked here.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ NOT_MEASURED = "NOT_MEASURED"
 
 
 class EvaluationStream:
-    """What evaluations send and are sent, over as many connections as it takes."""
+    """One server's evaluation traffic, across reconnections."""
 
     def __init__(
         self, ready: asyncio.Event, send: Callable[[trainer_service_pb2.ExchangeRequest], None]
     ) -> None:
-        """`ready` is set while the server is there and up to date; what `send` is given otherwise may be
-        lost."""
+        """`ready` is set while the server is connected and up to date. Messages that `send` is
+        given at other times may be lost."""
         self._ready = ready
         self._send = send
         self.owed = 0
         """Groups demanded and not yet delivered."""
         self.since = 0.0
-        """When the server was last there again, by the event loop's clock; zero where it never was away."""
+        """When the server last came back, on the event loop's clock; zero if it was never away."""
         self.on_delivery: Callable[[Delivered], None] | None = None
         """Called with each group, which it measures or refuses."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server is there and up to date."""
+        """Whether the server is connected and up to date."""
         return self._ready.is_set()
 
     async def ready(self) -> None:
-        """Waits until it is."""
+        """Waits until the server is connected and up to date."""
         await self._ready.wait()
 
     def demand(self, group_count: int) -> None:
-        """Grants the server credit for further evaluation groups."""
+        """Grants the server credit for more evaluation groups."""
         self.owed += group_count
         if self.is_ready:
             self._demand(group_count)
 
     def resume(self) -> None:
-        """A new stream begins: what was demanded on the one before is demanded of it."""
+        """Repeats the open demand on a new stream."""
         self.since = asyncio.get_running_loop().time()
         if self.owed:
             self._demand(self.owed)
 
     def take(self, delivery: Delivered) -> None:
-        """A group came."""
+        """Handles a delivered group."""
         self.owed = max(0, self.owed - 1)
         if self.on_delivery is None:
-            self.refuse(delivery, NOT_MEASURED, "nothing is being measured")
+            self.refuse(delivery, NOT_MEASURED, "no evaluation is running")
         else:
             self.on_delivery(delivery)
 
     def measured(self, delivery: Delivered, step: int) -> None:
-        """Says that a group was measured while this step was under way."""
+        """Acknowledges a group that was measured during this step."""
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], step=step)
         self._send(Request(receipt=receipt))
 
     def refuse(self, delivery: Delivered, reason: str, message: str) -> None:
-        """Says that a group is of no use."""
+        """Tells the server that a group is unusable."""
         rejection = Rejection(reason=reason, message=message)
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], rejection=rejection)
         self._send(Request(receipt=receipt))

@@ -4,23 +4,23 @@
     Demand(n) -> n GroupDelivery      SwitchWeights(v) -> WeightReceipt(v)
     GroupReceipt, CheckpointNotice -> nothing
 
-A lost stream loses nothing. The server delivers again what it has no receipt for; a group that
-comes twice is recognized (`known_groups`), and takes no place in a batch. Demand that was not met is
-granted again to the new stream.
+A lost stream loses no groups. The server redelivers every group it has no receipt for. A group that
+arrives twice is recognized (`known_groups`) and takes no place in a batch. Unmet demand is granted
+again on the new stream.
 
-A run that is to stop (`stopping` is set) needs its server for the end of its step, but does not
-wait for one that is away:
+A run that is asked to stop (`stopping` is set) still uses its server to finish the current step. It
+does not wait for a server that is away:
 
-    server there                           the stream stays; the loop ends its step, then `close`
-    server away: not connected yet, lost,  the server is left: connecting or restoring ends, `left`
-      or back and not yet up to date         is set, and nothing is sent any more
-    server lost after stop was asked       the same, as soon as the loss is known
+    server connected                       the stream stays; the loop finishes its step, then `close`
+    server away: not connected yet, lost,  the trainer leaves the server: connecting or restoring is
+      or back and not yet up to date         cancelled, `left` is set, and nothing more is sent
+    server lost after the stop request     the same, as soon as the trainer notices the loss
 
-On the server's host groups may be read from its journal (`stored_groups`). One that cannot be read ends the
-stream; the next one asks for messages.
+Groups without a receipt at that point stay with the server, which delivers them again. If a server
+falls silent without closing the stream, keepalive detects the loss.
 
-What had no receipt by then stays the server's, which delivers it again. A server that falls silent
-without a word is known to be lost when the keepalive says so.
+On the server's host the trainer may read groups from the server's journal (`stored_groups`). If one
+cannot be read, the trainer ends the stream, and the next stream asks for messages instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 EXCHANGE = "/penstock.v1.TrainerService/Exchange"
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 5.0
-# A status that a restarted server, or a better moment, does not turn into success.
+# Statuses that neither a restarted server nor a later attempt turns into success.
 GREATEST_EPOCH = 2**63 - 1
 FINAL_CODES = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -72,20 +72,20 @@ Contract = codec.twin(trainer_service_pb2.StalenessContract)
 
 @dataclass(frozen=True, slots=True)
 class SwitchReceipt:
-    """The server samples the version that was asked for."""
+    """The server now samples the requested version."""
 
     weight_version: int
     pause_seconds: float
-    """How long generation stood still; zero where a lost stream took the figure with it."""
+    """How long generation was paused; zero if the figure was lost with the stream."""
     probe_difference: float | None = None
-    """Mean difference of the engine's score of the probe, in nats; None without a probe, or where a lost
-    stream took it along."""
+    """Mean difference of the engine's score of the probe, in nats. None without a probe, or if the
+    figure was lost with the stream."""
     received_at: float = field(default_factory=time.time)
     """Unix seconds."""
 
 
 class Exchange:
-    """One run's stream, over as many connections as it takes."""
+    """One run's stream to one server, across reconnections."""
 
     def __init__(
         self,
@@ -102,10 +102,11 @@ class Exchange:
         where: str = "",
         start_id: str = "",
     ) -> None:
-        """`weight_version` is what the trainer holds, `step` the last one its state contains, and
-        `trained` the steps of the groups it was trained on. Once `stopping` is set, a server that is
-        away is left. `where` tells the server apart, in what is said of it, where there are several.
-        What a server has of another start of the run than `start_id` it drops."""
+        """`weight_version` is what the trainer holds, `step` is the last step its state contains,
+        and `trained` maps the groups it was trained on to their steps. Once `stopping` is set, the
+        trainer leaves a server that is away. `where` identifies the server in messages when there
+        are several. The server drops whatever it holds for a start of this run other than
+        `start_id`."""
         self._channel = channel
         self._run_id = run_id
         self._contract = contract
@@ -114,61 +115,64 @@ class Exchange:
         self._step = step
         self._give_up_after = give_up_after_seconds
         self.stopping = stopping
-        """The run is to stop."""
+        """Set when the run is asked to stop."""
         self._where = f" at {where}" if where else ""
         self._start_id = start_id
         self.left = asyncio.Event()
-        """The run stops without its server, for good: no answer comes, and nothing is sent."""
+        """Set when the run stops without its server, for good. Nothing more is sent, and no answer
+        arrives."""
         self.on_left: Callable[[], None] | None = None
-        """Called when that becomes so."""
+        """Called once, when `left` is set."""
         self._epoch = 0
         self._may_pass = True
-        """Whether a greater epoch than this one's clock has may be passed: see `_explain`."""
+        """Whether the epoch may still be raised past a newer one on the server: see `_explain`."""
         self._final_step = step
         self._call: grpc.aio.StreamStreamCall[
             trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
         ]
         self._outgoing: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None] | None = None
         self._stored: StoredGroups | None = None
-        """Where groups are read that the server only tells the place of, if they are."""
+        """Reads groups that the server announces by their place in its journal; None if it sends
+        messages."""
         self._reads_stored = True
-        """Whether the next stream may ask for that."""
+        """Whether the next stream may read stored groups."""
         self._ready = asyncio.Event()
         self.restored = asyncio.Event()
-        """Cleared while a server that came back with less is given the version that the trainer holds,
-        until it says that it samples that: it reads the payload meanwhile."""
+        """Cleared while a server that came back with less state is given the version the trainer
+        holds, because it reads the payload meanwhile. Set once the server reports that it samples
+        that version."""
         self.restored.set()
         self._closing = False
         self._owed = 0
         """Groups demanded and not yet delivered."""
         self._arrived: asyncio.Queue[trajectory_pb2.TrajectoryGroup] = asyncio.Queue()
-        # Bounded by demand: the server sends no more than it was granted.
+        # Bounded by demand: the server never sends more than it was granted.
         self._groups = KnownGroups(trained)
         self.delivery_count = 0
-        """Deliveries that arrived, those of known groups included."""
+        """Deliveries received, including those of known groups."""
         self._deliveries_to_see = 0
         self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
         self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
         self.on_arrival: Callable[[], None] | None = None
-        """Called with each group that `next_group` will bring."""
+        """Called for each group that `next_group` will return."""
         self.on_all_seen: Callable[[], None] | None = None
-        """Called where all that waited at the server has been seen, and the last of it brings nobody a
-        group."""
+        """Called when every group buffered at the server has been seen and the last one was already
+        known, so that `next_group` returns nothing for it."""
         self.evaluations = EvaluationStream(self._ready, self._send)
-        """Evaluation groups, which nothing else here is about."""
+        """Handles evaluation groups; the rest of this class concerns training groups only."""
 
     @property
     def trainer_epoch(self) -> int:
-        """Epoch of the live session; uploads carry it."""
+        """Epoch of the live session, which uploads carry."""
         return self._epoch
 
     @property
     def held_version(self) -> int:
-        """Version the trainer holds: that of Hello, then of the last `switch`."""
+        """Version the trainer holds: the one in Hello, then the one of the last `switch`."""
         return self._held
 
     async def open(self) -> trainer_service_pb2.Welcome | None:
-        """Connects for the first time; None where the run is to stop before it has.
+        """Connects for the first time. Returns None if the run is asked to stop first.
 
         Raises ServerGone and SessionRefused.
         """
@@ -182,9 +186,9 @@ class Exchange:
     async def run(self, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]) -> None:
         """Consumes what the server sends; waits for the stream; produces arrivals and receipts.
 
-        Ends after `close`. When the stream is lost it connects again and has `restore` bring a
-        server that lost its memory up to date, before any new demand; where the run is to stop it
-        leaves the server instead, and ends. Raises ServerGone and SessionRefused.
+        Returns after `close`. When the stream is lost, it reconnects and calls `restore` before any
+        new demand, to bring a server that lost its memory up to date. If the run is asked to stop
+        meanwhile, it leaves the server and returns instead. Raises ServerGone and SessionRefused.
         """
         while True:
             reason = await self._read()
@@ -198,61 +202,62 @@ class Exchange:
             self._resume(welcome)
 
     async def ready(self) -> None:
-        """Waits until the stream is up and the server up to date."""
+        """Waits until the stream is up and the server is up to date."""
         await self._ready.wait()
 
     @property
     def on_their_way(self) -> int:
-        """Groups that were demanded, and that nobody has taken with `next_group`."""
+        """Groups demanded and not yet taken with `next_group`."""
         return self._owed + self._arrived.qsize()
 
     @property
     def arrived_count(self) -> int:
-        """Groups delivered that nobody has taken with `next_group`."""
+        """Groups delivered and not yet taken with `next_group`."""
         return self._arrived.qsize()
 
     @property
     def all_seen(self) -> bool:
-        """Whether all that waited at the server when it was greeted has come, and was taken."""
+        """Whether all groups buffered at the server when it said Welcome have arrived and been
+        taken."""
         return self.delivery_count >= self._deliveries_to_see and self._arrived.empty()
 
     def take_arrived(self) -> list[trajectory_pb2.TrajectoryGroup]:
-        """All of those at once."""
+        """Takes every group counted by `arrived_count`."""
         return [self._arrived.get_nowait() for _ in range(self._arrived.qsize())]
 
     def demand(self, group_count: int) -> None:
-        """Grants the server credit for further groups."""
+        """Grants the server credit for more groups."""
         self._owed += group_count
         if self._ready.is_set():
             self._send(Request(demand=Demand(group_count=group_count)))
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup:
-        """The next group delivered, each once."""
+        """Waits for the next delivered group. Each group is returned once."""
         return await self._arrived.get()
 
     def receipt(self, groups: list[trajectory_pb2.TrajectoryGroup], step: int) -> None:
-        """Says that a step used these groups."""
+        """Acknowledges that a step trained these groups."""
         ids = [self._groups.settle(group.group_id, step) for group in groups]
         self._step = step
         if ids:
             self._send(Request(receipt=GroupReceipt(delivery_ids=ids, step=step)))
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
-        """Says that a group is of no use and must not come again."""
+        """Tells the server that a group is unusable and must not be delivered again."""
         delivery_id = self._groups.settle(group.group_id, 0)
         rejection = Rejection(reason=reason, message=message)
         self._send(Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection)))
 
     def checkpoint(self, step: int) -> None:
-        """Says that receipts up to `step` are final."""
+        """Reports that receipts up to `step` are final."""
         self._final_step = step
         self._send(Request(checkpoint=CheckpointNotice(step=step)))
 
     def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt]:
-        """Asks for a staged version; the trainer holds it from now on.
+        """Requests a staged version. The trainer holds it as of this call.
 
-        The future fails with SwitchRejected. A lost stream does not fail it: once the server is
-        back and up to date it succeeds.
+        The future fails with SwitchRejected. It survives a lost stream, and succeeds once the
+        server is back and up to date.
         """
         future: asyncio.Future[SwitchReceipt] = asyncio.get_running_loop().create_future()
         self._switches[weight_version] = future
@@ -261,16 +266,17 @@ class Exchange:
         return future
 
     def hold(self, weight_version: int) -> None:
-        """The trainer holds a version that the server is past already: nothing is asked of it."""
+        """Records that the trainer holds a version the server has already passed, without
+        requesting it."""
         self._held = weight_version
 
     def repeat_switch(self) -> None:
-        """Asks again for the version the trainer holds; for `restore`."""
+        """Requests the held version again; for `restore`."""
         switch = SwitchWeights(weight_version=self._held, in_flight=self._in_flight)
         self._send(Request(switch_weights=switch))
 
     async def close(self, *, timeout_seconds: float = 10.0) -> None:
-        """Half-closes; returns when the server has ended the stream, or after the timeout."""
+        """Half-closes the stream. Returns when the server has ended it, or after the timeout."""
         self._closing = True
         if self._outgoing is None:
             return
@@ -285,15 +291,15 @@ class Exchange:
             self.leave()
 
     def leave(self) -> None:
-        """The run is to stop, and does so without this server. May be repeated."""
-        # A stream whose server is not up to date may be open: the loop must not write on it.
+        """Stops using this server, because the run is asked to stop. Idempotent."""
+        # A stream may be open to a server that is not up to date. The loop must not write to it.
         self._end_requests()
         if not self.left.is_set():
             self.left.set()
             if self.on_left is not None:
                 self.on_left()
 
-    # The stream itself.
+    # Internals of the stream.
 
     async def _connect_again(
         self, reason: str, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]
@@ -303,17 +309,17 @@ class Exchange:
             log.warning("lost the server%s: %s", self._where, reason)
             welcome = await self._connect(reason)
             try:
-                # Nobody reads the stream meanwhile: `restore` must not wait for an answer on it.
+                # The stream is not read meanwhile, so `restore` must not wait for an answer on it.
                 await restore(welcome)
                 return welcome
             except ServerLost as error:
                 reason = str(error)
-                # It is there: full, for one, and asks to be left alone for a while.
+                # The server is up, but for example full, and asked the trainer to back off.
                 await asyncio.sleep(max(pause, error.retry_after_seconds))
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     def _end_requests(self) -> None:
-        """Nothing more is written to the stream, lost or not: grpc's own task waits for the end."""
+        """Ends the request iterator, even of a lost stream: grpc's own task waits for that."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(None)
             self._outgoing = None
@@ -333,12 +339,12 @@ class Exchange:
                 ) from error
             except grpc.aio.AioRpcError as error:
                 reason = self._explain(error)
-            # A server that is away is awaited above; this one answers, and refuses for now.
+            # `channel_ready` waits for an absent server. This one answered and refuses for now.
             await asyncio.sleep(min(backoff, max(0.0, deadline - time.monotonic())))
             backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
 
     async def _greet(self) -> trainer_service_pb2.Welcome:
-        # Greater than that of any earlier start, on clocks that agree; where they do not, see `_explain`.
+        # Exceeds the epoch of any earlier start if the clocks agree; if not, see `_explain`.
         self._epoch = max(self._epoch + 1, time.time_ns())
         self._end_requests()
         self._outgoing = asyncio.Queue()
@@ -371,14 +377,14 @@ class Exchange:
         return first.welcome
 
     async def _receive(self) -> trainer_service_pb2.ExchangeResponse | None:
-        """The next message; None where the server has ended the stream."""
+        """Returns the next message, or None once the server has ended the stream."""
         message = await self._call.read()
         if message is grpc.aio.EOF:
             return None
         return cast("trainer_service_pb2.ExchangeResponse", message)
 
     async def _read(self) -> str:
-        """Handles messages until the stream ends; returns why it did."""
+        """Handles messages until the stream ends. Returns the reason."""
         try:
             while (response := await self._receive()) is not None:
                 self._handle(response)
@@ -396,11 +402,12 @@ class Exchange:
         return "it ended the stream"
 
     def _explain(self, error: grpc.aio.AioRpcError) -> str:
-        """Why the stream is lost. Raises SessionRefused where connecting again would not help.
+        """Returns why the stream is lost. Raises SessionRefused if reconnecting would not help.
 
-        STALE_EPOCH to the first Hello of a process, which was started after the trainer before it: that
-        one's clock was ahead. The epoch that the server names is passed, once. A process that was welcomed
-        before never passes anybody: it was replaced, and of two that live the one started last goes on.
+        A process may get STALE_EPOCH for its first Hello although it started after the previous
+        trainer. In that case the previous trainer's clock was ahead. The trainer then exceeds the
+        epoch the server reports, once. A process that was welcomed before never does so, because it
+        was replaced. Of two live trainers, the one started last wins.
         """
         failure = read_failure(error)
         text = f"{failure.reason or failure.code.name}: {failure.message}"
@@ -428,7 +435,7 @@ class Exchange:
                 self.on_notice(response.notice)
 
     def _delivered(self, delivery: trainer_service_pb2.GroupDelivery) -> Delivered:
-        """Raises GroupUnreadable."""
+        """Reads a stored group from the journal. Raises GroupUnreadable."""
         if not delivery.HasField("stored"):
             return Delivered(delivery.delivery_id, delivery.group)
         if self._stored is None:
@@ -446,7 +453,7 @@ class Exchange:
             if self.on_arrival is not None:
                 self.on_arrival()
             return
-        # Sent again after a lost stream: it used credit that was meant for another group.
+        # A redelivery after a lost stream used up credit that was meant for another group.
         self._send(Request(demand=Demand(group_count=1)))
         receipt = self._groups.answer(delivery, self._final_step)
         if receipt is not None:
@@ -477,7 +484,8 @@ class Exchange:
         future.set_exception(error)
 
     def _resume(self, welcome: trainer_service_pb2.Welcome) -> None:
-        """The server is up to date again: what it was asked before the loss is asked once more."""
+        """Repeats the requests that were open when the stream was lost. The server is up to date
+        again."""
         if welcome.active_weight_version >= self._held:
             self.restored.set()
         if welcome.active_weight_version == self._held:
@@ -501,7 +509,7 @@ class Exchange:
     def _send(self, request: trainer_service_pb2.ExchangeRequest) -> None:
         if request.HasField("demand"):
             request.demand.by_place = self._stored is not None
-        # Without a stream nothing is kept: each kind of message is made good when it is back.
+        # Without a stream, requests are dropped: each kind is made up for after reconnecting.
         if self._outgoing is not None:
             self._outgoing.put_nowait(request)
 
@@ -509,9 +517,9 @@ class Exchange:
 async def _drain(
     queue: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None],
 ) -> AsyncIterator[trainer_service_pb2.ExchangeRequest]:
-    """The stream's requests; None half-closes it."""
+    """Yields the stream's requests; None half-closes it."""
     while (request := await queue.get()) is not None:
         hit(f"exchange.before_{request.WhichOneof('message')}")
         yield request
-        # Asked for the next one: this one has been written.
+        # grpc asks for the next request once this one has been written.
         hit(f"exchange.after_{request.WhichOneof('message')}")

@@ -1,14 +1,17 @@
-"""One run's streams to its servers, one `Exchange` for each. With one server there is one.
+"""One run's streams: an `Exchange` for each of its servers.
 
-Each server is told of its part of a step (`division`) and of its own groups, and is asked, greeted, lost
-and awaited by itself. What all share is the version that the trainer holds: a switch is asked of each.
+Each server learns only its part of a step (`division`) and its own groups. Demand, greetings,
+losses and waits are per server. All servers share the version that the trainer holds, so a switch
+is requested from each.
 
-    one is lost        the others go on: they deliver what they were asked for and sample up to their gates.
-                         The loop waits where it needs the one that is away: for its part of a batch, its
-                         upload, its switch
-    one is given up    the run ends (ServerGone), and so where one refuses this trainer (SessionRefused)
-    one is left        the run was asked to stop, and a server was away: all are left at once, so that a
-                         step is told to every server or to none. What had no receipt they deliver again
+    one is lost        the others continue: they deliver what was demanded and sample up to their gates.
+                         The loop waits only when it needs the absent one: for its part of a batch, its
+                         upload or its switch
+    one is given up    the run ends (ServerGone), as it does if a server refuses this trainer
+                         (SessionRefused)
+    one is left        the run was asked to stop while a server was away. The trainer leaves all servers
+                         at once, so that a step is acknowledged to every server or to none. Groups
+                         without a receipt are delivered again
 """
 
 from __future__ import annotations
@@ -25,32 +28,33 @@ from penstock.trainer.exchange.stream import Exchange
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 Restore = Callable[[int, trainer_service_pb2.Welcome], Awaitable[None]]
-"""Brings a server up to date that came back with less than it had."""
+"""Brings a server up to date that came back with less state than it had."""
 Heed = Callable[[int, trainer_service_pb2.Notice], None]
-"""Takes what a server noticed."""
+"""Handles a notice from a server."""
 
-# As many as a server keeps for a trainer that is away.
+# As many as a server keeps for an absent trainer.
 MAX_NOTICES = 1_000
 
 
 class Exchanges:
-    """Every stream of one run; a server is called by its place among them, from zero."""
+    """Every stream of one run. Servers are identified by index, from zero."""
 
     def __init__(self, servers: Sequence[Exchange], division: Division) -> None:
         self.servers = tuple(servers)
         self.division = division
         self.left = asyncio.Event()
-        """The run stops without one of its servers, for good: nothing is sent to any."""
+        """Set when the run stops without one of its servers, for good. Nothing more is sent to any
+        of them."""
         self._on_notice: Heed | None = None
         self._unheeded: deque[tuple[int, trainer_service_pb2.Notice]] = deque(maxlen=MAX_NOTICES)
-        """Notices that came while nobody took them: a server says each once."""
+        """Notices that arrived before `on_notice` was set. A server sends each notice once."""
         self._news = asyncio.Event()
         self._changed = False
-        """Whether `take_arrived` took some, or all of a server's were seen, and `next_group` has not said
-        so."""
+        """Whether `next_group` still has to report, by returning None, that `take_arrived` took
+        groups or that all groups buffered at a server were seen."""
         self._from: dict[str, int] = {}
-        """The server of each group in hand, which is not that of its index where the servers were others
-        when its task was submitted."""
+        """The server of each group in hand. It differs from the one its index suggests if the list
+        of servers changed after its task was submitted."""
         for server, exchange in enumerate(self.servers):
             exchange.on_arrival = self._news.set
             exchange.on_all_seen = self._change
@@ -59,22 +63,22 @@ class Exchanges:
 
     @property
     def held_version(self) -> int:
-        """Version the trainer holds."""
+        """Version the trainer holds, the same for every server."""
         return self.servers[0].held_version
 
     @property
     def trainer_epoch(self) -> int:
-        """Of this start of the trainer, and of no other."""
+        """Unique to this start of the trainer."""
         return self.servers[0].trainer_epoch
 
     @property
     def evaluations(self) -> tuple[EvaluationStream, ...]:
-        """Of each server."""
+        """The evaluation stream of each server."""
         return tuple(exchange.evaluations for exchange in self.servers)
 
     @property
     def on_notice(self) -> Heed | None:
-        """Called with each notice, and when it is set with the last 1,000 of those that came before."""
+        """Called with each notice. Setting it replays up to 1,000 notices that arrived before."""
         return self._on_notice
 
     @on_notice.setter
@@ -84,7 +88,8 @@ class Exchanges:
             heed(*self._unheeded.popleft())
 
     async def open(self) -> bool:
-        """Connects to all for the first time; False where the run is to stop before it has.
+        """Connects to all servers for the first time. Returns False if the run is asked to stop
+        first.
 
         Raises ServerGone and SessionRefused.
         """
@@ -92,19 +97,22 @@ class Exchanges:
         return all(welcome is not None for welcome in welcomes)
 
     async def run(self, restore: Restore) -> None:
-        """Consumes what the servers send, each as `Exchange.run`; ends when all have ended. Raises
-        ServerGone and SessionRefused."""
+        """Runs every `Exchange`; returns when all have ended. Raises ServerGone and
+        SessionRefused."""
         await together(
             exchange.run(partial(restore, server)) for server, exchange in enumerate(self.servers)
         )
 
     async def close(self) -> None:
-        """Half-closes all; returns when they have ended, or after the timeout."""
+        """Half-closes all streams. Returns when they have ended, or after the timeout."""
         await together(exchange.close() for exchange in self.servers)
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup | None:
-        """The next group that any of them delivered, each once; None, once, where `take_arrived` took
-        some since, or where all that waited at a server was seen and the last of it was known already."""
+        """Waits for the next group that any server delivers. Each group is returned once.
+
+        Returns None, once, if `take_arrived` took groups since the last call. It also does so when
+        all groups buffered at a server have been seen and the last one was already known.
+        """
         while not self._changed:
             for server, exchange in enumerate(self.servers):
                 if exchange.arrived_count:
@@ -115,18 +123,20 @@ class Exchanges:
         return None
 
     def take_arrived(self, server: int) -> list[trajectory_pb2.TrajectoryGroup]:
-        """All that a server delivered and `next_group` has not brought; who waits there is told."""
+        """Takes all groups of a server that `next_group` has not returned. Wakes up a pending
+        `next_group`."""
         taken = [self._hand_over(server, group) for group in self.servers[server].take_arrived()]
         if taken:
             self._change()
         return taken
 
     def server_of(self, group: trajectory_pb2.TrajectoryGroup) -> int:
-        """The server that delivered a group in hand."""
+        """Returns the server that delivered a group in hand."""
         return self._from[group.group_id]
 
     def receipt(self, groups: Sequence[trajectory_pb2.TrajectoryGroup], step: int) -> None:
-        """Says that a step used these groups, to each server of its own; to all that the step is done."""
+        """Acknowledges a step: to each server the groups it delivered, to all of them that the step
+        is done."""
         divided: defaultdict[int, list[trajectory_pb2.TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             divided[self._from.pop(group.group_id)].append(group)
@@ -134,11 +144,11 @@ class Exchanges:
             exchange.receipt(divided[server], step)
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
-        """Says that a group is of no use and must not come again."""
+        """Tells its server that a group is unusable and must not be delivered again."""
         self.servers[self._from.pop(group.group_id)].refuse(group, reason, message)
 
     def checkpoint(self, step: int) -> None:
-        """Says that receipts up to `step` are final."""
+        """Reports to every server that receipts up to `step` are final."""
         for exchange in self.servers:
             exchange.checkpoint(step)
 

@@ -1,30 +1,32 @@
-"""Batches: the groups of one step, out of what the server delivers.
+"""Batches: collects the groups of one step from what the servers deliver.
 
     delivery -> task taken -> read -> in the batch
                   |             +---> every trajectory failed: refused, another demanded
-                  |             +---> of no use, see `group_policies`: refused, another demanded, and where
-                  |                   that is the configuration, the prompt asked again
-                  +-> aside, for a later batch
-                  +-> the task was trained already, by another group: refused, another demanded
+                  |             +---> dropped, see `group_policies`: refused, another demanded, and if
+                  |                   so configured, the prompt asked again
+                  +-> set aside, for a later batch
+                  +-> the task was already trained with another group: refused, another demanded
 
-Where a step has dropped too many, those that follow are taken as they are, or the run stops. What a refusal
-means for the prompt is in its reason, which is in the ledger before the server hears of it: a
-trainer that resumes does not ask for a prompt that was given up, and asks again for one that was to be.
+Once a step has dropped too many groups, later ones are taken as they are, or the run stops. The
+reason of a refusal decides what happens to the prompt. It is written to the ledger before it is
+sent to the server. A resuming trainer therefore does not repeat a prompt that was given up, and
+repeats one that was to be asked again.
 
-Groups arrive in the order in which they were finished. Within a batch they are put in the order of
-the data, so that sums come out the same however long each of them took.
+Groups arrive in the order in which they finished. Within a batch they are sorted by the order of
+the data, so that sums come out the same regardless of timing.
 
-A batch has its part of each server's groups (`division`), for whose gate that part is a step: what is
-demanded in the place of a group is demanded of the server that it came from.
+A batch contains a fixed part from each server (`division`), and each server's gate treats that part
+as a step. A replacement for a group is therefore demanded from the server that delivered it.
 
-A run that resumes finds in its ledger what the trainer that was killed did beyond the checkpoint.
-The server delivers those groups again, among others that wait. While the gatherer follows the
-ledger, it makes the same batches of them: what is not of the step at hand is put aside, and what is was
-not dropped then, so it is not dropped now. It stops
-where all that waited at the servers has come and a group is missing, because it was lost there.
+A resuming run finds steps beyond its checkpoint in the ledger, made by the trainer that was killed.
+The server redelivers their groups, mixed with others. While the gatherer follows the ledger, it
+rebuilds the same batches. Groups of other steps are set aside. Groups of the current step were not
+dropped then, so they are not dropped now. Following ends once all groups buffered at the servers
+have arrived and one is missing, because the server lost it.
 
-What a server that was lost and is back had delivered before is put aside at once, before anything is asked
-of it; what is refused of that, or is not of the step at hand, is made good by a demand like any other.
+When a server comes back, all groups it delivered before are set aside at once, before anything else
+is asked of it. If some of them are refused, or belong to other steps, the usual demand makes up for
+them.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ from penstock.v1 import trajectory_pb2
 log = logging.getLogger(__name__)
 
 TASK_SETTLED = "TASK_SETTLED"
-# Notices of groups that will not come: too old for the late policy "drop", or for a message too large.
+# Notices of groups that will not be delivered: too old for the late policy "drop", or too large for
+# a message.
 TAKE_THEIR_TASK = ("GROUP_DROPPED", "GROUP_TOO_LARGE")
 
 
@@ -75,7 +78,7 @@ class Batch:
 
 
 class Gatherer:
-    """One run's batches, one after another."""
+    """Gathers the batches of one run, one after another."""
 
     def __init__(
         self,
@@ -98,24 +101,25 @@ class Gatherer:
         self._stopping = stopping
         self._wanted_count = config.train.groups_per_step
         self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
-        """Groups in hand that no batch has taken yet, in the order they came in."""
+        """Groups in hand that no batch has taken yet, in order of arrival."""
         self._following = False
         self._wanted: frozenset[str] = frozenset()
-        """Groups that the step at hand was made of before; empty where that does not matter."""
+        """Groups the ledger lists for the current step; empty if the gatherer takes any group."""
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
         self._filter = load_filter(config)
 
     def follow(self) -> None:
-        """Makes the batches that the ledger has ahead, out of what waits at the servers."""
+        """Rebuilds the batches that the ledger has ahead, from the groups buffered at the
+        servers."""
         self._following = bool(self._ledger.ahead)
 
     async def came_back(self, server: int) -> None:
-        """The server may have lost what it held: what it delivered before is in hand, and the tasks of
-        it are not to be made again. Raises StorageFailed."""
+        """Sets aside the groups that a returned server delivered before. It may have lost them, and
+        their tasks must not run again. Raises StorageFailed."""
         settled: list[trajectory_pb2.TrajectoryGroup] = []
-        # Nothing is awaited before all are aside and counted: a batch may be gathered meanwhile.
+        # No await until all groups are set aside and counted: a batch may be gathered concurrently.
         for delivery in self._exchanges.take_arrived(server):
             if self._take(delivery):
                 self._put_aside(delivery)
@@ -138,7 +142,7 @@ class Gatherer:
                 exchange.demand(missing)
 
     def given_up(self, reason: str) -> None:
-        """The server has dropped a group: counted with the step under way, or the next."""
+        """Counts a group that the server dropped, with the current step or the next."""
         self._given_up[reason] += 1
 
     def _count_given_up(self, record: StepRecord) -> None:
@@ -147,10 +151,10 @@ class Gatherer:
         self._given_up.clear()
 
     async def gather(self, record: StepRecord) -> Batch | None:
-        """Consumes deliveries; waits for as many groups as make a batch; produces it. None where the run
-        is to stop.
+        """Consumes deliveries; waits for as many groups as form a batch; produces it. Returns None
+        if the run is asked to stop.
 
-        Raises EverythingFailed, StorageFailed.
+        Raises EverythingFailed, EverythingDropped and StorageFailed.
         """
         held = self._exchanges.held_version
         self._wanted = self._of(record.step)
@@ -167,7 +171,7 @@ class Gatherer:
             if self._stopping.is_set():
                 return None
             if self._wanted and not self._wanted & self._aside.keys() and self._all_seen():
-                log.warning("the server lost groups of step %d: taking others", record.step)
+                log.warning("the server lost groups of step %d; taking others", record.step)
                 self._wanted = frozenset()
                 continue
             delivery = self._take_aside(missing) or await self._next(missing)
@@ -185,7 +189,7 @@ class Gatherer:
                 await self._refuse_failed(delivery)
                 continue
             self._failed_in_a_row = 0
-            # What this step was made of before, it is made of again.
+            # A group that this step trained before is trained again.
             if self._wanted or not await self._drop_useless(delivery, group, record):
                 missing[self._exchanges.server_of(delivery)] -= 1
                 found.append((delivery, self._weigh(delivery, group, record)))
@@ -194,16 +198,19 @@ class Gatherer:
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
 
     def _of(self, step: int) -> frozenset[str]:
-        """Groups that the step was made of before; empty where that does not matter."""
+        """Returns the groups that the ledger lists for the step; empty if the gatherer does not
+        follow it."""
         entry = self._ledger.ahead.get(step) if self._following else None
         return entry.group_ids if entry is not None else frozenset[str]()
 
     def _all_seen(self) -> bool:
-        """Whether everything has come that waited at the servers when they were greeted."""
+        """Whether all groups that were buffered at the servers when they said Welcome have
+        arrived."""
         return all(exchange.all_seen for exchange in self._exchanges.servers)
 
     def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
-        """One in hand that is for this batch; `missing` of each server's part."""
+        """Returns a group in hand that belongs in this batch, if any. `missing` counts each
+        server's open part."""
         for name, group in self._aside.items():
             if self._is_for_batch(group, missing):
                 return self._aside.pop(name)
@@ -215,8 +222,9 @@ class Gatherer:
         return missing[self._exchanges.server_of(group)] > 0
 
     async def _next(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
-        """The next group that comes; None where it is not for this batch, others were put aside
-        meanwhile, all that waited was seen, or the run is to stop."""
+        """Waits for the next group. Returns None in four cases: the group is not for this batch,
+        others were set aside meanwhile, all buffered groups were seen, or the run is asked to
+        stop."""
         if self._stopping.is_set():
             return None
         delivery = await unless(self._stopping, self._exchanges.next_group())
@@ -231,13 +239,15 @@ class Gatherer:
         return None
 
     def _put_aside(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """In hand, for a later turn or batch; where others are looked for, one of them is asked for."""
+        """Keeps a group for a later turn or batch. While looking for specific groups, demands one
+        more."""
         self._aside[delivery.group_id] = delivery
         if self._wanted and delivery.group_id not in self._wanted:
             self._look_on(self._exchanges.server_of(delivery))
 
     def _look_on(self, server: int) -> None:
-        """What came from this server is not what is looked for: another from where some may wait still."""
+        """Demands another group, from this server or any other that may still have buffered
+        groups."""
         servers = self._exchanges.servers
         for exchange in (servers[server], *servers):
             if not exchange.all_seen:
@@ -245,7 +255,7 @@ class Gatherer:
                 return
 
     def _take(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
-        """Whether its task is still to be trained; a group of another one is to be refused."""
+        """Returns whether the task is still to be trained. The caller refuses the group if not."""
         self._tasks.arrived(self._exchanges.server_of(delivery))
         return self._tasks.take(delivery.task_id)
 
@@ -261,23 +271,24 @@ class Gatherer:
         group: TrainingGroup,
         record: StepRecord,
     ) -> bool:
-        """Whether the group was refused because it is of no use. Raises EverythingDropped."""
+        """Returns whether the group was refused as unusable. Raises EverythingDropped."""
         config = self._config.groups
         reason = reason_to_drop(group, config)
         if reason is None and self._filter is not None:
             delivered = Delivered(delivery, self._tasks.task(delivery.task_id))
-            # It may take its time, a judge's over a network for one: uploads and evaluations go on.
+            # The filter may be slow, for example a judge over a network. Uploads and evaluations
+            # continue.
             reason = await self._compute.run(self._filter, group, delivered)
         if reason is None:
             return False
         own = (n for r, n in record.groups_dropped.items() if r not in TAKE_THEIR_TASK)
         if sum(own) >= config.max_dropped_per_step:
             counted = ", ".join(f"{r} {n}" for r, n in record.groups_dropped.items())
-            said = f"step {record.step} has dropped as many groups as it may: {counted}"
+            said = f"step {record.step} has dropped the maximum number of groups: {counted}"
             if config.then == "stop":
                 raise EverythingDropped(said)
             if not record.groups_kept_in_need:
-                log.warning("%s; taking what comes, as it is", said)
+                log.warning("%s; taking further groups as they are", said)
             record.groups_kept_in_need += 1
             return False
         message = f"dropped: {reason}"
@@ -291,7 +302,7 @@ class Gatherer:
         return True
 
     def _may_ask_again(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
-        """Whether the prompt of a group with failed trajectories is to be asked again."""
+        """Returns whether the prompt of a group with failed trajectories is to be asked again."""
         config = self._config.groups
         again = config.failed_siblings == "replace"
         return again and times_asked_again(delivery.task_id) < config.max_replacements
@@ -302,7 +313,8 @@ class Gatherer:
         group: TrainingGroup,
         record: StepRecord,
     ) -> TrainingGroup:
-        """The group with what long answers lose."""
+        """Returns the group with penalties for long answers and the mask of truncated turns
+        applied."""
         config = self._config.groups
         if config.overlong is not None:
             group = penalize_length(group, delivery, config.overlong)
@@ -312,8 +324,8 @@ class Gatherer:
         return group
 
     async def _refuse_failed(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """A group in which everything failed: not to be sent again, and another one instead of it, of the
-        same prompt where failed siblings are replaced."""
+        """Refuses a group in which every trajectory failed, and requests another one. It is of the
+        same prompt if failed siblings are replaced."""
         reasons = Counter(t.outcome.failure.reason for t in delivery.trajectories)
         self._failure_reasons.update(reasons)
         self._failed_in_a_row += 1
@@ -344,7 +356,7 @@ class Gatherer:
         *,
         instead: bool = True,
     ) -> None:
-        # On disk first: what the server has been told it forgets.
+        # On disk first, because the server forgets the group once it is refused.
         entry = RefusedEntry(delivery.group_id, delivery.task_id, reason)
         await self._compute.run(self._ledger.refuse, entry)
         server = self._exchanges.server_of(delivery)
@@ -359,7 +371,7 @@ def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:
 
 
 def settle_refused(tasks: TaskFeeder, refused: Iterable[RefusedEntry]) -> None:
-    """What groups that were refused before this process began mean for their prompts."""
+    """Applies groups refused before this process started to their prompts."""
     for entry in refused:
         if entry.reason in (ASKED_AGAIN, FAILED_ASKED_AGAIN):
             tasks.ask_again(entry.task_id)

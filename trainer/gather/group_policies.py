@@ -1,11 +1,11 @@
-"""What a step makes of a delivered group: whether it is of use, and what its samples count for.
+"""Policies for a delivered group: whether to train it, and how its samples count.
 
-    TrainingGroup -> reason_to_drop -> None: kept -> penalize_length -> mask_truncated -> a part of the step
+    TrainingGroup -> reason_to_drop -> None: kept -> penalize_length -> mask_truncated -> part of the step
                                   +--> a reason: refused, and another group gathered in its place
 
-Each is a function of the group alone. Reasons are made of the rewards as agents gave them, before anything
-is taken off for length, and `TrainingGroup.rewards` stay those: a penalty changes what samples are trained
-with, not what is reported.
+Each is a function of the group alone. Reasons depend on the rewards as agents gave them, before any
+length penalty. `TrainingGroup.rewards` keeps those values: a penalty changes the rewards that
+samples are trained with, not the reported ones.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ SIBLING_FAILED = "SIBLING_FAILED"
 NO_SPREAD = "NO_SPREAD"
 MEAN_TOO_LOW = "MEAN_TOO_LOW"
 MEAN_TOO_HIGH = "MEAN_TOO_HIGH"
-# Of a function of one's own, before the reason it gives.
+# Prefix of the reason that a user's function returns.
 OWN = "FILTER:"
-# Of the agents, likewise.
+# Prefix of the reason that an agent gives.
 AGENT = "AGENT:"
 # The prompt of a refused group is asked again, under another task id.
 ASKED_AGAIN = "ASKED_AGAIN"
-# The same, of a group in which everything had failed.
+# The same, for a group in which everything had failed.
 FAILED_ASKED_AGAIN = "FAILED_ASKED_AGAIN"
 
 Filter = Callable[[TrainingGroup, Delivered], str | None]
 
 
 def reason_to_drop(group: TrainingGroup, config: GroupsConfig) -> str | None:
-    """Why a group that has samples is of no use, own filters aside; None where it is of some."""
+    """Returns why a group with samples should be dropped, without asking the user's filter; None to
+    keep it."""
     if group.failures and config.failed_siblings != "keep":
         return SIBLING_FAILED
     if group.unwanted:
@@ -52,7 +53,7 @@ def reason_to_drop(group: TrainingGroup, config: GroupsConfig) -> str | None:
     rewards = group.attempt_rewards
     if config.drop_without_spread and (not rewards or max(rewards) - min(rewards) < LEAST_SPREAD):
         return NO_SPREAD
-    # Branches of attempts that failed have no mean.
+    # Branches of failed attempts have no mean.
     mean = math.fsum(rewards) / len(rewards) if rewards else None
     lowest, highest = config.min_mean_reward, config.max_mean_reward
     if mean is not None and lowest is not None and mean < lowest - LEAST_SPREAD:
@@ -63,8 +64,8 @@ def reason_to_drop(group: TrainingGroup, config: GroupsConfig) -> str | None:
 
 
 def load_filter(config: TrainerConfig) -> Filter | None:
-    """The function that `groups.filter` leads to. Raises ConfigInvalid; so does a call of it that fails, or
-    returns what is neither a text nor None."""
+    """Loads the function that `groups.filter` names. Raises ConfigInvalid. A call of the result
+    raises it too if the function fails, or returns neither a string nor None."""
     named = config.groups.filter
     if named is None:
         return None
@@ -83,14 +84,14 @@ def load_filter(config: TrainerConfig) -> Filter | None:
         try:
             reason = function(group, delivered)
         except Exception as error:
-            # Whatever the function raises is its author's to read.
+            # The author of the function has to see any exception.
             kind = type(error).__name__
             raise ConfigInvalid(f"groups.filter.function {name}: {kind}: {error}") from error
         if reason is None:
             return None
         if not isinstance(reason, str) or not reason:
             raise ConfigInvalid(
-                f"groups.filter.function {name}: it returns a reason or None, got {reason!r}"
+                f"groups.filter.function {name}: it must return a reason or None, got {reason!r}"
             )
         return OWN + reason
 
@@ -100,13 +101,13 @@ def load_filter(config: TrainerConfig) -> Filter | None:
 def _own_filter(
     name: str, options: Mapping[str, object]
 ) -> Callable[[TrainingGroup, Delivered], object]:
-    """Raises FunctionInvalid."""
+    """Loads a filter with Penstock's signature. Raises FunctionInvalid."""
     function = find_function(name, ("group",), options)
     return lambda group, _: function(group, **options)
 
 
 def _slime_arguments(config: TrainerConfig) -> dict[str, object]:
-    """What slime's `args` say of the batch and of sampling, which a trainer knows."""
+    """Returns the attributes of slime's `args` that a trainer knows: the batch and sampling."""
     sampling = config.data.sampling
     return {
         "n_samples_per_prompt": config.data.group_size,
@@ -120,8 +121,9 @@ def _slime_arguments(config: TrainerConfig) -> dict[str, object]:
 
 
 def length_penalty(length: int, config: OverlongConfig) -> float:
-    """What an answer of so many policy tokens loses: nothing up to max_tokens - buffer_tokens, everything
-    from max_tokens on, and linearly more between. DAPO (arXiv 2503.14476), equation 13."""
+    """Returns the penalty for an answer with `length` policy tokens: zero up to max_tokens -
+    buffer_tokens, full from max_tokens on, and linear between. DAPO (arXiv 2503.14476), equation
+    13."""
     beyond = length - (config.max_tokens - config.buffer_tokens)
     return config.penalty * min(max(beyond / config.buffer_tokens, 0.0), 1.0)
 
@@ -129,7 +131,7 @@ def length_penalty(length: int, config: OverlongConfig) -> float:
 def penalize_length(
     group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup, config: OverlongConfig
 ) -> TrainingGroup:
-    """The group without what its samples lose for their length."""
+    """Returns the group with its samples' rewards reduced by the length penalty."""
     by_policy = _by_policy(delivery)
     lengths = {name: int(tokens.sum()) for name, tokens in by_policy.items()}
     samples = tuple(
@@ -140,8 +142,8 @@ def penalize_length(
 
 
 def _by_policy(delivery: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np.bool_]]:
-    """Which tokens of each trajectory the policy sampled, those that a branch shares with its parent
-    included: they are of its answer too."""
+    """Marks the tokens of each trajectory that the policy sampled. Tokens that a branch shares with
+    its parent are included, because they are part of its answer."""
     trajectories = {trajectory.trajectory_id: trajectory for trajectory in delivery.trajectories}
     found: dict[str, NDArray[np.bool_]] = {}
 
@@ -167,9 +169,11 @@ def _by_policy(delivery: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np
 def mask_truncated(
     group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup
 ) -> tuple[TrainingGroup, int]:
-    """The group without a gradient for last turns that the token budget ended, and the tokens it had.
+    """Masks last turns that the token budget cut off. Returns the group and the number of tokens
+    masked.
 
-    Their rewards stay in the baseline. Why an earlier turn ended is not delivered: it stays as it is.
+    Their rewards stay in the baseline. Earlier turns stay, because the reason they ended is not
+    delivered.
     """
     truncated = {
         trajectory.trajectory_id: _outside_last_turn(trajectory)
@@ -188,7 +192,7 @@ def mask_truncated(
 
 
 def _outside_last_turn(trajectory: trajectory_pb2.Trajectory) -> NDArray[np.bool_]:
-    """True for each token that the policy did not write in its last turn."""
+    """Returns True for each token that is not in the policy's last turn."""
     turns = [
         segment.turn_index if segment.author == trajectory_pb2.AUTHOR_POLICY else -1
         for segment in trajectory.segments
@@ -198,7 +202,7 @@ def _outside_last_turn(trajectory: trajectory_pb2.Trajectory) -> NDArray[np.bool
         np.full(_count(segment), turn != last or turn < 0, np.bool_)
         for segment, turn in zip(trajectory.segments, turns, strict=True)
     ]
-    # What it shares with its parent is not its own turn.
+    # Tokens shared with the parent are not part of a branch's own turn.
     return np.concatenate([np.ones(trajectory.parent_token_count, np.bool_), *pieces])
 
 

@@ -1,4 +1,4 @@
-"""What the groups of a step were like: rewards, lag, lengths."""
+"""Figures of the groups of a step: rewards, lag, lengths."""
 
 from __future__ import annotations
 
@@ -15,70 +15,68 @@ from penstock.wire import codec
 
 PER_TRAJECTORY = weighted("trajectories")
 PER_ATTEMPT = weighted("attempts")
-# An agent may name what it likes; each name is a curve somewhere.
+# An agent may report any name, and each name becomes a curve in a tracker.
 MOST_OUTCOME_METRICS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """Figures of one batch. Trajectories are those that did not fail, responses what the policy wrote of
-    them, over all turns."""
+    """Figures of one batch. Trajectories exclude failed ones. A response is everything the policy
+    wrote in a trajectory, over all turns."""
 
     groups: int = figure(0, SUM, "groups", "Groups in the batch.")
     trajectories: int = figure(
-        0, SUM, "trajectories", "Trajectories in the batch, those that failed left out."
+        0, SUM, "trajectories", "Trajectories in the batch, without failed ones."
     )
-    attempts: int = figure(
-        0, SUM, "attempts", "Of those the attempts: trajectories that branch from no other."
-    )
+    attempts: int = figure(0, SUM, "attempts", "Trajectories in the batch that are not branches.")
     reward_mean: float = figure(0.0, PER_ATTEMPT, "reward", "Mean reward of the attempts.")
     reward_std: float = figure(
         0.0,
         PER_ATTEMPT,
         "reward",
-        "Standard deviation of the attempts' rewards in a step; over several steps the mean of theirs.",
+        "Standard deviation of the attempts' rewards in a step; over several steps, the mean of these.",
     )
     reward_by_source: dict[str, float] = field(
         default_factory=dict[str, float],
         metadata=breakdown(
             weighted("attempts_by_source"),
             "reward",
-            "Mean reward of the attempts at each data source; `unknown` where the task is not of this run.",
+            "Mean reward of the attempts of each data source; `unknown` for tasks of another run.",
         ),
     )
     attempts_by_source: dict[str, int] = field(
         default_factory=dict[str, int],
-        metadata=breakdown(SUM, "attempts", "Attempts at each data source."),
+        metadata=breakdown(SUM, "attempts", "Attempts of each data source."),
     )
     outcome_metrics: dict[str, float] = field(
         default_factory=dict[str, float],
         metadata=breakdown(
             weighted("outcome_metrics_counts"),
             "",
-            "Mean of what agents said beside the reward (`Outcome.metrics`), by name, over the "
-            "trajectories that have it; the first hundred names.",
+            "Mean of the metrics that agents report besides the reward (`Outcome.metrics`), by name, "
+            "over the trajectories that have it; limited to 100 names.",
         ),
     )
     outcome_metrics_counts: dict[str, int] = field(
         default_factory=dict[str, int],
-        metadata=breakdown(SUM, "trajectories", "Trajectories that have it, by name."),
+        metadata=breakdown(SUM, "trajectories", "Trajectories that have the metric, by name."),
     )
     overlong_penalty_mean: float = figure(
         0.0,
         PER_TRAJECTORY,
         "reward",
-        "What a trajectory lost for its length; `reward_mean` is without that.",
+        "Mean length penalty of a trajectory; `reward_mean` does not include it.",
     )
     lag_mean: float = figure(
         0.0,
         weighted("tokens_fresh"),
         "versions",
-        "Versions behind the trainer, over the tokens young enough to be trained.",
+        "Mean lag behind the trainer, over the tokens fresh enough to be trained.",
     )
     lag_max: int = figure(0, MAX, "versions", "Largest lag of such a token.")
     tokens: int = figure(0, SUM, "tokens", "Policy tokens in the batch.")
-    tokens_masked: int = figure(0, SUM, "tokens", "Policy tokens left out for their age.")
-    tokens_fresh: int = figure(0, SUM, "tokens", "Policy tokens young enough to be trained.")
+    tokens_masked: int = figure(0, SUM, "tokens", "Policy tokens masked because of their lag.")
+    tokens_fresh: int = figure(0, SUM, "tokens", "Policy tokens fresh enough to be trained.")
     response_tokens_mean: float = figure(
         0.0, PER_TRAJECTORY, "tokens", "Mean length of the responses."
     )
@@ -86,8 +84,8 @@ class BatchFigures:
         0.0,
         PER_TRAJECTORY,
         "tokens",
-        "Length that a tenth of a step's responses stay below; over several steps, here and in the next "
-        "two, the mean of theirs.",
+        "Length that the shortest tenth of a step's responses stays below; over several steps, this and "
+        "the next two are means.",
     )
     response_tokens_p50: float = figure(
         0.0, PER_TRAJECTORY, "tokens", "Median length of a step's responses."
@@ -100,7 +98,7 @@ class BatchFigures:
         0.0,
         PER_TRAJECTORY,
         "share",
-        "Trajectories whose last turn the token budget or the context's length cut off.",
+        "Trajectories whose last turn was cut off by the token budget or the context length.",
     )
 
 
@@ -109,8 +107,8 @@ def describe_batch(
     groups: Sequence[TrainingGroup],
     sources: Sequence[str],
 ) -> BatchFigures:
-    """The figures of a batch: its groups as delivered, as read, and the data source of each, in the same
-    order."""
+    """Computes the figures of a batch from its groups as delivered, its groups as read, and the
+    data source of each, all in the same order."""
     rewards = np.array([reward for group in groups for reward in group.rewards])
     trained = np.array([sample.reward for group in groups for sample in group.samples])
     if not len(rewards):
@@ -154,7 +152,7 @@ def describe_batch(
 def _scored(
     deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
 ) -> Iterator[trajectory_pb2.Trajectory]:
-    """Those that did not fail."""
+    """Yields the trajectories that did not fail."""
     for delivery in deliveries:
         for trajectory in delivery.trajectories:
             if trajectory.outcome.WhichOneof("result") == "reward":
@@ -162,7 +160,7 @@ def _scored(
 
 
 def _responses(deliveries: Sequence[trajectory_pb2.TrajectoryGroup]) -> tuple[list[int], int]:
-    """Length of each response, and how many were cut off."""
+    """Returns the length of each response, and how many were cut off."""
     lengths: list[int] = []
     truncated = 0
     for trajectory in _scored(deliveries):
@@ -175,7 +173,7 @@ def _responses(deliveries: Sequence[trajectory_pb2.TrajectoryGroup]) -> tuple[li
 def _outcome_metrics(
     deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
 ) -> dict[str, list[float]]:
-    """What agents said of their trajectories, by name."""
+    """Returns the values that agents reported for each metric, by name."""
     said: dict[str, list[float]] = defaultdict(list)
     for trajectory in _scored(deliveries):
         for name, value in trajectory.outcome.metrics.items():

@@ -1,7 +1,7 @@
-"""What a person sees of a run.
+"""The progress display of a run.
 
-In a terminal: a bar with the remaining time, drawn anew each second, and below it a table, a row for
-each point. Anywhere else: a line for each point, and no more.
+In a terminal: a bar with the remaining time, redrawn each second, and a table below it with a row
+for each point. Elsewhere: one line for each point.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.trainer.metrics.pace import Pace, in_words
 
 ROWS_SHOWN = 16
 BAR_WIDTH = 20
-# Of the terminal's height: the bar, the table's title and lines, and what was logged last.
+# Rows of the terminal reserved for the bar, the table's title and rules, and recent log lines.
 ROWS_BESIDE = 8
-# However narrow the terminal is.
+# Smallest number of columns, however narrow the terminal is.
 FEWEST_COLUMNS = 4
 
 
@@ -31,7 +31,7 @@ class Display:
     """A live bar and table in a terminal, plain lines otherwise."""
 
     def __init__(self, console: Console, steps: int, pace: Pace, *, step: int = 0) -> None:
-        """`steps` is the number of the run's last step, `step` the last that is done already."""
+        """`steps` is the number of the run's last step, `step` the last one already done."""
         self._console = console
         self._steps = steps
         self._pace = pace
@@ -40,24 +40,24 @@ class Display:
         self._rows: list[tuple[int, Line]] = []
         self._live: Live | None = None
         if console.is_terminal:
-            # Its own thread draws, so nothing it reads is changed in place.
+            # A separate thread draws, so nothing it reads is modified in place.
             self._live = Live(console=console, refresh_per_second=1, get_renderable=self._draw)
             self._live.start()
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Records that a step is done."""
         self._done = step
         if self._live is not None:
             self._live.refresh()
 
     def doing(self, what: str) -> None:
-        """What the run is at, now that every step is done."""
+        """Shows what the run is doing, now that every step is done."""
         self._doing = what
         if self._live is not None:
             self._live.refresh()
 
     def show(self, step: int, point: Line) -> None:
-        """The figures of the steps up to this one."""
+        """Shows the figures of the steps up to this one."""
         if self._live is None:
             text = _line(step, self._steps, point)
             remaining = self._pace.remaining() if step < self._steps else None
@@ -67,7 +67,7 @@ class Display:
         self._rows = [*self._rows, (step, point)][-ROWS_SHOWN:]
 
     def close(self) -> None:
-        """Leaves the last picture where it is."""
+        """Stops drawing and leaves the last state on screen."""
         self._doing = ""
         if self._live is not None:
             self._live.stop()
@@ -79,7 +79,7 @@ class Display:
         return Group(self._bar(), self._table(rows))
 
     def _table(self, rows: list[tuple[int, Line]]) -> RenderableType:
-        """As many of the columns as there is room for, from the first on."""
+        """Returns the table with as many columns as fit, dropping the last ones."""
         columns = len(COLUMNS)
         table = _table(rows, columns)
         while (
@@ -102,7 +102,7 @@ class Display:
         else:
             left = f"{remaining}, {elapsed} so far" if remaining else f"{elapsed} so far"
         reached = f"step {self._done} of {self._steps}"
-        # Words before pictures, where there is little room.
+        # With little room, the text takes precedence over the bar.
         room = self._console.width - len(reached) - len(left) - 6
         drawn = ProgressBar(
             total=self._steps, completed=self._done, width=min(max(room, 1), BAR_WIDTH)
@@ -149,7 +149,8 @@ COLUMNS = {
     "MB": "",
     "diff": "logprob_diff_mean:.4f",
 }
-"""Head of each column and how its figure is shown; empty for those that are made of several."""
+"""Head of each column, and the format of its figure. Empty for columns composed of several
+figures."""
 
 
 def _table(rows: list[tuple[int, Line]], columns: int) -> Table:
@@ -169,7 +170,7 @@ def _table(rows: list[tuple[int, Line]], columns: int) -> Table:
 
 
 class _Numbers:
-    """A point's figures, by a format specification of name and form."""
+    """A point's figures, formatted by a specification of name and format."""
 
     def __init__(self, point: Line) -> None:
         self._point = point
@@ -188,25 +189,25 @@ def _number(point: Line, name: str) -> float:
 
 
 def _counted(what: str, point: Line, name: str) -> str:
-    """What was counted, by key; nothing where nothing was."""
+    """Returns counts by key; empty if nothing was counted."""
     counts = cast("Mapping[str, int]", point.get(name) or {})
     counted = ", ".join(f"{key} {count}" for key, count in sorted(counts.items()))
     return f"  {what} {counted}" if counted else ""
 
 
 def _warned(what: str, point: Line, name: str) -> str:
-    """A count that should be zero; nothing where it is."""
+    """Returns a count that should be zero; empty if it is."""
     count = _number(point, name)
     return f"  {what} {count:.0f}!" if count else ""
 
 
 def _sent(point: Line) -> str:
-    """Megabytes of the upload, beside those of the whole where a difference was sent."""
+    """Returns the megabytes uploaded, and those of the full weights if a delta was sent."""
     sent = _megabytes(point, "upload_bytes")
     return f"{sent} of {_megabytes(point, 'upload_dense_bytes')}" if point.get("delta") else sent
 
 
 def _megabytes(point: Line, name: str) -> str:
-    """Three digits, for a difference can be a thousandth of the whole."""
+    """Three decimals for small counts, because a delta can be a thousandth of the whole."""
     count = _number(point, name)
     return f"{count / 1e6:.{3 if count < 1e6 else 1 if count < 1e8 else 0}f}"

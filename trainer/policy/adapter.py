@@ -1,7 +1,7 @@
-"""The adapter of a model: PEFT's, and how it is called on the wire and in files.
+"""A model's adapter, computed by PEFT, and its names on the wire and in files.
 
-The one module of the trainer that imports PEFT. PEFT puts the adapter's own name, "default", into the names
-of its parameters; files and the wire leave it out.
+This is the only module of the trainer that imports PEFT. PEFT inserts the adapter's name,
+"default", into parameter names. Files and the wire omit it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INFIX = ".default."
 
 
 class _Wrap(Protocol):
-    """The part of PEFT that is used here, which carries no types."""
+    """The part of PEFT that is used here; PEFT has no types."""
 
     def __call__(self, model: nn.Module, config: object) -> nn.Module: ...
 
@@ -38,16 +38,16 @@ class _Switchable(Protocol):
 
 
 class Adapter:
-    """A low-rank adapter around a model, whose own weights stand still."""
+    """A low-rank adapter around a model whose own weights are frozen."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
-        """Raises ConfigInvalid where the model has no such layers."""
+        """Raises ConfigInvalid if the model has no such layers."""
         import peft
 
         described = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=config.rank,
-            # PEFT takes any number and declares whole ones.
+            # PEFT accepts any number, but declares integers.
             lora_alpha=cast("int", config.alpha),
             lora_dropout=config.dropout,
             target_modules=_targets(config),
@@ -65,7 +65,7 @@ class Adapter:
         }
 
     def message(self) -> weights_pb2.LoraAdapter:
-        """What an upload says of it."""
+        """Returns the description of the adapter for an upload."""
         targets = self._config.target_modules
         if targets == "all-linear":
             # base_model.model.<path>.<layer>.lora_A.weight
@@ -79,26 +79,29 @@ class Adapter:
 
     @contextlib.contextmanager
     def switched_off(self) -> Generator[None]:
-        """Has the model compute as if it had no adapter meanwhile."""
+        """Disables the adapter within the context."""
         with cast("_Switchable", self.model).disable_adapter():
             yield
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of it, live, in an order that stays."""
+        """Yields every tensor of the adapter, live, in a fixed order."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield self._names[name], parameter.detach()
 
     def own_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors under the names they have in the model."""
+        """Returns the tensors under the names they have in the model."""
         return {own: tensors[name] for own, name in self._names.items()}
 
     def load(self, folder: Path) -> None:
-        """Takes over what PEFT wrote there. Raises CheckpointUnusable where it is another adapter."""
+        """Loads what PEFT wrote to `folder`. Raises CheckpointUnusable if it is a different
+        adapter."""
         try:
             written = cast("dict[str, object]", json.loads((folder / CONFIG_FILE).read_text()))
         except FileNotFoundError as error:
-            raise CheckpointUnusable(f"{folder} is of a run that trained all weights") from error
+            raise CheckpointUnusable(
+                f"{folder} belongs to a run that trained all weights"
+            ) from error
         config = self._config
         for key, own in (
             ("r", config.rank),
@@ -107,7 +110,7 @@ class Adapter:
         ):
             if written.get(key) != own:
                 raise CheckpointUnusable(
-                    f"{folder}: {key} is {written.get(key)}, the configuration says {own}"
+                    f"{folder}: {key} is {written.get(key)}, but the configuration has {own}"
                 )
         tensors = load_file(folder / WEIGHTS_FILE)
         if missing := set(self._names.values()) ^ set(tensors):
@@ -122,14 +125,14 @@ def _targets(config: LoraConfig) -> str | list[str]:
 
 
 def check_taken(adapter: weights_pb2.LoraAdapter, max_rank: int | None) -> None:
-    """That a server takes this adapter; `max_rank` is None where it takes none.
+    """Checks that a server takes this adapter. `max_rank` is None if the server takes no adapters.
 
     Raises ConfigInvalid.
     """
     if max_rank is None:
         raise ConfigInvalid(
-            "model.lora: the server takes no adapters; start it, or a hub's engine servers, "
-            f"with --enable-lora --max-lora-rank {adapter.rank}"
+            "model.lora: the server takes no adapters; start it, or a hub's engine servers, with "
+            f"--enable-lora --max-lora-rank {adapter.rank}"
         )
     if adapter.rank > max_rank:
         raise ConfigInvalid(

@@ -1,9 +1,9 @@
-"""Weights as a checkpoint has them, which is how a server takes them and an engine loads them.
+"""Weights in the format of a checkpoint, in which servers receive and engines load them.
 
-transformers computes some layers with other tensors than their checkpoint has: the experts of a mixture are
-one tensor of a layer in memory and one each in its files, and other models have other names. What it does
-when it saves is done here, one parameter at a time, so that an upload needs no second model; what it does
-when it loads is the inverse of that.
+For some layers, transformers computes with other tensors than the checkpoint contains. The experts
+of a mixture are one tensor per layer in memory, but separate tensors in the files. Other models use
+other names. This module performs the conversion that transformers does when saving, one parameter
+at a time, so that an upload needs no second model. It also performs the inverse conversion.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from penstock.trainer.policy.loading import as_saved
 
 
 class CheckpointNames:
-    """What the parameters of one model are in its checkpoint."""
+    """Converts the parameters of one model to and from the format of its checkpoint."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        """`model` is as transformers has loaded it, whole. Raises ConfigInvalid, with its `path`, where its
-        checkpoint is not its parameters, cut or renamed."""
+        """`model` is whole, as loaded by transformers. Raises ConfigInvalid, naming `path`, if the
+        checkpoint contains anything but its parameters, split or renamed."""
         self._model = model
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._own: dict[str, tuple[str, ...]] = {}
-        """Of each parameter that is not itself there, what it is instead."""
+        """For each parameter that the checkpoint lacks, the names of the tensors that replace
+        it."""
         for name, shape in self._shapes.items():
             found = self._saved(name, torch.empty(shape, device="meta"))
             if {key: tensor.shape for key, tensor in found.items()} != {name: shape}:
@@ -42,7 +43,7 @@ class CheckpointNames:
                 raise _not_its_own(path, ", ".join(sorted(set(together) ^ set(each))[:3]))
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What a parameter is in the checkpoint, in its order."""
+        """Yields what a parameter becomes in the checkpoint, in the checkpoint's order."""
         if name not in self._own:
             yield name, tensor
             return
@@ -51,12 +52,13 @@ class CheckpointNames:
             yield key, found[key]
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's parameters out of what `of` gave of each, in any order. Raises KeyError."""
+        """Returns the model's parameters, given everything that `of` yielded for each, in any
+        order. Raises KeyError."""
         taken = {key for keys in self._own.values() for key in keys}
         made = {key: tensor for key, tensor in tensors.items() if key not in taken}
         for name, keys in self._own.items():
             shape, first = self._shapes[name], tensors[keys[0]]
-            # Where each number of the parameter is there, by having its place saved in its stead.
+            # Saving an index in place of each element reveals where the elements go.
             places = torch.arange(shape.numel(), device=first.device).view(shape)
             flat = torch.empty(shape.numel(), dtype=first.dtype, device=first.device)
             for key, place in self._saved(name, places).items():
@@ -70,6 +72,6 @@ class CheckpointNames:
 
 def _not_its_own(path: str, what: str) -> ConfigInvalid:
     return ConfigInvalid(
-        f"model.path: {path!r} has other numbers in its checkpoint than in memory ({what}), which cannot "
-        "be uploaded; model.lora trains an adapter of it"
+        f"model.path: {path!r} has other numbers in its checkpoint than in memory ({what}), so it cannot "
+        "be uploaded; use model.lora to train an adapter"
     )

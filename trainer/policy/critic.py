@@ -1,10 +1,13 @@
-"""The critic: a model of its own that says what a sequence will still be worth, and its optimizer.
+"""The critic: a separate model that predicts the return of the rest of a sequence, and its
+optimizer.
 
-It begins as a copy of the policy's model with one number in place of the output layer, which is zero at
-first. All its weights are trained, also where the policy is an adapter. Suffixes as in `batching`.
+It starts as a copy of the policy's model, with a head that outputs one number in place of the
+output layer. The head is initially zero. All its weights are trained, even if the policy is an
+adapter. Suffixes as in `batching`.
 
-It speaks once at the beginning of a step, before anything moves; from that come advantages and what it
-should have said. In each update it learns from the same micro-batches as the policy, after it.
+Its values are computed once at the beginning of a step, before any weights change. Advantages and
+its targets are derived from them. In each update it learns from the same micro-batches as the
+policy, after it.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 
@@ -39,13 +42,13 @@ OPTIMIZER_FILE = "critic_optimizer.safetensors"
 
 
 class _Headed(Protocol):
-    """The part of transformers' model that is used here alone."""
+    """The part of transformers' model that is used only here."""
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None: ...
 
 
 class ValueHead(nn.Module):
-    """One number for each position, in float32 whatever the arithmetic around it."""
+    """Outputs one number for each position, always in float32."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -54,28 +57,28 @@ class ValueHead(nn.Module):
         self._said: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """From [..., H] to [..., 1]."""
+        """Maps [..., H] to [..., 1]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            # A copy, for its result can be a view, which a model that is shared should not return.
+            # A copy, because the result can be a view, which a sharded model should not return.
             self._said = nn.functional.linear(hidden.float(), self.weight, self.bias).clone()
         return self._said
 
     def undo_scaling(self, module: nn.Module, inputs: tuple[object, ...], output: Output) -> None:
-        """After the model that it is the head of: whatever that did to its logits, they are what it
-        said."""
+        """Restores the head's output as logits, after a forward pass of the model changed it. A
+        forward hook."""
         if self._said is not None:
             output.logits, self._said = self._said, None
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What the critic learns from a micro-batch."""
+    """Training data of the critic from one micro-batch."""
 
     batch: MicroBatch
     old_values_N: Tensor  # noqa: N815
-    """What it said at the beginning of the step."""
+    """Its values at the beginning of the step."""
     targets_N: Tensor  # noqa: N815
-    """What it should have said."""
+    """Its targets."""
 
 
 class Critic:
@@ -91,12 +94,13 @@ class Critic:
         blocks: Collection[str],
         autocast: bool,
     ) -> None:
-        """Takes the model over. `train` says what the critic has in common with the policy; `blocks` see
-        `Sharding.place`."""
+        """Takes ownership of the model. `train` has settings shared with the policy; for `blocks`
+        see `Sharding.place`."""
         hidden_size = cast("Tensor", model.get_output_embeddings().weight).shape[1]
         self._head = head = ValueHead(hidden_size)
         cast("_Headed", model).set_output_embeddings(head)
-        # Soft caps and scales are for logits. Before it is sharded, which hooks what comes out of it, too.
+        # Soft caps and scales apply to logits only. Registered before sharding, which hooks the
+        # model's output too.
         cast("nn.Module", model).register_forward_hook(head.undo_scaling)
         self._sharding = sharding
         self._tokens = TokenModel(model, autocast=autocast, device=sharding.device)
@@ -108,12 +112,12 @@ class Critic:
         self._optimizer = adamw(self._module, train, config.learning_rate)
 
     def supports_trees(self) -> bool:
-        """Whether it computes a prefix tree as it computes its sequences one by one."""
+        """Whether the model computes a prefix tree with the same results as separate sequences."""
         weight = self._head.weight
         kept = weight.detach().clone()
         try:
             with torch.no_grad():
-                # Before the first step all that it says is zero, whatever its layers make of a mask.
+                # Before the first step all its values are zero, however its layers treat a mask.
                 weight.add_(weight.shape[1] ** -0.5)
             return self._tokens.supports_trees()
         finally:
@@ -121,12 +125,14 @@ class Critic:
                 weight.copy_(kept)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """What each sequence will be worth from each trained token on, float32, shape [N]; no gradient."""
+        """Returns the predicted return from each trained token on, float32, shape [N]; no
+        gradient."""
         with torch.no_grad(), self._tokens.without_dropout():
             return self._values(batch)
 
     def learn(self, lessons: list[Lesson], counts: StepCounts) -> float:
-        """One update; returns its loss. A gradient that is not finite moves nothing."""
+        """Runs one update and returns its loss. A gradient that is not finite changes no
+        weights."""
         total = 0.0
         for number, lesson in enumerate(lessons, start=1):
             self._sharding.accumulate(self._module, last=number == len(lessons))
@@ -159,13 +165,14 @@ class Critic:
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, exactly. Raises CheckpointUnusable, OSError, SafetensorError."""
+        """Restores exactly what `save` wrote. Raises CheckpointUnusable, OSError and
+        SafetensorError."""
         if not (folder / WEIGHTS_FILE).exists():
-            raise CheckpointUnusable(f"{folder} is of a run without a critic")
+            raise CheckpointUnusable(f"{folder} belongs to a run without a critic")
         saved = load_file(folder / WEIGHTS_FILE)
         own = dict(self._module.named_parameters())
         if own.keys() != saved.keys():
-            raise CheckpointUnusable(f"{folder}: {WEIGHTS_FILE} is of another model")
+            raise CheckpointUnusable(f"{folder}: {WEIGHTS_FILE} belongs to another model")
         for name, parameter in own.items():
             overwrite(parameter, saved[name])
         tensors = load_file(folder / OPTIMIZER_FILE)

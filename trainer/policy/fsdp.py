@@ -1,20 +1,22 @@
 """The default policy: a Hugging Face causal language model and AdamW.
 
-Of all weights, or of an adapter alone. On several ranks each holds a share of the model (`sharding`),
-computes its share of each update's micro-batches, and all of them know the same figures; on one process the
-model is held whole: `fully_shard` would add its hooks and shard nothing. Suffixes as in `batching`.
+It trains all weights, or an adapter alone. On several ranks, each rank holds a shard of the model
+(`sharding`) and computes its share of each update's micro-batches. All ranks end up with the same
+figures. A single process holds the whole model, because `fully_shard` would only add its hooks.
+Suffixes as in `batching`.
 
-Order of a step: log-probabilities of the reference and values of the critic, where the objective has them
--> advantages, where they wait for these -> log-probabilities of the proximal policy, where a later update
-needs them -> per update: forward and backward of each micro-batch, the gradient clipped, the optimizer;
-then the same for the critic. A gradient that is zero or not finite moves nothing; the update is over all
-the same.
+Order of a step: log-probabilities of the reference and values of the critic, if the objective uses
+them -> advantages, if they depend on these -> log-probabilities of the proximal policy, if a later
+update needs them -> per update: forward and backward of each micro-batch, gradient clipping, the
+optimizer; then the same for the critic. A gradient that is zero or not finite changes no weights,
+but the update still ends.
 
-The reference is the model as it was loaded: a copy of its own, which no checkpoint holds, because it
-can be loaded again; or the model itself without its adapter.
+The reference is the model as it was loaded. It is a separate copy, which no checkpoint contains,
+because it can be loaded again. With an adapter it is the model with the adapter disabled.
 
-A checkpoint has the same files whatever the number of ranks, and any number goes on from it: rank 0 writes
-what it gathers tensor by tensor, and each rank reads its share. Only the random states are each rank's own.
+A checkpoint has the same files for any number of ranks, and any number can resume from it. Rank 0
+gathers and writes it tensor by tensor, and each rank reads its shard. Only the random states are
+per rank.
 """
 # ruff: noqa: N806, N815 - a name ends with its dimensions.
 
@@ -80,7 +82,8 @@ DEFAULT_ALGORITHM = AlgorithmConfig()
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A micro-batch, and what other weights than the current say of its tokens; None where nobody asks."""
+    """A micro-batch, and what the reference, critic and proximal policy computed for its tokens;
+    None if not needed."""
 
     batch: MicroBatch
     proximal_N: Tensor | None
@@ -100,8 +103,9 @@ class FsdpPolicy:
         seed: int,
         algorithm: AlgorithmConfig = DEFAULT_ALGORITHM,
     ) -> None:
-        """Raises ConfigInvalid."""
-        # What is made at random is the same on every rank, which then keeps a share of it.
+        """Raises ConfigInvalid if the model or the algorithm cannot be loaded."""
+        # Random initialization must be identical on every rank, because each then keeps a shard of
+        # it.
         seed_all(seed)
         compute_reproducibly()
         self._objective = Objective(algorithm)
@@ -139,7 +143,7 @@ class FsdpPolicy:
         if model.gradient_checkpointing:
             loaded.gradient_checkpointing_enable()
             if model.lora is not None:
-                # Otherwise nothing that is recomputed seems to need a gradient.
+                # Without it, recomputed activations appear not to need a gradient.
                 loaded.enable_input_require_grads()
         self._adapter: Adapter | None = None
         if model.lora is not None:
@@ -158,23 +162,23 @@ class FsdpPolicy:
 
     @property
     def data_ranks(self) -> int:
-        """Every rank computes micro-batches of its own; see `ranked_policy.RankPolicy`."""
+        """Every rank computes its own micro-batches; see `ranked_policy.RankPolicy`."""
         return self._sharding.size
 
     def data_rank(self, rank: int) -> int:
-        """See `ranked_policy.RankPolicy`."""
+        """Every rank computes different data; see `ranked_policy.RankPolicy`."""
         return rank
 
     def adapter(self) -> weights_pb2.LoraAdapter | None:
-        """What is uploaded of it; see `policy.Policy`."""
+        """Describes the uploaded adapter; see `policy.Policy`."""
         return None if self._adapter is None else self._adapter.message()
 
     def supports_trees(self) -> bool:
-        """Whether the model computes a prefix tree as it computes its sequences one by one."""
+        """Whether the model computes a prefix tree with the same results as separate sequences."""
         return self._tokens.supports_trees()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """The updates of one step; see `policy.Policy`."""
+        """Runs the updates of one step; see `policy.Policy`."""
         figures = Figures()
         norms: list[float] = []
         rate, applied, critic_losses = 0.0, False, list[float]()
@@ -213,8 +217,8 @@ class FsdpPolicy:
         self._steps += 1
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, list[tuple[list[_Prepared], StepCounts]]]:
-        """The plan with its advantages, and what each update needs of weights that are not those it
-        computes with."""
+        """Returns the plan with its advantages, and what each update needs from weights other than
+        the current ones."""
         if not plan.updates:
             return plan, []
         batches = [batch for update in plan.updates for batch in update.batches]
@@ -241,8 +245,8 @@ class FsdpPolicy:
         )
         prepared: list[tuple[list[_Prepared], StepCounts]] = []
         for number, update in enumerate(plan.updates):
-            # The weights that the first update computes with are the proximal policy's, and so is what it
-            # computes, where nothing is dropped from it.
+            # The first update computes with the proximal policy's weights. Its own
+            # log-probabilities are therefore the proximal ones, unless dropout is active.
             computed = number == 0 and not self._tokens.drops_out
             ahead = self._objective.needs_proximal and not computed
             parts: list[_Prepared] = []
@@ -267,12 +271,13 @@ class FsdpPolicy:
             return self._tokens.logprobs(batch)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probability of each trained token under the current weights, float32, shape [N]."""
+        """Returns the log-probability of each trained token under the current weights, float32,
+        shape [N]."""
         return self._tokens.logprobs(batch)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of an upload; see `policy.Policy`."""
-        # named_parameters leaves out the second name of a tied tensor, and buffers are not weights.
+        """Yields every tensor of an upload; see `policy.Policy`."""
+        # named_parameters omits the second name of a tied tensor, and buffers are not weights.
         own = self._adapter.weights() if self._adapter else self._module.named_parameters()
         for name, parameter in own:
             whole = self._sharding.whole(parameter.detach())
@@ -300,8 +305,9 @@ class FsdpPolicy:
         if self._adapter is not None:
             model.save_pretrained(folder, state_dict=state)
             return
-        # How to sample by default is not the trainer's, and goes on as it was: transformers reads more than
-        # it writes, such as a temperature beside do_sample = false.
+        # Default sampling settings are not the trainer's and stay as they were. transformers
+        # accepts settings on reading that it refuses to write, such as a temperature together with
+        # do_sample = false.
         own = model.generation_config
         model.generation_config = GenerationConfig()
         try:
@@ -313,12 +319,13 @@ class FsdpPolicy:
         )
 
     def _gather_state(self) -> dict[str, Tensor]:
-        """What a model folder has of this module, whole and in the host's memory; empty but on rank 0."""
+        """Returns the state of a model folder, whole and in host memory; empty on all ranks but
+        rank 0."""
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self._module.state_dict(keep_vars=True).items():
             if self._adapter is not None and not tensor.requires_grad:
-                continue  # PEFT writes the adapter alone.
+                continue  # PEFT writes only the adapter.
             if id(tensor) in seen:
                 continue  # The second name of a tied tensor.
             seen.add(id(tensor))
@@ -336,7 +343,8 @@ class FsdpPolicy:
             if rank == 0:
                 save_file(tensors, folder / OPTIMIZER_FILE)
             if self._critic is not None:
-                # Its tensors are gathered: nobody begins with that before what was written.
+                # Gathering the critic's tensors must not begin before all ranks have written
+                # theirs.
                 self._sharding.wait()
                 self._critic.save(folder)
             save_random_states(folder, rank)
@@ -355,7 +363,7 @@ class FsdpPolicy:
             load_optimizer(self._module, self._optimizer, tensors, folder)
             if self._critic is not None:
                 self._critic.load(folder)
-            # Last: what was loaded before may have drawn from them.
+            # Last, because loading the rest may draw random numbers.
             load_random_states(folder, self._sharding.rank)
         except (
             ConfigInvalid,
@@ -372,17 +380,18 @@ class FsdpPolicy:
             self._adapter.load(folder)
             return
         if (folder / CONFIG_FILE).exists():
-            raise CheckpointUnusable(f"{folder} is of a run with model.lora")
+            raise CheckpointUnusable(f"{folder} belongs to a run with model.lora")
         saved, _ = load_model(str(folder))
         tensors = dict(cast("nn.Module", saved).named_parameters())
         for name, parameter in self._module.named_parameters():
             overwrite(parameter, tensors[name])
 
     def _accumulate(self, part: _Prepared, counts: StepCounts) -> Figures:
-        """Forward and backward pass of a micro-batch."""
+        """Runs the forward and backward pass of a micro-batch."""
         batch, device = part.batch, self._device
         if batch.is_empty:
-            # Through the model all the same, where the others wait for this rank.
+            # An empty micro-batch still runs through the model, because the other ranks wait for
+            # this one.
             torch.autograd.backward(self._tokens.evaluate(batch).logprobs_N.sum())
             return Figures()
         output = self._tokens.evaluate(batch, entropy_gradient=self._objective.has_entropy_bonus)
@@ -404,8 +413,8 @@ class FsdpPolicy:
 
 
 def learning_rate(step: int, train: TrainConfig, total_steps: int) -> float:
-    """Learning rate of the optimizer update after `step` others that were made: linear warm-up, then the
-    schedule, which is at zero after as many as all steps have."""
+    """Returns the learning rate of the update that follows `step` applied updates: linear warm-up,
+    then the schedule. A cosine schedule reaches zero after as many updates as all steps have."""
     warmup = train.warmup_steps * train.updates_per_step
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
@@ -418,7 +427,7 @@ def learning_rate(step: int, train: TrainConfig, total_steps: int) -> float:
 
 @contextlib.contextmanager
 def _as_os_error() -> Generator[None]:
-    """Safetensors has an error of its own for a disk that is full."""
+    """Maps the separate error that safetensors raises, for example for a full disk, to OSError."""
     try:
         yield
     except SafetensorError as error:

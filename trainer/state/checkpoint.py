@@ -1,26 +1,25 @@
-"""Checkpoints: whole or not there, and kept N deep.
+"""Checkpoints: each is complete or absent, and the N newest are kept.
 
     step-00000010/
         manifest.json    size and XXH3-64 of every other file
-        state.json       what the trainer knows beside the policy (`TrainerState`)
-        ...              what the policy writes: a model folder, the optimizer, the random states
+        state.json       the trainer's state besides the policy (`TrainerState`)
+        ...              written by the policy: a model folder, the optimizer, the random states
 
-Order of events: what is left of earlier attempts removed -> files written under a name that is none ->
-manifest -> every file and folder synced -> the name -> the parent synced -> durable; only now may it be
-announced -> all but the N newest removed, each losing its name first.
+Order of events: leftovers of earlier attempts are removed -> files are written under a temporary
+name -> manifest -> every file and folder synced -> rename -> parent synced -> durable. Only then
+may the checkpoint be announced. Last, all but the N newest are removed, each renamed first.
 
-What a failure does:
+What each failure does:
 
-    killed before the name    the unfinished folder is removed by the next save; the newest is the
-                                one before
-    killed after it           the checkpoint is whole, and perhaps not announced: the server delivers
-                                again what it contains, and the ledger says that it does. `restore`
-                                syncs the parent, for the save may not have come to that
-    no room, or the disk      the unfinished folder is removed, which gives its room back; the run
-      fails: StorageFailed      ends, saying so, before anything was announced. The checkpoints
-                                before are as they were
-    a file is missing, cut    the manifest tells. `restore` passes such a checkpoint over, loudly,
-      or changed afterwards     and takes the one before; the broken one becomes `broken-step-...`
+    killed before the rename  the next save removes the unfinished folder; the newest checkpoint is still
+                                the previous one
+    killed after it           the checkpoint is complete, but perhaps not announced. The server then
+                                redelivers groups it contains, which the ledger identifies. `restore`
+                                syncs the parent, because the save may not have done so
+    disk full or failing:     the unfinished folder is removed, which frees its space. The run ends with
+      StorageFailed             an error before anything was announced. Earlier checkpoints are unchanged
+    a file is missing,        the manifest reveals it. `restore` logs an error and skips to the previous
+      truncated or changed      checkpoint; the broken one is renamed to `broken-step-...`
 """
 
 from __future__ import annotations
@@ -54,41 +53,41 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What the trainer knows beside the policy."""
+    """The trainer's state besides the policy."""
 
     run_id: str
     step: int
-    """Last step the policy contains."""
+    """Last step contained in the policy."""
     weight_version: int
     """Version of the weights on the server."""
     next_index: int
-    """First data index after all that were submitted."""
+    """First data index after all submitted ones."""
     outstanding: tuple[int, ...]
-    """Data indices submitted and not trained."""
+    """Data indices submitted and not yet trained."""
     unasked: tuple[int, ...] = ()
-    """Data indices before `next_index` that were never submitted: with several servers, of those that use
-    up fewer than the others."""
+    """Data indices before `next_index` that were never submitted. With several servers, they belong
+    to servers that use up fewer than the others."""
     probe: tuple[int, ...] = ()
-    """Tokens of the run's probe; none where it has none yet."""
+    """Tokens of the run's probe; empty if there is none yet."""
     data: str = ""
-    """What identifies the data that the indices are of; empty where nobody said."""
+    """Identity of the data that the indices refer to; empty in checkpoints without it."""
     ledger_bytes: int | None = None
-    """Where the line of `step` ends in the ledger; None where nobody said."""
+    """Offset in the ledger where the line of `step` ends; None in checkpoints without it."""
     start_id: str = ""
-    """Which start of the run it is of (`start_ids`); empty where nobody said."""
+    """The start of the run that wrote it (`start_ids`); empty in checkpoints without it."""
     record: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The figures of `step`, as far as known: they are written when its switch is answered, which a
-    trainer that is killed may not live to see. Empty where they are written already."""
+    """The figures of `step`, as far as known. They are written to the metrics when its switch is
+    answered, before which the trainer may be killed. Empty if they are already written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that is whole."""
+    """A checkpoint that was verified as complete."""
 
     folder: Path
     state: TrainerState
     passed_over: int = 0
-    """Step of the newest checkpoint that was broken; zero where none was."""
+    """Step of the newest broken checkpoint that was skipped; zero if none was."""
 
 
 def save_checkpoint(
@@ -96,7 +95,7 @@ def save_checkpoint(
 ) -> Path:
     """Writes a checkpoint, durable on return, and removes all but the `keep` newest.
 
-    Raises StorageFailed where it cannot be written; those before are as they were.
+    Raises StorageFailed if it cannot be written. Earlier checkpoints are unchanged then.
     """
     final = folder / NAME.format(step=state.step)
 
@@ -117,15 +116,15 @@ def save_checkpoint(
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder as a whole, in place of what has its name. Raises StorageFailed."""
+    """Writes a folder atomically, replacing any folder of that name. Raises StorageFailed."""
     _write(final, write, str(final))
 
 
 def restore(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None where there is none at all.
+    """Returns the newest complete checkpoint; None if there are no checkpoints.
 
-    Those that are broken are set aside. Its name is durable on return, which a trainer that was killed may
-    not have come to see to. Raises CheckpointUnusable where all of them are broken, StorageFailed.
+    Broken checkpoints are set aside. The folder is synced, because a killed trainer may not have
+    done so. Raises CheckpointUnusable if all checkpoints are broken, and StorageFailed.
     """
     found = _checkpoints(folder)
     passed_over = 0
@@ -134,7 +133,7 @@ def restore(folder: Path) -> Checkpoint | None:
             verify(checkpoint)
             state = read_state(checkpoint)
         except CheckpointUnusable as error:
-            log.error("BROKEN CHECKPOINT, going back to the one before: %s", error)
+            log.error("BROKEN CHECKPOINT, falling back to the previous one: %s", error)
             passed_over = max(passed_over, int(checkpoint.name.rpartition("-")[2]))
             continue
         try:
@@ -145,17 +144,17 @@ def restore(folder: Path) -> Checkpoint | None:
             raise StorageFailed(f"{folder}: {error.strerror or error}") from error
         return Checkpoint(checkpoint, state, passed_over)
     if found:
-        raise CheckpointUnusable(f"{folder}: none of the {len(found)} checkpoints is whole")
+        raise CheckpointUnusable(f"{folder}: none of the {len(found)} checkpoints is complete")
     return None
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether there is anything to resume from."""
+    """Returns whether there is anything to resume from."""
     return bool(_checkpoints(folder))
 
 
 def verify(checkpoint: Path) -> None:
-    """That every file is there as it was written. Raises CheckpointUnusable."""
+    """Checks that every file is as it was written. Raises CheckpointUnusable."""
     path = checkpoint / MANIFEST_FILE
     try:
         manifest = cast("dict[str, dict[str, object]]", json.loads(path.read_bytes())["files"])
@@ -165,16 +164,18 @@ def verify(checkpoint: Path) -> None:
     for name, (size, xxh3) in expected.items():
         file = checkpoint / name
         try:
-            # The size first: it is for nothing to hash what was cut.
+            # Check the size first, to avoid hashing a truncated file.
             sound = file.stat().st_size == size and _digest(file) == xxh3
         except OSError as error:
             raise CheckpointUnusable(f"{file}: {error.strerror}") from error
         if not sound:
-            raise CheckpointUnusable(f"{file} is not what was written: {size} bytes, XXH3 {xxh3}")
+            raise CheckpointUnusable(
+                f"{file} differs from what was written: {size} bytes, XXH3 {xxh3}"
+            )
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The trainer's own part of a checkpoint. Raises CheckpointUnusable."""
+    """Returns the trainer's own part of a checkpoint. Raises CheckpointUnusable."""
     path = checkpoint / STATE_FILE
     try:
         fields = cast("dict[str, object]", json.loads(path.read_text(encoding="utf-8")))
@@ -196,7 +197,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def _write(final: Path, write: Callable[[Path], None], subject: str) -> None:
-    """Has a folder written beside its place, makes all of it durable, and gives it its name."""
+    """Writes a folder under a temporary name, makes all of it durable, and renames it."""
     parent = final.parent
     unfinished = parent / f"{UNFINISHED}{final.name}"
     try:
@@ -243,7 +244,7 @@ def _digest(path: Path) -> str:
 
 
 def _remove(checkpoint: Path) -> None:
-    """It loses its name first: what is half removed must not be taken for a checkpoint."""
+    """Renames it first, so that a partly removed folder is never taken for a checkpoint."""
     removed = checkpoint.with_name(f"{REMOVED}{checkpoint.name}")
     checkpoint.rename(removed)
     shutil.rmtree(removed)

@@ -1,4 +1,4 @@
-"""The publisher's payload as vLLM's trainer engines take weights: whole, or as patches. Imports vLLM."""
+"""Adapts the publisher's payload to vLLM's trainer engines, whole or as patches. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.trainer.weights.payload import Payload
 
 
 class PayloadSource(HashedSource):
-    """What the payload holds at the time; set before each update."""
+    """Reads the current payload, which is set before each update."""
 
     def __init__(self, device: torch.device) -> None:
-        """Tensors are handed over on `device`, one after the other."""
+        """Tensors are moved to `device` one after another."""
         self._device = device
         self.payload: Payload | None = None
 
@@ -43,10 +43,11 @@ class PayloadSource(HashedSource):
 
 
 def patches_of(parcel: Parcel, device: torch.device) -> list[SparseWeightPatch]:
-    """What changed since the parcel's base, by element; every element where the parcel is whole.
+    """Returns the elements that changed since the parcel's base, or all elements if the parcel is
+    whole.
 
-    At least one, the same value once more where nothing changed, since without any vLLM's engine says
-    nothing to the server, which has to hear of the version.
+    There is always at least one patch. If nothing changed, it repeats one value. Without patches
+    vLLM's engine sends the server nothing, but the server must learn of the version.
     """
     payload, base = parcel.payload, parcel.base
     before = base.elements() if base is not None else [None] * len(payload.specs)
@@ -54,7 +55,7 @@ def patches_of(parcel: Parcel, device: torch.device) -> list[SparseWeightPatch]:
     for (name, tensor), new, old in zip(
         payload.tensors().items(), payload.elements(), before, strict=True
     ):
-        # By bits: to a comparison of numbers 0.0 and -0.0 are the same, and a NaN is always another one.
+        # Compares bits: as numbers, 0.0 equals -0.0, and NaN differs from itself.
         found = np.arange(len(new)) if old is None else np.flatnonzero(new != old)
         if len(found):
             places = torch.tensor(found, dtype=torch.int32)

@@ -1,7 +1,8 @@
-"""Weights by a collective: vLLM's trainer engines send them to the engine's workers; the server conducts.
+"""Weights by a collective: vLLM's trainer engines send to the engine's workers; the server
+coordinates.
 
-The engine loads a version as it comes, so what `send` returns is already being sampled, and the switch that
-follows on the exchange is no work. Everything that needs vLLM is imported when it is needed.
+The engine loads a version as it arrives. When `send` returns, the version is already being sampled,
+and the later switch on the exchange does nothing. Everything that needs vLLM is imported on use.
 """
 
 from __future__ import annotations
@@ -43,43 +44,43 @@ T = TypeVar("T")
 SPARSE = "sparse_nccl"
 GPU_BACKENDS = ("nccl", "ipc", SPARSE)
 BACKENDS = ("gloo", *GPU_BACKENDS)
-# What a step may take beyond its own deadline, on its way and in its thread.
+# How long a step may exceed its own deadline, for transport and threading.
 GRACE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSettings:
-    """Where the group meets, and what both sides have to agree on."""
+    """Where the group meets, and settings that both sides must share."""
 
     backend: str
     """One of BACKENDS."""
     master_address: str = "127.0.0.1"
-    """Of this host, as the engine's workers reach it."""
+    """Address of this host, as reachable by the engine's workers."""
     master_port: int = 0
-    """Zero takes a free one."""
+    """Zero picks a free port."""
     world_size: int = 2
-    """This process and every worker of the engine."""
+    """Number of processes: this one and every worker of the engine."""
     bucket_bytes: int = 64 * 1024 * 1024
     """Length of one broadcast."""
     timeout_seconds: float = 300.0
-    """Longest time that joining takes, and each step of an upload."""
+    """Longest time for joining, and for each step of an upload."""
 
 
 class CollectiveTransport:
-    """Implements `transports.Transport`."""
+    """Sends versions by a collective; implements `transports.Transport`."""
 
     sends_chunks = False
-    # Each ends with the engine out of the group; the next attempt joins again.
+    # Each of these leaves the engine outside the group; the next attempt joins again.
     passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
 
     def __init__(
         self, address: str, settings: CollectiveSettings, security: Security | None = None
     ) -> None:
-        """`address` is the server's. Raises ConfigInvalid for a backend this cannot drive."""
+        """`address` is the server's. Raises ConfigInvalid for an unsupported backend."""
         if settings.backend not in BACKENDS:
             raise ConfigInvalid(
-                f"weights.collective.backend has to be one of {', '.join(BACKENDS)}, "
-                f"got {settings.backend!r}"
+                f"weights.collective.backend must be one of {', '.join(BACKENDS)}, got "
+                f"{settings.backend!r}"
             )
         self._settings = settings
         self.prefers_deltas = settings.backend == SPARSE
@@ -95,13 +96,13 @@ class CollectiveTransport:
         self.bytes_sent = 0
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
-        """Generation would stand still while the payload is filled."""
+        """Does nothing. An early start would pause generation while the payload is filled."""
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """See `Transport`. The version is active on return. It goes whole, and as patches by `sparse_nccl`:
-        of what changed, or of every element."""
+        """Sends a version, which is active on return; see `Transport`. `sparse_nccl` sends patches:
+        what changed, or every element. Other backends send it whole."""
         if header.HasField("adapter"):
             raise ConfigInvalid("an adapter cannot be sent by a collective")
         patches: list[SparseWeightPatch] | None = None
@@ -110,7 +111,7 @@ class CollectiveTransport:
 
             patches = await asyncio.to_thread(patches_of, parcel, self._device())
         named = None if patches is None else {patch.name for patch in patches}
-        # Where a tensor lies is of no meaning here.
+        # The position of a tensor in the payload has no meaning here.
         specs = tuple(
             weights_pb2.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype, xxh3=s.xxh3)
             for s in parcel.payload.specs
@@ -127,7 +128,7 @@ class CollectiveTransport:
         try:
             await self._within_deadline(lambda: self._send(update, parcel, patches))
         except BaseException as error:
-            # Whatever it was, the server has left the group too, or will.
+            # Whatever the error, the server has left the group too, or will.
             self._leave()
             if isinstance(error, WeightSyncFailed):
                 raise _as_aio(error) from error
@@ -142,16 +143,16 @@ class CollectiveTransport:
         return self._client.result
 
     def switched(self, weight_version: int) -> None:
-        """Nothing is left to do."""
+        """Does nothing; the version is already active."""
 
     def close(self) -> None:
-        """Leaves the collective."""
+        """Leaves the collective and closes the client."""
         self._leave()
         self._client.close()
 
     async def _within_deadline(self, work: Callable[[], None]) -> None:
-        """Joining, the header, a round and the commit each have a deadline of their own. What is not back
-        after all of them hangs where nothing can interrupt it: its thread is left behind."""
+        """Joining, the header, a round and the commit each have a separate deadline. Work that
+        exceeds all of them hangs in an uninterruptible call, so its thread is abandoned."""
         limit = 4 * self._settings.timeout_seconds + GRACE_SECONDS
         try:
             async with asyncio.timeout(limit):
@@ -160,16 +161,16 @@ class CollectiveTransport:
             self._thread = _SendingThread()
             raise _aio_error(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"{self._settings.backend} did not come back within {limit:g} s",
+                f"{self._settings.backend} did not return within {limit:g} s",
             ) from None
 
     def _leave(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            # A communicator that hangs may hang here too.
+            # Shutdown of a hanging communicator may hang too.
             self._thread.run(engine.shutdown)
 
-    # In the sending thread.
+    # The methods below run in the sending thread.
 
     def _send(
         self, update: NextUpdate, parcel: Parcel, patches: list[SparseWeightPatch] | None
@@ -178,7 +179,7 @@ class CollectiveTransport:
         if patches is not None:
             if self._engine is None:
                 self._engine = self._join(None)
-            # vLLM's sparse engine takes them so, where every other has a source.
+            # Unlike every other engine, vLLM's sparse engine takes patches instead of a source.
             cast("SparseNCCLTrainerWeightTransferEngine", self._engine).send_weights(patches)
             return
         if self._engine is None or self._source is None:
@@ -250,7 +251,8 @@ class CollectiveTransport:
 
 
 class _SendingThread:
-    """Runs one thing after another, always in the same thread, which keeps no process alive."""
+    """Runs functions one after another in a single daemon thread, which does not keep the process
+    alive."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -283,7 +285,7 @@ def _free_port(address: str) -> int:
 
 
 def _as_aio(failed: WeightSyncFailed) -> grpc.aio.AioRpcError:
-    """The same error as the other transports raise it."""
+    """Converts an error to the type that other transports raise."""
     trailers = cast("grpc.Call", failed.error).trailing_metadata() if failed.error else None
     return _aio_error(failed.failure.code, failed.failure.message, tuple(trailers or ()))
 

@@ -1,8 +1,8 @@
-"""vLLM's weight transfer over gloo, the trainer's side: for CPUs, and where no NCCL is to be had.
+"""vLLM's weight transfer over gloo, trainer side: for CPUs, and for hosts without NCCL.
 
-The flow is that of vLLM's own nccl engine: ask the workers to join while opening this end; then, for each
-version, tell them what comes and broadcast it. What it waits for it waits for with a deadline, and not
-after the server has said that it will not come.
+The flow is that of vLLM's own nccl engine. The workers are asked to join while this end is opened.
+Then, for each version, they learn what to expect, and it is broadcast. Every wait has a
+deadline, and ends early if the server reports a failure.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ T = TypeVar("T")
 BACKEND = "gloo"
 BUCKET_BYTES = 64 * 1024 * 1024
 TIMEOUT_SECONDS = 300.0
-# How long the server may take to say why it broke a group.
+# How long the server may take to report why it broke a group.
 GRACE_SECONDS = 5.0
 
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):
-    """Where the group meets, and what both sides have to agree on."""
+    """Where the group meets, and settings that both sides must share."""
 
     backend: ClassVar[str] = BACKEND
 
     master_address: str
-    """Of this host, as the workers reach it."""
+    """Address of this host, as reachable by the workers."""
     master_port: int
-    """Zero takes a free one."""
+    """Zero picks a free port."""
     world_size: int
-    """This process and every worker of the engine."""
+    """Number of processes: this one and every worker of the engine."""
     bucket_bytes: int = BUCKET_BYTES
-    """Length of one broadcast; this side has memory for two."""
+    """Length of one broadcast. This side allocates two buffers of it."""
     timeout_seconds: float = TIMEOUT_SECONDS
-    """Longest time the meeting takes, and each round."""
+    """Longest time for the meeting, and for each round."""
 
 
 class HashedSource(WeightSource):
-    """A source that knows checksums, for the workers to compare with."""
+    """A source with checksums, which the workers verify."""
 
     @abstractmethod
     def xxh3(self) -> Sequence[int]:
-        """XXH3-64 of each tensor's bytes, in the order of `metadata`."""
+        """Returns the XXH3-64 of each tensor's bytes, in the order of `metadata`."""
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """Rank 0 sends; other ranks of the trainer only take part in materializing the weights."""
+    """Rank 0 sends. Other ranks of the trainer only help to materialize the weights."""
 
     init_info_cls = GlooTrainerInitInfo
 
@@ -96,9 +96,9 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> GlooTrainerWeightTransferEngine:
-        """Meets the workers. Raises GroupBroken, and what the client raises."""
+        """Meets the workers. Raises GroupBroken, and the errors of the client."""
         if source is None:
-            raise ValueError("gloo sends from a WeightSource, and none was given")
+            raise ValueError("gloo sends from a WeightSource, but none was given")
         engine = cls(client=client, source=source, init_info=init_info)
         if engine.is_sender:
             engine._meet(init_info)
@@ -114,7 +114,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         worker_info: dict[str, object] = {
             "master_address": init_info.master_address,
             "master_port": meeting.port,
-            # The workers come after the one trainer.
+            # The workers' ranks follow the trainer's single rank.
             "rank_offset": 1,
             "world_size": init_info.world_size,
             "bucket_bytes": init_info.bucket_bytes,
@@ -125,7 +125,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         joining.result()
 
     def send_weights(self) -> None:
-        """One version, in one round. Raises GroupBroken, and what the client raises."""
+        """Sends one version in one round. Raises GroupBroken, and the errors of the client."""
         meta = self._source.metadata()
         if not self.is_sender:
             for _ in self._source:
@@ -142,9 +142,10 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         tensors: Iterable[tuple[str, torch.Tensor]],
         xxh3: Sequence[int] = (),
     ) -> None:
-        """One round inside an update that the caller begins and finishes; `meta` is of these tensors.
+        """Sends one round of an update that the caller begins and finishes. `meta` describes these
+        tensors.
 
-        Raises GroupBroken, and what the client raises.
+        Raises GroupBroken, and the errors of the client.
         """
         info: dict[str, object] = {
             "names": [entry.name for entry in meta],
@@ -167,28 +168,28 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             if sending is not None:
                 _unless_failed(receiving, sending)
         except GroupBroken:
-            # The server says why, where it was the server.
+            # If the server broke the group, its call reports why.
             left = self._timeout_seconds - (time.monotonic() - began)
             wait({receiving}, max(left, GRACE_SECONDS))
             if receiving.done():
                 receiving.result()
             raise
         except BaseException:
-            # So that the workers need not wait for what will not come.
+            # Leaving the group ends the workers' wait for the rest.
             group = self._group = None
             raise
         receiving.result()
 
     def shutdown(self) -> None:
-        """Leaves the group."""
+        """Leaves the group by releasing it."""
         self._group = None
 
 
 def _fill_buckets(
     meta: Sequence[ParamMeta], tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[torch.Tensor]:
-    """The run of bytes that these tensors make, bucket by bucket; each is overwritten by the next but one,
-    so that one can travel while the next is filled."""
+    """Yields the concatenated bytes of the tensors in buckets. There are two buffers, so that one
+    bucket can be sent while the next is filled. Each is overwritten two buckets later."""
     lengths = [torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in meta]
     offsets, total = lay_out(lengths)
     room, other = [torch.zeros(min(bucket_bytes, total), dtype=torch.uint8) for _ in range(2)]
@@ -214,16 +215,17 @@ def _fill_buckets(
 def _checked(
     meta: Sequence[ParamMeta], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[torch.Tensor]:
-    """The bytes of each tensor, which has to be the one that was announced in its place."""
+    """Yields the bytes of each tensor, after checking that it is the announced one."""
     for entry, (name, tensor) in zip(meta, tensors, strict=True):
         found = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
         if found != ParamMeta(entry.name, entry.dtype, tuple(entry.shape)):
-            raise ValueError(f"{entry} was announced, and {found} came in its place")
+            raise ValueError(f"{entry} was announced, but {found} was sent")
         yield bytes_of(tensor).cpu()
 
 
 def _start(work: Callable[[], T]) -> Future[T]:
-    """Runs it in a thread that keeps no process alive: gloo cannot be interrupted, only outwaited."""
+    """Runs the work in a daemon thread, which does not keep the process alive. gloo cannot be
+    interrupted, only abandoned."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -237,7 +239,7 @@ def _start(work: Callable[[], T]) -> Future[T]:
 
 
 def _unless_failed(rpc: Future[None], work: Future[T]) -> T:
-    """What the work comes to; what the call raises, where that fails before."""
+    """Returns the result of the work. Raises the error of the call if the call fails first."""
     while not work.done():
         pending: list[Future[object]] = [cast("Future[object]", work)]
         if not rpc.done():

@@ -401,7 +401,7 @@ def test_a_source_is_known_by_all_that_decides_its_episodes():
     joined = EpisodeSource(config.model_copy(update={"prompts_per_level": 2}))
     assert not isinstance(joined, Finite)
     twice = (LevelConfig(name="a"), LevelConfig(name="a"))
-    with pytest.raises(ConfigInvalid, match="named alike"):
+    with pytest.raises(ConfigInvalid, match="the same name"):
         EpisodeSource(EnvironmentConfig(name="x:Y", levels=twice))
 
 

@@ -88,7 +88,7 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'mode = "clip"\nthreshold = 2',
-            ["algorithm.correction: 'level' is missing", "what else"],
+            ["algorithm.correction: 'level' is missing", "selects which other fields"],
         ),
         (CORRECTION, 'level = "off"\nthreshold = 2', ["off.threshold", "Extra"]),
         (CORRECTION, 'level = "token"\nmode = "clip"\nratio_to = "behaviour"', ["ratio_to"]),
@@ -110,7 +110,7 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "ratio"\nthreshold = [2.0, 3.0]',
-            ["mask.ratio.threshold", "1 must be between", "none of which would be trained"],
+            ["mask.ratio.threshold", "1 must be between", "none of them would be trained"],
         ),
         (
             CORRECTION,
@@ -130,7 +130,7 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'level = "token"\nmode = "clip"\nthreshold = 0.5',
-            ["clip.threshold", "1 at least", "weighted with less", "0.5"],
+            ["clip.threshold", "at least 1", "scaled down", "0.5"],
         ),
         *(
             (LOSS, f'kind = "{kind}"\nclip_low = 0\nclip_high = 0', [kind, "both 0", "reinforce"])
@@ -220,7 +220,9 @@ def test_truncated_sampling_is_refused_where_the_recorded_logprobs_are_read(
 ) -> None:
     said = re.escape(truncated[0].replace("=", " = "))
     for overrides in READS_BEHAVIOUR:
-        with pytest.raises(ConfigInvalid, match=f'{said} cannot be had.*ratio_to = "proximal"'):
+        with pytest.raises(
+            ConfigInvalid, match=f'{said} cannot be combined.*ratio_to = "proximal"'
+        ):
             load_config(write(tmp_path), [*truncated, *overrides])
     for overrides in IGNORES_BEHAVIOUR:
         load_config(write(tmp_path), [*truncated, *overrides])

@@ -91,8 +91,8 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{", r":1: "),
-        ("[1]", "an object is needed"),
-        ({"text": "x"}, "needs 'messages', or a text in 'prompt'"),
+        ("[1]", "expected an object"),
+        ({"text": "x"}, "expected 'messages', or a string in 'prompt'"),
         ({"prompt": 3}, "a text in 'prompt'"),
         ({"messages": []}, "a list of messages"),
         ({"messages": ["x"]}, "a role and a content, got 'x'"),
@@ -157,7 +157,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match="holds no line"):
+    with pytest.raises(ConfigInvalid, match="has no lines"):
         open_jsonl(write(tmp_path, ""), seed=0)
 
 
@@ -253,7 +253,7 @@ def test_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match=r"data\.parquet\.path: .*a\.parquet"):
         open_parquet(ParquetConfig(path=tmp_path), seed=0)
     pyarrow.parquet.write_table(table(3), tmp_path / "a.parquet")
-    with pytest.raises(ConfigInvalid, match=r"row 1: needs 'messages', or a text in 'prompt'"):
+    with pytest.raises(ConfigInvalid, match=r"row 1: expected 'messages', or a string in 'prompt'"):
         open_parquet(ParquetConfig(path=tmp_path), seed=0)
 
 
@@ -459,13 +459,13 @@ def test_a_function_may_return_a_data_set_of_hugging_face(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "there is no row"),
+        ("nothing", "there are no rows"),
         ("shared", "returns the same iterator each time"),
-        ("no_stories", "entry 1: there is no entry"),
+        ("no_stories", "entry 1: there are no entries"),
         ("a_number", "it returns a int, not a sequence or iterator"),
-        ("a_text", "it returns a str: return a list of rows"),
-        ("a_table", "it returns a dict: return a list of rows"),
-        ("a_frame", r'it returns a DataFrame: .* to_dict\("records"\)'),
+        ("a_text", "it returns a str; return a list of rows"),
+        ("a_table", "it returns a dict; return a list of rows"),
+        ("a_frame", r'it returns a DataFrame; .* to_dict\("records"\)'),
         ("breaks", f"{HERE}:breaks, entry 2: OSError: gone"),
         ("missing", f"{HERE} has no missing"),
     ],
@@ -542,7 +542,7 @@ def test_problems_that_depend_on_the_seed_of_hashes_need_one(
 
 def test_calls_that_return_other_entries_are_noticed() -> None:
     source = own_source("counted")
-    with pytest.raises(ConfigInvalid, match="entry 1: it is another one than before"):
+    with pytest.raises(ConfigInvalid, match="entry 1: it differs from the previous pass"):
         source.problem(0)
 
 

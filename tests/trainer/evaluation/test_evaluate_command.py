@@ -270,13 +270,13 @@ def test_a_command_line_that_cannot_be_used_is_refused(
         ((*server, *reward), "either --data or --task"),
         ((*server, "--data", path), "give --reward"),
         ((*server, "--data", path, "--reward", "nowhere:f"), "--reward nowhere:f"),
-        ((*server, "--data", "x.txt", *reward), "neither *.jsonl"),
+        ((*server, "--data", "x.txt", *reward), "expected a *.jsonl"),
         ((*server, "--data", str(tmp_path / "none.jsonl"), *reward), "none.jsonl"),
-        ((*server, "--data", "s3://bucket/x.csv", *reward), "x.csv: neither *.jsonl"),
+        ((*server, "--data", "s3://bucket/x.csv", *reward), "x.csv: expected a *.jsonl"),
         ((*server, "--task", "", *reward), "--task : "),
-        ((*server, "--task", "sums", "--max-model-len", "9"), "goes with --model"),
-        ((*server, "--task", "sums", "--passes-from", "nan"), "nan is no finite number"),
-        ((*server, "--task", "sums", "--temperature", "nan"), "nan is no finite number"),
+        ((*server, "--task", "sums", "--max-model-len", "9"), "requires --model"),
+        ((*server, "--task", "sums", "--passes-from", "nan"), "nan is not a finite number"),
+        ((*server, "--task", "sums", "--temperature", "nan"), "nan is not a finite number"),
         ((*server, "--task", "sums", "--temperature", "-1"), "range"),
     ]
     for arguments, said in wrong:
@@ -371,12 +371,12 @@ def test_a_trainers_file_that_does_not_say_what_to_measure_is_refused(
     wrong: list[tuple[tuple[str, ...], str]] = [
         (("--config", str(file), "--task", "sums"), "or --config"),
         (("--config", str(file), *reward, "--only", "other"), "--only other"),
-        (("--task", "sums", "--only", "mixed", "--server", "h:1"), "--only goes with --config"),
+        (("--task", "sums", "--only", "mixed", "--server", "h:1"), "--only requires --config"),
         (("--config", str(none), *reward), "has no [[evaluation]]"),
         (("--config", str(several), *reward), "several servers"),
-        (("--config", str(file), *reward), "the prompts of game are made by an environment"),
+        (("--config", str(file), *reward), "the prompts of game come from an environment"),
         (("--config", str(file), "--only", "mixed"), "give --reward"),
-        (("--config", str(file), *reward, "--args", str(file)), "--args goes with a --style"),
+        (("--config", str(file), *reward, "--args", str(file)), "--args requires a --style"),
         (("--config", str(file), "--style", "verl"), "give --reward"),
     ]
     for arguments, said in wrong:

@@ -226,7 +226,7 @@ def test_a_filter_that_is_of_no_use_is_named(
 def test_bounds_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"min_mean_reward = 0.9 is above"):
         GroupsConfig(min_mean_reward=0.9, max_mean_reward=0.1)
-    with pytest.raises(ValidationError, match="at most, got 9"):
+    with pytest.raises(ValidationError, match="at most max_tokens = 8, got 9"):
         OverlongConfig(max_tokens=8, buffer_tokens=9)
 
 
@@ -386,7 +386,7 @@ async def test_after_too_many_the_run_stops_where_that_is_asked_for(tmp_path: Pa
         with pytest.raises(BaseExceptionGroup) as caught:
             await run.ends()
         assert caught.group_contains(
-            EverythingDropped, match="step 1 has dropped as many groups as it may: NO_SPREAD 1"
+            EverythingDropped, match="step 1 has dropped the maximum number of groups: NO_SPREAD 1"
         )
 
 

@@ -1,23 +1,24 @@
-"""Where prompts come from: a source gives problem number i of a sequence that does not end.
+"""Where prompts come from: a source returns problem number i of an endless sequence.
 
-A place in the data is a number, so that is all a checkpoint keeps of it: the first number that was never
-submitted, and those before it that are not trained yet. Every source therefore gives the same problem
-for the same number, whenever it is asked, in whatever order, in whatever process.
+A position in the data is a number. A checkpoint therefore keeps only the first number that was
+never submitted, and the earlier ones that are not trained yet. In return, every source must return
+the same problem for the same number, at any time, in any order and in any process.
 
     rows (JSONL, Parquet, Hugging Face, a Python sequence)
-        number -> (pass, place) -> row; each pass has an order of its own, and every row once
+        number -> (pass, place) -> row; each pass has a new order and contains every row once
     a Python iterator
-        gone through from the beginning; what lies before is found by beginning again
+        read from the beginning; earlier entries are found by starting again
     reasoning-gym
         number -> problem, computed
     episodes of an environment
         number -> (difficulty, seed), computed
     a mixture
-        number -> (source, number in that source), without drawing: each is itself gone through in order
+        number -> (source, number in that source), not random; each source is read in order
 
-What a source is of, its `identity`, goes into the checkpoint too: a run resumes only with the data it had.
+The `identity` of a source goes into the checkpoint too, because a run resumes only with the same
+data.
 
-What a failure does: where data cannot be read, a row has no prompt, or a library is missing, the run
-does not begin (ConfigInvalid, naming the row). An iterator that fails in the middle ends the run, saying at
-which entry; nothing that was submitted is lost, and resuming goes on there.
+If data cannot be read, a row has no prompt, or a library is missing, the run does not start. It
+raises ConfigInvalid, naming the row. If an iterator fails later, the run ends with an error that
+names the entry. Submitted tasks are not lost, and a resumed run continues at that entry.
 """

@@ -1,4 +1,4 @@
-"""From the section `[data]` to a source."""
+"""Opens the source that the section `[data]` configures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from penstock.trainer.data.sources.tables import open_huggingface, open_parquet
 
 
 def open_source(config: MixableConfig, seed: int, section: str = "data") -> Source:
-    """The configured source; `seed` is the run's, `section` what errors name. Raises ConfigInvalid."""
+    """Opens the configured source. `seed` is the run's, and errors name `section`. Raises
+    ConfigInvalid."""
     if not config.mixture:
         return _open_one(config, seed, section)
     parts: list[tuple[str, float, Source]] = []

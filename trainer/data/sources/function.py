@@ -1,10 +1,10 @@
-"""A function of the user's own, which returns a sequence or something to go through.
+"""A function the user provides, which returns a sequence or another iterable.
 
-States of an iterator: at n, the next entry it gives. Asked for an index from n on, it is gone through up
-to there; asked for one before, which happens where tasks are submitted again, it looks among the last
-entries it gave, and begins at zero where it has to. An iterator that ends is followed by another one, which
-the function returns when it is called again. So each call has to return the same entries, in the same
-order, from their beginning.
+An iterator has a position n, the next entry it returns. A request for index n or later reads up to
+that index. A request for an earlier index occurs when tasks are submitted again. It is answered
+from the most recent entries if possible; otherwise the iterator starts again from zero. When an
+iterator ends, the function is called again for the next one. Each call must therefore return the
+same entries, in the same order, from the beginning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.data.sources.rows import RowSource, as_json, read_problem
 
-# What an iterator is known by: it need not end.
+# An iterator is identified by its first entries, because it need not end.
 ENTRIES_COMPARED = 64
-# More than a trainer has outstanding; beyond it going back means going through it again.
+# More than a trainer has outstanding. Going back further requires reading the iterator again.
 ENTRIES_REMEMBERED = 4096
 
 
@@ -34,8 +34,8 @@ class _Countable(Protocol):
 
 
 class _Rows(Sequence[object]):
-    """By length and index alone: a sequence of one's own need not raise IndexError at its end. Raises
-    ConfigInvalid for whatever it raises."""
+    """Accesses rows by length and index only, because a user's sequence need not raise IndexError
+    at its end. Converts all its exceptions to ConfigInvalid."""
 
     def __init__(self, rows: _Countable, function: str) -> None:
         self._rows, self._function = rows, function
@@ -53,7 +53,7 @@ class _Rows(Sequence[object]):
         try:
             return self._rows[index]
         except Exception as error:
-            # Its author's to read.
+            # The author of the function has to see any exception.
             where, kind = f"{self._function}, entry {index + 1}", type(error).__name__
             raise ConfigInvalid(f"{where}: {kind}: {error}") from error
 
@@ -62,10 +62,11 @@ class _Rows(Sequence[object]):
 
 
 class IteratorSource:
-    """Entries that can only be gone through."""
+    """A source of entries that can only be read in order."""
 
     def __init__(self, begin: Callable[[], Iterator[object]], config: PythonConfig) -> None:
-        """`begin` gives the next pass. Raises ConfigInvalid where the first entries cannot be had."""
+        """`begin` starts the next pass. Raises ConfigInvalid if the first entries cannot be
+        read."""
         self.name = config.function
         self._begin, self._config = begin, config
         self._passes = self._entries()
@@ -85,7 +86,8 @@ class IteratorSource:
         )
 
     def problem(self, index: int) -> Problem:
-        """One problem; what was not given lately before it is gone through first."""
+        """Returns one problem. Reads all entries before it first, unless it was returned
+        recently."""
         if index < self._next and index not in self._recent:
             self._passes, self._next = self._entries(), 0
         while self._next <= index:
@@ -98,17 +100,17 @@ class IteratorSource:
         return self._recent[index]
 
     def _check_same(self, entry: object) -> None:
-        """Raises ConfigInvalid where a call returned other entries than the first one did, as calls do that
-        share a file or a counter: prompts would be skipped."""
+        """Raises ConfigInvalid if a call returned other entries than the first call. This happens
+        if calls share a file or a counter, and would skip prompts."""
         index = self._next
         if index < len(self._first) and as_json(entry, self._place(index)) != self._first[index]:
             raise ConfigInvalid(
-                f"{self._place(index)}: it is another one than before; each call of the function has to "
-                "return the same entries from their beginning"
+                f"{self._place(index)}: it differs from the previous pass; each call of the function must "
+                "return the same entries from the beginning"
             )
 
     def _entries(self) -> Iterator[object]:
-        """Pass after pass."""
+        """Yields entries, pass after pass."""
         index = 0
         while True:
             begun = index
@@ -119,18 +121,18 @@ class IteratorSource:
             except ConfigInvalid:
                 raise
             except Exception as error:
-                # Whatever the function raises is its author's to read.
+                # The author of the function has to see any exception.
                 kind = type(error).__name__
                 raise ConfigInvalid(f"{self._place(index)}: {kind}: {error}") from error
             if index == begun:
-                raise ConfigInvalid(f"{self._place(index)}: there is no entry")
+                raise ConfigInvalid(f"{self._place(index)}: there are no entries")
 
     def _place(self, index: int) -> str:
         return f"{self._config.function}, entry {index + 1}"
 
 
 def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> Source:
-    """What the function returns, as a source. Raises ConfigInvalid."""
+    """Opens the result of the function as a source. Raises ConfigInvalid."""
     try:
         function = find_function(config.function, (), config.options)
     except FunctionInvalid as error:
@@ -140,18 +142,19 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
         try:
             return function(**config.options)
         except Exception as error:
-            # Whatever the function raises is its author's to read.
+            # The author of the function has to see any exception.
             kind = type(error).__name__
             raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
 
     found = call()
     kind = type(found).__name__
-    # A DataFrame's index is of columns. Data sets of Hugging Face have `to_dict` too, and are sequences.
+    # Indexing a DataFrame selects columns. Hugging Face data sets have `to_dict` too, but are
+    # sequences.
     is_frame = hasattr(found, "to_dict") and not hasattr(found, "features")
     if isinstance(found, str | bytes | Mapping) or is_frame:
         raise ConfigInvalid(
-            f"{section}.function {config.function}: it returns a {kind}: return a list of rows, such as "
-            'to_dict("records") of a DataFrame'
+            f"{section}.function {config.function}: it returns a {kind}; return a list of rows instead, "
+            'such as to_dict("records") of a DataFrame'
         )
     if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
         return RowSource(
@@ -168,7 +171,7 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
         )
     if isinstance(found, Iterator) and call() is found:
         raise ConfigInvalid(
-            f"{section}.function {config.function}: it returns the same iterator each time; each call has "
-            "to return one that begins at the beginning"
+            f"{section}.function {config.function}: it returns the same iterator each time; each call must "
+            "return one that starts at the beginning"
         )
     return IteratorSource(lambda: iter(cast("Iterable[object]", call())), config)

@@ -1,4 +1,4 @@
-"""A file of JSON objects."""
+"""Rows from a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.trainer.data.sources.rows import RowSource
 
 
 def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> RowSource:
-    """A file with one JSON object per line; empty lines are passed over, and so is a byte order mark.
+    """Reads a file with one JSON object per line. Empty lines and a byte order mark are skipped.
 
-    Raises ConfigInvalid, naming the line, where it is no object that can be a task.
+    Raises ConfigInvalid, naming the line, if it is not an object that can become a task.
     """
     try:
         content = config.path.read_bytes()
-        # Not splitlines: a text in JSON may hold what Unicode counts as the end of a line.
+        # Not splitlines: a JSON string may contain characters that Unicode counts as line ends.
         lines = content.decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
@@ -33,11 +33,11 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
         except (ValueError, RecursionError) as error:
             raise ConfigInvalid(f"{place}: {error}") from error
         if not isinstance(row, dict):
-            raise ConfigInvalid(f"{place}: an object is needed, got {line[:80]!r}")
+            raise ConfigInvalid(f"{place}: expected an object, got {line[:80]!r}")
         rows.append(row)  # pyright: ignore[reportUnknownArgumentType]
         numbers.append(number)
     if not rows:
-        raise ConfigInvalid(f"{section}.path: {config.path} holds no line")
+        raise ConfigInvalid(f"{section}.path: {config.path} has no lines")
     return RowSource(
         rows,
         config,

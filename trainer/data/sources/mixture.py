@@ -1,9 +1,10 @@
 """Several sources, interleaved by weight.
 
-The order is a smooth weighted round-robin: nothing is drawn. With whole weights w that sum to W it repeats
-after W problems, of which source k has exactly w_k; at any point no source is a whole problem ahead of its
-share. Which source index i belongs to, and which problem of that source it is, follow from i alone, so a
-mixture is resumed exactly, and each source is itself gone through without gap and without repetition.
+The order is a smooth weighted round-robin without randomness. With integer weights w that sum to W,
+it repeats after W problems, of which source k has exactly w_k. At any point, no source is a whole
+problem ahead of its share. The source of index i, and the problem of that source, follow from i
+alone. A mixture therefore resumes exactly, and reads each of its sources without gaps or
+repetitions.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from fractions import Fraction
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import Problem, Source
 
-# Beyond it the order takes long to make, and a share is that of too small a number of problems.
+# Beyond this length the order takes long to compute, and a share would be fulfilled only over too
+# many problems.
 LONGEST_CYCLE = 10_000
 
 
 class Interleaving:
-    """Which source an index belongs to, and which of that source's problems it is."""
+    """Maps an index to a source and to one of that source's problems."""
 
     def __init__(self, weights: Sequence[float], section: str = "data.mixture") -> None:
-        """Raises ConfigInvalid, naming `section`, where the weights have no common measure that is large
-        enough."""
+        """Raises ConfigInvalid, naming `section`, if the weights do not reduce to small enough
+        integers."""
         self.weights = whole_weights(weights, section)
-        """The same weights as whole numbers, the smallest."""
+        """The same proportions as the smallest possible integers."""
         total = sum(self.weights)
         credit, given = [0] * len(self.weights), [0] * len(self.weights)
         self._cycle: list[tuple[int, int]] = []
@@ -39,23 +41,25 @@ class Interleaving:
             given[source] += 1
 
     def place(self, index: int) -> tuple[int, int]:
-        """(source, index in that source) of an index of the mixture."""
+        """Returns (source, index in that source) for an index of the mixture."""
         cycle, offset = divmod(index, len(self._cycle))
         source, before = self._cycle[offset]
         return source, cycle * self.weights[source] + before
 
 
 class MixtureSource:
-    """Several sources as one."""
+    """Several sources combined into one."""
 
     name = "mixture"
 
     def __init__(self, parts: Sequence[tuple[str, float, Source]], section: str) -> None:
-        """Each part is a name, its own, a weight and a source; `section` is what errors name. Raises
+        """Each part is a unique name, a weight and a source. Errors name `section`. Raises
         ConfigInvalid."""
         names = [name for name, _, _ in parts]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigInvalid(f"{section}: two parts are named {twice!r}; give them names")
+            raise ConfigInvalid(
+                f"{section}: two parts are named {twice!r}; give each a unique name"
+            )
         self._parts = tuple((name, source) for name, _, source in parts)
         self._interleaving = Interleaving([weight for _, weight, _ in parts], section)
         weights = self._interleaving.weights
@@ -65,7 +69,8 @@ class MixtureSource:
         )
 
     def problem(self, index: int) -> Problem:
-        """One problem, under the name of its part; a level of an environment stays one, "part/level"."""
+        """Returns one problem, counted under the name of its part. A level of an environment is
+        kept, as "part/level"."""
         part, own_index = self._interleaving.place(index)
         name, source = self._parts[part]
         problem = source.problem(own_index)
@@ -75,9 +80,10 @@ class MixtureSource:
 
 
 def whole_weights(weights: Sequence[float], section: str = "data.mixture") -> tuple[int, ...]:
-    """The smallest whole numbers with the same proportions, as the weights are written: 0.7 is 7/10.
+    """Returns the smallest integers with the same proportions as the weights, read as decimals: 0.7
+    is 7/10.
 
-    Raises ConfigInvalid where they sum to more than LONGEST_CYCLE.
+    Raises ConfigInvalid if they sum to more than LONGEST_CYCLE.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
@@ -86,7 +92,8 @@ def whole_weights(weights: Sequence[float], section: str = "data.mixture") -> tu
     smallest = tuple(weight // divisor for weight in whole)
     if sum(smallest) > LONGEST_CYCLE:
         raise ConfigInvalid(
-            f"{section}: the weights {list(weights)} are as {':'.join(map(str, smallest))}, which "
-            f"repeats after {sum(smallest)} problems; with rounder ones it is {LONGEST_CYCLE} at most"
+            f"{section}: the weights {list(weights)} reduce to {':'.join(map(str, smallest))}, "
+            f"which repeats only after {sum(smallest)} problems; use rounder weights, which repeat "
+            f"after at most {LONGEST_CYCLE}"
         )
     return smallest

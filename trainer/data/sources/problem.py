@@ -1,4 +1,4 @@
-"""A problem, and what a source of problems is."""
+"""A problem, and the interface of a source of problems."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ class Problem:
     messages: tuple[tuple[str, str], ...]
     """(role, text), oldest first."""
     metadata: dict[str, object]
-    """What a reward needs, as JSON."""
+    """Values that a reward needs, as JSON."""
     data_source: str
     """Name of the source."""
 
     @property
     def counted_under(self) -> str:
-        """What its rewards are counted under: the name of its source, or what its row says itself."""
+        """Name under which its rewards are counted: the row's own `data_source`, or else the
+        source."""
         said = self.metadata.get("data_source")
         return said if isinstance(said, str) else self.data_source
 
     @property
     def for_agents(self) -> dict[str, object]:
-        """What agents are told of it: they see no other field of where a problem is from, and what its row
-        says itself stands, unless it is null."""
+        """The metadata that agents receive. Its `data_source` is the row's own value, or the source
+        if that is missing or null. Agents have no other field that names the source."""
         said = self.metadata.get("data_source")
         return {**self.metadata, "data_source": self.data_source if said is None else said}
 
 
 class Source(Protocol):
-    """Endless problems by index; the same index is always the same problem."""
+    """An endless sequence of problems. The same index always returns the same problem."""
 
     @property
     def name(self) -> str:
-        """What its problems are counted under."""
+        """Name under which its problems are counted."""
         ...
 
     @property
     def identity(self) -> str:
-        """The same text only where every index is the same problem."""
+        """A text that is equal for two sources only if every index has the same problem."""
         ...
 
     def problem(self, index: int) -> Problem:
-        """The problem of an index, from zero. Raises ConfigInvalid where the data cannot be read."""
+        """Returns the problem of an index, from zero. Raises ConfigInvalid if the data cannot be
+        read."""
         ...
 
 
 @runtime_checkable
 class Finite(Protocol):
-    """A source that knows when its problems repeat."""
+    """A source that knows after how many problems it repeats."""
 
     @property
     def size(self) -> int:
-        """Problems in one pass."""
+        """Number of problems in one pass."""
         ...

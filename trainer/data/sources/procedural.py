@@ -1,4 +1,4 @@
-"""Problems that are computed: reasoning-gym."""
+"""Computed problems from reasoning-gym."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.trainer.data.sources.problem import Problem
 HASH_ORDERED: Final = frozenset(
     ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
-"""Data sets that go through sets of texts, whose order is another one in each process unless the seed of
-Python's hashes is given."""
+"""Data sets that iterate over sets of strings. Their order differs between processes unless
+Python's hash seed is fixed."""
 
 
 class _Entries(Protocol):
@@ -29,25 +29,27 @@ class _Entries(Protocol):
 
 
 class ReasoningGymSource:
-    """A procedural data set. Metadata: `dataset`, `question`, `answer`, `metadata`, and `entry_json`,
-    the whole entry as text, because numbers of a protobuf Struct lose their being integers.
+    """A procedural data set. Metadata: `dataset`, `question`, `answer`, `metadata`, and
+    `entry_json`, the whole entry as text, because numbers of a protobuf Struct lose their integer
+    type.
 
-    Some data sets draw from Python's own generator: it is seeded for each problem, and put back, and so is
-    numpy's, which those that draw from it seed themselves. Some depend on PYTHONHASHSEED, which no process
-    can set for itself: without it they are refused. Another version of the library may compute other
-    problems, and is another source.
+    Some data sets draw from Python's random generator, which is therefore seeded for each problem
+    and then restored. numpy's generator is restored as well; data sets that use it seed it
+    themselves. Some depend on PYTHONHASHSEED, which a process cannot set for itself, and are
+    refused without it. Another version of the library may compute different problems, so it counts
+    as another source.
     """
 
     def __init__(self, config: ReasoningGymConfig, section: str = "data.reasoning_gym") -> None:
-        """Raises ConfigInvalid for an unknown data set or setting, and without a seed of the hashes where
-        the problems depend on that."""
+        """Raises ConfigInvalid for an unknown data set or setting. Also raises it if the problems
+        depend on the hash seed and none is set."""
         import reasoning_gym
 
         hashes = os.environ.get("PYTHONHASHSEED", "random") if config.name in HASH_ORDERED else ""
         if hashes == "random":
             raise ConfigInvalid(
-                f"{section}: the problems of {config.name!r} are others in each process, unless "
-                "PYTHONHASHSEED is the same: set it in the environment, such as PYTHONHASHSEED=0"
+                f"{section}: the problems of {config.name!r} differ between processes unless "
+                "PYTHONHASHSEED is fixed: set it in the environment, such as PYTHONHASHSEED=0"
             )
 
         self.name, self.size = config.name, config.size
@@ -69,7 +71,7 @@ class ReasoningGymSource:
             raise ConfigInvalid(f"{section}: {config.name!r}: {error}") from error
 
     def problem(self, index: int) -> Problem:
-        """One problem; after `size` of them they come again."""
+        """Returns one problem. They repeat after `size` problems."""
         place = index % self.size
         with _drawing_from(f"{self._seed} {place}"):
             entry = self._dataset[place]
@@ -91,10 +93,10 @@ def _drawing_from(seed: str) -> Generator[None]:
 
 
 def spread_seed(seed: int) -> int:
-    """The seed that the library is given: far from those of other seeds, zero for zero.
+    """Returns a seed for the library that is far from those of other seeds; zero for zero.
 
-    Problem i of its seed s is drawn from s + i, so that the problems of seeds 0 and 1 are the same but for
-    one. Some data sets take 32 bits at most; of 31 bits at random, two sets of 10,000 problems overlap once
-    in 100,000 pairs of seeds.
+    Problem i of the library's seed s is drawn from s + i. Seeds 0 and 1 would therefore share all
+    problems but one. Some data sets accept at most 32 bits. With 31 random bits, two sets of 10,000
+    problems overlap for one in 100,000 pairs of seeds.
     """
     return xxhash.xxh32_intdigest(str(seed).encode()) >> 1 if seed else 0

@@ -1,4 +1,4 @@
-"""Sources of finitely many rows: pass after pass, each in an order of its own."""
+"""Sources with finitely many rows: pass after pass, each in a new order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.trainer.config.data import RowsConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import ROLES, Problem
 
-# A message of the protocol is nested at most a hundred deep, and each level of metadata is three.
+# A protocol message may be nested up to a hundred deep, and each level of metadata takes three.
 MOST_NESTED = 30
 
 
 class RowSource:
-    """Rows that can be counted and looked up; none is read before it is needed, but for one look at each
-    at the beginning."""
+    """Rows with a known count and random access. Each row is read once at the start for checks, and
+    then when needed."""
 
     def __init__(
         self,
@@ -34,10 +34,11 @@ class RowSource:
         place: Callable[[int], str],
         digest: str = "",
     ) -> None:
-        """`place` says, for a person, where row n is; `digest` is the content's, and made of all rows where
-        it is empty.
+        """`place` describes, for error messages, where row n is. `digest` identifies the content;
+        if empty, it is computed from all rows.
 
-        Raises ConfigInvalid, naming the row, where one cannot be a task, and where there is none.
+        Raises ConfigInvalid, naming the row, if a row cannot become a task, or if there are no
+        rows.
         """
         self.name = name
         self._rows, self._config, self._place = rows, config, place
@@ -47,7 +48,7 @@ class RowSource:
             if not digest:
                 content.update(as_json(row, place(number)).encode() + b"\n")
         if not len(rows):
-            raise ConfigInvalid(f"{place(0)}: there is no row")
+            raise ConfigInvalid(f"{place(0)}: there are no rows")
         order = f"order {seed}" if config.shuffle else "as written"
         fields = f"{config.messages_field} or {config.prompt_field}"
         self.identity = f"{kind} {digest or content.hexdigest()}, {fields}, {order}"
@@ -56,11 +57,11 @@ class RowSource:
 
     @property
     def size(self) -> int:
-        """Problems in one pass."""
+        """Number of problems in one pass."""
         return len(self._rows)
 
     def problem(self, index: int) -> Problem:
-        """One problem; each pass over the rows has every one of them once."""
+        """Returns one problem. Each pass contains every row once."""
         number, place = divmod(index, len(self._rows))
         row = self._ordered(number)[place] if self._config.shuffle else place
         return read_problem(self._rows[row], self._config, self.name, self._place(row))
@@ -73,24 +74,25 @@ class RowSource:
 
 
 def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Problem:
-    """What a row asks; what of it is not the prompt is metadata. A text is a prompt and no more.
+    """Reads a row: the prompt, and all other fields as metadata. A string is a prompt without
+    metadata.
 
-    Raises ConfigInvalid, also where a task cannot hold what it says.
+    Raises ConfigInvalid if the row has no prompt or a task cannot hold it.
     """
     if isinstance(row, str):
         _check_sendable(row, place)
         return Problem((("user", row),), {}, name)
     if not isinstance(row, Mapping):
-        raise ConfigInvalid(f"{place}: an object is needed, got {repr(row)[:80]}")
+        raise ConfigInvalid(f"{place}: expected an object, got {repr(row)[:80]}")
     fields = dict(cast("Mapping[str, object]", row))
-    # A column of a table that other rows have is there all the same, and empty.
+    # A table has a column for every row, so it may be present and empty.
     if (conversation := fields.pop(config.messages_field, None)) is not None:
         messages = _messages(conversation, place)
     elif isinstance(prompt := fields.pop(config.prompt_field, None), str):
         messages = (("user", prompt),)
     else:
         raise ConfigInvalid(
-            f"{place}: needs {config.messages_field!r}, or a text in {config.prompt_field!r}"
+            f"{place}: expected {config.messages_field!r}, or a string in {config.prompt_field!r}"
         )
     metadata = cast("dict[str, object]", _exact(json.loads(as_json(fields, place))))
     for _, content in messages:
@@ -100,7 +102,8 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
 
 
 def as_json(value: object, place: str) -> str:
-    """The same text for the same value; what JSON has no form for, such as a date or a NaN, is its text.
+    """Returns the same text for equal values. Values that JSON cannot express, such as dates or
+    NaN, become strings.
 
     Raises ConfigInvalid.
     """
@@ -114,14 +117,15 @@ def as_json(value: object, place: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for: numpy's as what they hold, a date or the like as its text."""
+    """Converts values that JSON cannot express: numpy values to plain ones, others to their
+    string."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return str(value)
 
 
 def _finite(value: object) -> object:
-    """The same value with the text of each number that is none."""
+    """Returns the value with each non-finite number replaced by its string."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -134,8 +138,9 @@ def _finite(value: object) -> object:
 
 
 def _exact(value: object) -> object:
-    """A value of JSON with the text of each whole number that a double, all that a task can hold, would
-    round: an answer of twenty digits, or a row's number of 64 bits."""
+    """Returns the JSON value with some integers replaced by strings. These are integers that a
+    double, the only number in a task, would round: a twenty-digit answer, or a 64-bit row
+    number."""
     if isinstance(value, dict):
         return {key: _exact(each) for key, each in cast("dict[str, object]", value).items()}
     if isinstance(value, list):
@@ -153,7 +158,7 @@ def _is_exact(number: int) -> bool:
 
 
 def _check_sendable(value: object, place: str, depth: int = 0) -> None:
-    """Raises ConfigInvalid where a message of the protocol cannot hold a value of JSON."""
+    """Raises ConfigInvalid if a protocol message cannot hold this JSON value."""
     try:
         if isinstance(value, str):
             value.encode()
@@ -161,7 +166,7 @@ def _check_sendable(value: object, place: str, depth: int = 0) -> None:
         raise ConfigInvalid(f"{place}: {error}") from error
     if isinstance(value, dict | list):
         if depth == MOST_NESTED:
-            raise ConfigInvalid(f"{place}: it is nested more than {MOST_NESTED} deep")
+            raise ConfigInvalid(f"{place}: it is nested more than {MOST_NESTED} levels deep")
         fields = cast("dict[str, object] | list[object]", value)
         for each in (*fields, *fields.values()) if isinstance(fields, dict) else fields:
             _check_sendable(each, place, depth + 1)
@@ -172,12 +177,12 @@ def _messages(value: object, place: str) -> tuple[tuple[str, str], ...]:
     messages: list[tuple[str, str]] = []
     for item in items:
         if not isinstance(item, Mapping):
-            raise ConfigInvalid(f"{place}: a message is a role and a content, got {item!r}")
+            raise ConfigInvalid(f"{place}: a message needs a role and a content, got {item!r}")
         fields = cast("Mapping[str, object]", item)
         role, content = fields.get("role"), fields.get("content")
         if role not in ROLES or not isinstance(content, str):
-            raise ConfigInvalid(f"{place}: a message is a role and a content, got {item!r}")
+            raise ConfigInvalid(f"{place}: a message needs a role and a content, got {item!r}")
         messages.append((str(role), content))
     if not messages:
-        raise ConfigInvalid(f"{place}: a list of messages is needed, got {value!r}")
+        raise ConfigInvalid(f"{place}: expected a list of messages, got {value!r}")
     return tuple(messages)

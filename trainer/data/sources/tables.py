@@ -1,4 +1,4 @@
-"""Tables: Parquet files, and what `datasets` reads; both are Arrow's underneath."""
+"""Tables: Parquet files, and data sets that `datasets` reads. Both use Arrow."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.rows import RowSource
 
 ROWS_AT_ONCE = 1024
-# `save_to_disk` writes it where there are several splits.
+# `save_to_disk` writes this file if there are several splits.
 SPLITS_FILE = "dataset_dict.json"
-# What a data set goes by that was saved without the name of its split, or with that of a slice of one.
+# Names that apply to a data set saved without the name of its split, or with the name of a slice.
 ANY_SPLIT = ("train", "validation", "test")
 
 Row = Mapping[str, object]
 
 
 class Table(Protocol):
-    """The part of an Arrow table that is used; the library carries no types."""
+    """The part of an Arrow table that is used here. The library has no types."""
 
     @property
     def num_rows(self) -> int: ...
@@ -32,7 +32,7 @@ class Table(Protocol):
 
 
 class TableRows(Sequence[Row]):
-    """A table's rows, each made when it is asked for."""
+    """A table's rows, each created on access."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -54,18 +54,19 @@ class TableRows(Sequence[Row]):
             yield from self._rows(begin, ROWS_AT_ONCE)
 
     def _rows(self, begin: int, count: int) -> list[Row]:
-        """Raises ConfigInvalid."""
+        """Raises ConfigInvalid for values that Python cannot represent."""
         try:
             return self._table.slice(begin, count).to_pylist()
         except (OverflowError, ValueError) as error:
-            # A date beyond the year 9999, for one.
+            # For example, a date after the year 9999.
             last = min(begin + count, len(self))
             rows = f"row {last}" if last == begin + 1 else f"rows {begin + 1} to {last}"
             raise ConfigInvalid(f"data: {rows} of a table cannot be read: {error}") from error
 
 
 def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet") -> RowSource:
-    """A file, or a folder of them. Raises ConfigInvalid, naming the row, where one has no prompt."""
+    """Opens a file, or a folder of files. Raises ConfigInvalid, naming the row, if one has no
+    prompt."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -82,13 +83,13 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
         try:
             digest.update(_digest(path))
             table = parquet.read_table(path)
-            # What pandas adds of its own.
+            # Columns that pandas adds.
             indices = [name for name in table.column_names if name.startswith("__index_level_")]
             tables.append(table.drop_columns(indices))
         except (OSError, arrow.ArrowException) as error:
             raise ConfigInvalid(f"{section}.path: {path}: {error}") from error
     try:
-        # Shards may have their columns in another order, one with nothing in it, or narrower numbers.
+        # Shards may differ in column order, have empty columns, or use narrower numbers.
         table = cast("Table", arrow.concat_tables(tables, promote_options="permissive"))
     except arrow.ArrowException as error:
         raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
@@ -106,9 +107,9 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
 def open_huggingface(
     config: HuggingFaceConfig, seed: int, section: str = "data.huggingface"
 ) -> RowSource:
-    """A data set whose rows are counted, not streamed.
+    """Opens a data set without streaming, so that its rows are counted.
 
-    Raises ConfigInvalid where it cannot be loaded and, naming the row, where one has no prompt.
+    Raises ConfigInvalid if it cannot be loaded or, naming the row, if one has no prompt.
     """
     try:
         import datasets as library
@@ -122,7 +123,8 @@ def open_huggingface(
     if saved and (config.name or config.revision):
         given = "name" if config.name else "revision"
         raise ConfigInvalid(
-            f"{section}.{given}: {config.path} was saved to disk, and is one data set of one revision"
+            f"{section}.{given}: {config.path} was saved to disk, so it is one data set of one "
+            "revision"
         )
     try:
         if saved:
@@ -153,7 +155,8 @@ def open_huggingface(
 
 
 def _of_split(datasets: Any, saved: Any, split: str) -> Any:
-    """The part of a saved data set that `split` says, as `load_dataset` would. Raises ValueError."""
+    """Returns the part of a saved data set that `split` selects, as `load_dataset` would. Raises
+    ValueError."""
     if not isinstance(saved, datasets.DatasetDict):
         named = str(saved.split or "")
         names = (named,) if re.fullmatch(r"\w+(\.\w+)*", named) else ANY_SPLIT
@@ -176,7 +179,7 @@ def _saved_to_disk(folder: Path) -> bool:
 
 
 def _digest(path: Path) -> bytes:
-    """Of a file, piece by piece: it may be larger than memory has room for."""
+    """Hashes a file in pieces, because it may exceed memory."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
