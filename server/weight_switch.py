@@ -368,7 +368,7 @@ class WeightSwitch:
                 except (DomainError, WeightRefused):
                     raise
                 except Exception as error:
-                    # After an unexpected error nobody knows which weights the engine holds.
+                    # After an unexpected error it is unknown which weights the engine holds.
                     await self._distrust(weight_version, turns, f"it failed: {error}")
                     raise
                 finally:
