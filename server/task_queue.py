@@ -20,9 +20,9 @@ States of an attempt (one of a group's `group_size` attempts):
   these nor the failed ones are part of the group. If too many fail for that, the group completes like any
   other, failures included.
 - Evaluation groups bypass the gate. The bound on them is the number begun and not delivered; beyond it
-  their tasks wait. A lease request that takes any task gets evaluation tasks first. Training may have more groups
-  admitted than all agents together work on, and an evaluation queued behind them would wait forever. How
-  much evaluation takes from training is up to the submitter.
+  their tasks wait. A lease request that takes any task gets evaluation tasks first. Training may have more
+  groups admitted than all agents together work on, and an evaluation queued behind them would wait forever.
+  How much evaluation takes from training is up to the submitter.
 
 This module is pure except for the clock it is given; nothing here awaits.
 """
