@@ -240,7 +240,9 @@ async def test_a_second_start_has_nothing_of_the_first(
         assert await go(nursery, stand, resume=resume) == 0, stand.said
         # Where it can be resumed, the last one went on with what that had asked.
         resumed = resume and every_steps > 0
-        assert stand.said.count("RUN_REPLACED: run run was restarted from scratch") == 1 + (not resumed)
+        assert stand.said.count("RUN_REPLACED: run run was restarted from scratch") == 1 + (
+            not resumed
+        )
         # None was passed over, though the server had each of them before.
         check_once(stand)
         entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
