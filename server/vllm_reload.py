@@ -1,8 +1,8 @@
 """Replaces every weight of a live vLLM model; runs inside vLLM's worker process.
 
 On the CPU vLLM packs every linear weight and deletes the original, so tensors cannot simply be copied into
-place. The layerwise reload of vLLM restores the model's original shapes, one layer at a time, and packs again.
-After a failed reload, layers would count the tensors they had received as part of the next one. This module
+place. The layerwise reload of vLLM restores the model's original shapes, one layer at a time, and packs
+again.After a failed reload, layers would count the tensors they had received as part of the next one. This module
 corrects that.
 """
 
