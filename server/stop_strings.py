@@ -34,7 +34,7 @@ class StopAcrossResume:
             self._before = [int(token) for token in before[-reach:]]
 
     def cut(self, delta: Delta) -> tuple[Delta, bool]:
-        """Cut the delta after the token that completes such a stop string. Returns whether one did."""
+        """Cut the delta after the token that completes such a stop string. Also returns whether one did."""
         if not self._stop:
             return delta, False
         start = len(self._decode(self._before))

@@ -305,7 +305,7 @@ class TaskQueue:
     def attempt_of(self, trajectory_id: str) -> Attempt | None:
         """The attempt that a trajectory id stands for; None for an unleased trajectory.
 
-        Raises LEASE_EXPIRED if the lease of it, or of the trajectory it branched from, has expired.
+        Raises LEASE_EXPIRED if its lease, or that of the trajectory it branched from, has expired.
         """
         self.leases.refuse_expired(trajectory_id)
         return self._attempts.get(trajectory_id)

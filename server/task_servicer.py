@@ -127,7 +127,7 @@ class TaskServicer:
                 )
         finally:
             logger.info(
-                "agent %s is gone; %d of its attempts go back in %.0f s unless it calls",
+                "agent %s is gone; %d of its attempts return to the queue in %.0f s unless it calls",
                 holder.agent_id,
                 len(holder.held),
                 self._queue.leases.rules.grace_seconds,

@@ -1,14 +1,14 @@
 """How many turns an engine gets at a time: a pure controller of its load. No I/O, no clock.
 
 Too few turns leave the engine idle. Too many fill its key-value cache until it evicts turns and computes
-them again (*preemption*), which costs more than waiting here. The right number depends on the
-lengths of the turns, so it is not known in advance. On each report of the engine:
+them again (*preemption*), which costs more than waiting here. The right number depends on the lengths of
+the turns, so it is not known in advance. On each report of the engine, the limit changes as follows:
 
-    it still has more turns than the limit                      it stays: it fell, and none has ended yet
-    preempted since the last report, or the cache nearly full   the limit falls to a part of what it has now
-    turns wait in the engine's own queue                        it stays: more would only wait there
-    the limit is reached and the cache has room                 it grows by a step
-    the limit is not reached                                    it stays: nothing was learnt
+    the engine still has more turns than the limit               unchanged: the limit fell, turns are ending
+    preempted since the last report, or the cache nearly full    falls to a fraction of the present turns
+    turns wait in the engine's own queue                         unchanged: more would only wait there
+    the limit is reached and the cache has room                  grows by a step
+    the limit is not reached                                     unchanged: nothing was learnt
 
 A falling limit takes no turn away. Turns in flight come down to it as they end, which can take many
 reports. The cache is full all that time and shows nothing about the new limit. So the limit falls

@@ -2,8 +2,8 @@
 
 On the CPU vLLM packs every linear weight and deletes the original, so tensors cannot simply be copied into
 place. The layerwise reload of vLLM restores the model's original shapes, one layer at a time, and packs
-again.After a failed reload, layers would count the tensors they had received as part of the next one. This module
-corrects that.
+again. After a failed reload, layers would count the tensors they had received as part of the next one.
+This module corrects that.
 """
 
 from __future__ import annotations
