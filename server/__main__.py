@@ -1,4 +1,4 @@
-"""`penstock serve`: reads the configuration, starts the engine, serves until told to stop."""
+"""`penstock serve`: reads the configuration, starts the engine and serves until a signal stops it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Every option of vLLM's engine may be given under its own name:
 
     penstock serve --model HuggingFaceTB/SmolLM2-135M-Instruct --dtype bfloat16 --max-model-len 2048
 
-With --engines it is a hub instead: the same services before a pool of such servers (docs/pool.md).
+With --engines it is a hub instead: it offers the same services for a pool of such servers (docs/pool.md).
 
     penstock serve --engines 10.0.0.1:50051,10.0.0.2:50051
 
-Everything may also stand in a TOML file: the server's own settings at the top and in [leases],
+All settings may also be in a TOML file: the server's own settings at the top and in [leases],
 [weights], [conversation], [http], [streaming], [limits], [pool] and [security], vLLM's in [engine].
---dry-run prints such a file, with every setting as it would be.
+--dry-run prints such a file with every setting resolved.
 
-An address that is not this host's loopback needs TLS and tokens: docs/security.md.
+An address other than this host's loopback needs TLS and tokens: docs/security.md.
 """
 
 
@@ -53,8 +53,8 @@ An address that is not this host's loopback needs TLS and tokens: docs/security.
         "help_option_names": ["-h", "--help"],
     },
 )
-@click.option("--model", help="Model directory or hub name; here or in the file.")
-@click.option("--listen", help="HOST:PORT; port 0 takes a free one.  [default: 127.0.0.1:50051]")
+@click.option("--model", help="Model directory or hub name; required here or in the file.")
+@click.option("--listen", help="HOST:PORT; port 0 picks a free one.  [default: 127.0.0.1:50051]")
 @click.option(
     "--http-listen",
     help="HOST:PORT of the HTTP endpoints; empty for none.  [default: the port after gRPC's]",
@@ -69,7 +69,7 @@ An address that is not this host's loopback needs TLS and tokens: docs/security.
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="A setting over the file's, such as leases.seconds=30; repeatable.",
+    help="Override a setting of the file, such as leases.seconds=30; repeatable.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.argument(
@@ -110,13 +110,13 @@ def serve(
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     result = serve.main(arguments, prog_name="penstock serve", standalone_mode=False)
     return result if isinstance(result, int) else 0
 
 
 def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int:
-    """Serves, or prints what it would serve."""
+    """Serve, or print the resolved configuration. Returns the exit status."""
     logging.basicConfig(
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -130,7 +130,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         import tomli_w
 
         resolved = config.model_dump(mode="json", exclude_none=True)
-        # They are vLLM's, which has some at the top (`hf_token`) and takes others within a table.
+        # vLLM's options include secrets at the top (`hf_token`), and inside nested tables.
         resolved["engine"] = without_secrets(source.options)
         click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
         return 0
@@ -142,7 +142,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     from penstock.server.serving import AddressInUse
     from penstock.wire.security import CredentialsUnusable
 
-    # Before vLLM is imported, which takes its time.
+    # Checked before vLLM is imported, which takes long.
     if not config.pool.engines and (wrong := missing_folder(source.model)) is not None:
         raise ConfigError(f"engine.model: {wrong}")
     allocator.keep_freed_memory()
@@ -164,14 +164,14 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
 
 async def _serve(config: ServeConfig, source: EngineSource) -> int:
-    """From the first bind to the last answer; see `serving` for the order."""
+    """Serve from the first bind to the last answer; see `serving` for the order."""
     from penstock.server.http.server import open_http
     from penstock.server.journals import open_journal
     from penstock.server.security.gate import open_gate
     from penstock.server.serving import Serving, bind
     from penstock.server.text.renderer import TokenizerRenderer
 
-    # First the port: one in use must not cost the minutes a model takes to load.
+    # Bind first: a port in use must not cost the minutes that a model takes to load.
     gate = open_gate(config)
     server, port = bind(config.listen, config.limits.concurrent_calls, gate)
     http = open_http(config, port, gate.credentials)
@@ -196,7 +196,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
         engine = starting.result()
         if tokenizer is None:
             tokenizer = source.load_tokenizer(engine)
-            assert tokenizer is not None, "an engine that is there has a tokenizer"
+            assert tokenizer is not None, "a running engine has a tokenizer"
             parser = make_parser(config, tokenizer)
     except Exception as error:
         return _cannot_serve(source, error)
@@ -224,14 +224,14 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
 
 
 def _cannot_serve(source: EngineSource, error: Exception) -> int:
-    """vLLM raises whatever it likes at a model it cannot load; the operator wants the reason."""
+    """Report why the engine did not start. vLLM may raise anything for a model it cannot load."""
     logger.debug("the engine did not start", exc_info=error)
     click.echo(f"penstock serve: cannot serve {source.model}: {error}", err=True)
     return 1
 
 
 def _without_none(value: object) -> object:
-    """TOML has no null: a setting that is none is not there."""
+    """Drop settings that are None, because TOML has no null."""
     if isinstance(value, dict):
         table = cast("dict[object, object]", value)
         return {str(k): _without_none(v) for k, v in table.items() if v is not None}

@@ -1,18 +1,18 @@
-"""The server put together, and its life from the first bind to the last answer.
+"""The assembled server, and its life from the first bind to the last answer.
 
-Order of start: port bound (a port in use fails before a model is loaded) -> journal taken -> engine ->
-journal read -> handlers -> serving, said in one line.
+Order of start: port bound (a port in use fails before a model is loaded) -> journal locked -> engine ->
+journal read -> handlers -> serving, logged in one line.
 
 Order of a stop (SIGTERM, SIGINT): health NOT_SERVING -> no new turns, no new leases -> turns in flight
 finish within `drain_seconds`, the rest end ABORTED -> the trainer's session ends with DRAINING -> open
 calls end -> engine closed -> journal closed.
 
-An engine that dies takes the server with it: health NOT_SERVING, turns end with ENGINE_LOST, the
-process says so and exits with 1, so that whoever supervises it starts another. So does a journal that can
-no longer be written.
+If the engine dies, so does the server: health NOT_SERVING, turns end with ENGINE_LOST. The process logs the
+reason and exits with 1, so that its supervisor starts another. The same happens if the journal can no
+longer be written.
 
-A server that is started in the middle of a run, which its journal or its configuration says, holds turns
-back and is NOT_SERVING until the version that the trainer holds is active.
+A server started in the middle of a run, according to its journal or its configuration, holds turns back.
+It is NOT_SERVING until the trainer's version is active.
 """
 
 from __future__ import annotations
@@ -84,24 +84,25 @@ if TYPE_CHECKING:
 
 
 class AddressInUse(Exception):
-    """The address cannot be listened on."""
+    """The server cannot listen on the address."""
 
 
 def bind(
     listen: str, concurrent_calls: int, gate: Gate | None = None
 ) -> tuple[grpc.aio.Server, int]:
-    """A gRPC server bound to HOST:PORT, not yet serving, and the port it got. Without a gate it takes
-    calls of this host's only, and asks nobody who it is.
+    """Create a gRPC server bound to HOST:PORT, not yet serving. Returns it and the port it got.
 
-    Raises AddressInUse where another process has the port or the host is not this machine's, and
-    ConfigError where it would be open to anybody.
+    Without a gate it accepts calls from this host only and does not authenticate them.
+
+    Raises AddressInUse if another process has the port or the host is not this machine's, and
+    ConfigError if the server would be open to anyone.
     """
     credentials = None if gate is None else gate.credentials.server_credentials()
     if gate is None:
         check_exposure(listen, Security())
     server = grpc.aio.server(
         interceptors=() if gate is None else (gate,),
-        # As many again are told that there are too many: by the gate, which also says when to come back.
+        # gRPC lets in twice as many calls. The gate refuses the second half and tells when to retry.
         options=server_options(2 * concurrent_calls),
         maximum_concurrent_rpcs=concurrent_calls if gate is None else 2 * concurrent_calls,
     )
@@ -119,7 +120,7 @@ FOR_EVER_SECONDS = 1e9
 
 
 class Serving:
-    """One rollout server: an engine, and the three services around it."""
+    """One rollout server: an engine and the three services around it."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Serving:
         gate: Gate | None = None,
         http: HttpServer | None = None,
     ) -> None:
-        """`gate` is the one that the server was bound with; `http` is served by it too."""
+        """`gate` is the one that the server was bound with; `http` uses it too."""
         clock = time.monotonic
         self._server = server
         self._http, self._gate = http, gate
@@ -226,7 +227,7 @@ class Serving:
     def _make_queues(
         self, changed: Broadcast, clock: Callable[[], float], config: ServeConfig
     ) -> tuple[TaskQueue, GroupBuffer, MemoryBudget]:
-        """What waits to be sampled and what waits to be trained, within one budget."""
+        """Queue of tasks to sample and buffer of groups to train, within one memory budget."""
         limits, leases = config.limits, config.leases
         queue = TaskQueue(
             changed,
@@ -342,7 +343,8 @@ class Serving:
         )
 
     async def _turn_ended(self, turn: Turn, attempt: TurnAttempt) -> None:
-        # Whoever wanted it needs its time to answer, also where nobody listened to it.
+        # The call may have taken long. Give the caller its full time to follow up, even if it is
+        # not streaming.
         self.own.touch(turn.record)
         await self.messages.hold(turn, attempt)
 
@@ -350,19 +352,21 @@ class Serving:
         self.metrics.weights_switched(switched)
         recorded = self._journal.begin_append([weights_activated(switched.weight_version)])
         await self._release_turns()
-        # Before the switch is answered: a server that is started again without the record would sample
-        # with the weights it loads, and call them the beginning of the run.
+        # Before the switch is answered. Without the record, a restarted server would sample with the
+        # weights it loads and take them for the beginning of the run.
         await recorded
 
     async def _release_turns(self) -> None:
-        """Holds turns back no longer, where the active version is what the trainer holds, or, without a
-        session, what somebody gave, as a hub does its engine servers."""
+        """Stop holding turns if the active version is the trainer's.
+
+        Without a session any uploaded version will do, for example one that a hub gave its engine server.
+        """
         active = self.switch.active_version
         if not self.trainer.connected or self.admission.trainer_version == active:
             await self.switch.await_trainer(False)
 
     async def _recover(self) -> None:
-        """Takes up what the last server left in the journal. Raises JournalUnreadable."""
+        """Restore what the journal holds. Raises JournalUnreadable."""
         found = await recover_from(self._journal)
         self.parts.restore(found, self._journal)
         await self.messages.restore(self.store.records())
@@ -371,11 +375,11 @@ class Serving:
         self.admission.trainer_awaited = awaiting
         await self.switch.await_trainer(awaiting)
 
-        # By itself: what else was found is of use no longer, and may be large.
+        # A separate variable, so that the closure does not keep the rest of `found`, which may be large.
         left_version = found.weight_version
 
         def state() -> Iterator[SnapshotItem]:
-            # Until its trainer has published again, this is still the middle of its run.
+            # Until the trainer has published again, this is still the middle of its run.
             waits = self.switch.awaiting_trainer
             version = self.switch.active_version or (left_version if waits else 0)
             return self.parts.snapshot(self._starts, version)
@@ -412,7 +416,7 @@ class Serving:
         }
 
     async def start(self) -> None:
-        """Serves from here on. Raises JournalUnreadable and OSError."""
+        """Recover from the journal and begin to serve. Raises JournalUnreadable and OSError."""
         await self._recover()
         handlers = service_handlers(self.callers.guard(self._handlers()), self._stalled_seconds)
         self._server.add_generic_rpc_handlers(handlers)
@@ -428,15 +432,15 @@ class Serving:
         ]
 
     def _endpoints(self) -> Starlette:
-        """The endpoints that are served beside gRPC's."""
-        # Import vllm, which takes seconds: only where they are served.
+        """Build the HTTP endpoints served in addition to gRPC."""
+        # These import vllm, which takes seconds, so import them only if they are served.
         from penstock.server.http.app import Endpoints
         from penstock.server.http.chat import ChatCompletions
         from penstock.server.http.messages import Messages
         from penstock.server.http.responses import Responses
         from penstock.server.http.turns import AgentTurns
 
-        assert self._gate is not None, "HTTP is served behind a gate only"
+        assert self._gate is not None, "HTTP requires a gate"
         turns = AgentTurns(
             self.opening,
             self.rollouts,
@@ -467,7 +471,7 @@ class Serving:
         return record is not None and not record.closed
 
     async def failed(self) -> str:
-        """Returns, with the reason, only when the server can no longer serve."""
+        """Return, with the reason, when the server can no longer serve."""
         lost = asyncio.create_task(self._engine.lost())
         ended = asyncio.create_task(self._ended())
         unwritable = self._journal.failed
@@ -493,16 +497,16 @@ class Serving:
         return f"the engine is lost: {reason}"
 
     async def _ended(self) -> str:
-        """Returns, with the reason, when grpc has ended the server by itself, as no call should make it."""
+        """Return, with the reason, if gRPC itself has ended the server, which no call should cause."""
         try:
-            # Without a bound, whoever no longer waits would cancel the end itself.
+            # Without a timeout, cancelling this wait would cancel the server's termination itself.
             await self._server.wait_for_termination(FOR_EVER_SECONDS)
         except Exception as error:
             return f"the gRPC server ended: {error!r}"
         return "the gRPC server ended"
 
     async def stop(self, drain_seconds: float | None = None) -> None:
-        """Drains and ends; see the module's docstring for the order."""
+        """Drain and stop; see the module's docstring for the order."""
         refusal = DomainError(
             Reason.DRAINING, "the server is shutting down", retry_after_seconds=5.0
         )

@@ -1,7 +1,7 @@
-"""Answers of a call that works for long, the last of which is said again until there is another.
+"""Repeats the last answer of a long call until there is another.
 
-A call whose frames went astray on the way looks, to whoever made it, as one that is being worked on:
-its stream is open, and pings are answered. Who hears nothing for several of these intervals can give it up.
+To its caller, a call whose frames were lost looks like one that is still working: its stream is open, and
+pings are answered. With the repetition, a caller that receives nothing for several intervals can give up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SAY_AGAIN_SECONDS = 10.0
 async def said_again(
     respond: Callable[[T], Awaitable[None]], seconds: float
 ) -> AsyncGenerator[Callable[[T], Awaitable[None]]]:
-    """What to answer with meanwhile. Nothing is said again after the end, nor in the middle of another
-    answer."""
+    """Yield the function to answer with. Its last answer is repeated every `seconds`, but not after the end
+    of the context nor in the middle of another answer."""
     said: list[T] = []
     speaking = asyncio.Lock()
 
@@ -41,8 +41,8 @@ async def said_again(
     try:
         yield say
     finally:
-        # One that is being written is written to its end: gRPC knows no half messages.
+        # A write under way must finish, because gRPC cannot send half a message.
         async with speaking:
             repeating.cancel()
-        # A write that failed does so because the call is over, which its own writes meet as well.
+        # A write fails if the call is over, which the caller's own writes notice too.
         await asyncio.gather(repeating, return_exceptions=True)

@@ -1,7 +1,6 @@
 """Metrics of the server, through the OpenTelemetry API; no-ops unless an endpoint is configured.
 
-Counters and histograms are recorded where things happen, by the callbacks given here; gauges are
-observed when they are exported.
+Counters and histograms are recorded by the callbacks below when events happen. Gauges are read on export.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Breakdown = Callable[[], Mapping[str, float]]
 
 
 class ServerMetrics:
-    """The server's instruments."""
+    """The server's OpenTelemetry instruments."""
 
     def __init__(self) -> None:
         self._meter = metrics.get_meter("penstock.server")
@@ -39,48 +38,48 @@ class ServerMetrics:
         self._changed_tensors = self._meter.create_histogram(
             "penstock.weights.changed_tensors",
             unit="{tensor}",
-            description="Tensors of an upload that differ from the version before",
+            description="Tensors of an upload that differ from the previous version",
         )
         self._unchanged = self._meter.create_counter(
             "penstock.weights.unchanged",
             unit="{version}",
-            description="Uploads after which every tensor is what it was",
+            description="Uploads that changed no tensor",
         )
 
         self._conversations = self._meter.create_counter(
             "penstock.conversations",
             unit="{request}",
-            description="Requests that sent a whole conversation, by what it did to what was held",
+            description="Requests with a whole conversation, by their effect on the conversation held",
         )
         self.conversations: dict[str, int] = {}
-        """The same since the start."""
+        """The same counts since the server's start, by kind."""
 
     def conversation(self, kind: str) -> None:
-        """A request was new, continued, realigned or branched what an attempt holds."""
+        """Count a request that was new, or continued, realigned or branched a held conversation."""
         self.conversations[kind] = self.conversations.get(kind, 0) + 1
         self._conversations.add(1, {"kind": kind})
 
     def tokens_sampled(self, count: int, weight_version: int) -> None:
-        """Tokens came from the engine."""
+        """Count tokens that the engine sampled."""
         self._tokens.add(count)
 
     def group_taken(self, lag: int) -> None:
-        """A group was delivered with this lag."""
+        """Record the lag of a delivered group."""
         self._lag.record(lag)
 
     def weights_staged(self, length_bytes: int, changed_tensors: int) -> None:
-        """An upload is complete."""
+        """Record a complete upload."""
         self._update_bytes.record(length_bytes)
         self._changed_tensors.record(changed_tensors)
         if not changed_tensors:
             self._unchanged.add(1)
 
     def weights_switched(self, switched: Switched) -> None:
-        """A version became active."""
+        """Record the pause of a switch."""
         self._pause.record(switched.pause_seconds)
 
     def observe(self, name: str, unit: str, description: str, read: Gauge) -> None:
-        """Exports a number as it is at the time."""
+        """Export a value that is read on each export."""
 
         def callback(_: CallbackOptions) -> Iterable[Observation]:
             return (Observation(read()),)
@@ -88,7 +87,7 @@ class ServerMetrics:
         self._meter.create_observable_gauge(name, [callback], unit, description)
 
     def observe_counts(self, name: str, unit: str, description: str, read: Breakdown) -> None:
-        """Exports running totals, one for each reason."""
+        """Export running totals, one per reason."""
 
         def callback(_: CallbackOptions) -> Iterable[Observation]:
             return tuple(Observation(value, {"reason": key}) for key, value in read().items())

@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 async def run_to_its_end(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Runs `work` in a thread. A caller that is cancelled leaves only once it has ended.
+    """Run `work` in a thread. If the caller is cancelled, this still waits until `work` has ended.
 
-    So what `work` reads and writes may be given away as soon as this is left, however it is left. `undo`
-    takes a result that the caller will never see.
+    So the memory that `work` reads and writes may be released as soon as this returns or raises. `undo`
+    receives a result that the cancelled caller will never see.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:

@@ -1,23 +1,23 @@
-"""How many turns an engine is given at a time: a pure controller of its load. No I/O, no clock.
+"""How many turns an engine gets at a time: a pure controller of its load. No I/O, no clock.
 
-Too few leave it idle; too many fill its key-value cache until it throws turns out and computes them again
-(*preemption*), which costs more than waiting here. Nobody knows the number beforehand: it depends on the
-lengths. So, on each report of the engine:
+Too few turns leave the engine idle. Too many fill its key-value cache until it evicts turns and computes
+them again (*preemption*), which costs more than waiting here. The right number depends on the lengths of
+the turns, so it is not known in advance. On each report of the engine, the limit changes as follows:
 
-    it still has more turns than the limit                      it stays: it fell, and none has ended yet
-    preempted since the last report, or the cache nearly full   the limit falls to a part of what it has now
-    turns wait in the engine's own queue                        it stays: more would only wait there
-    the limit is reached and the cache has room                 it grows by a step
-    the limit is not reached                                    it stays: nothing was learnt
+    the engine still has more turns than the limit               unchanged: the limit fell, turns are ending
+    preempted since the last report, or the cache nearly full    falls to a fraction of the present turns
+    turns wait in the engine's own queue                         unchanged: more would only wait there
+    the limit is reached and the cache has room                  grows by a step
+    the limit is not reached                                     unchanged: nothing was learnt
 
-A limit that falls takes no turn away: those in flight come down to it as they end, which can take many
-reports. The cache is full all that time, and says nothing of the new limit. So it falls once, and again
-only where they have come down to it and it proves too high; what was preempted on the way down counts no
-more.
+A falling limit takes no turn away. Turns in flight come down to it as they end, which can take many
+reports. The cache is full all that time and shows nothing about the new limit. So the limit falls
+once. It falls again only if the turns have come down to it and it still proves too high.
+Preemptions on the way down do not count.
 
-The first report only begins the count of preemptions: those before it were not of turns from here.
+The first report only starts the count of preemptions, because earlier ones were not of this hub's turns.
 
-Additive growth and multiplicative fall, as of TCP: engines that share nothing need no agreement.
+Growth is additive and the fall multiplicative, as in TCP, so engines that share nothing need no agreement.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LimitRules:
-    """How the limit moves."""
+    """Parameters of the limit's growth and fall."""
 
     first: int = 32
     fewest: int = 1
     most: int = 4096
     full: float = 0.95
-    """Part of the key-value cache from which on it counts as full."""
+    """Fraction of the key-value cache from which it counts as full."""
     room: float = 0.85
-    """Part below which there is room for more."""
+    """Fraction below which there is room for more turns."""
     fall: float = 0.75
     growth: float = 0.125
-    """Part of the limit that it grows by, at least one turn."""
+    """Fraction of the limit by which it grows, at least one turn."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.fewest <= self.first <= self.most:
@@ -49,7 +49,7 @@ class LimitRules:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What an engine said of itself, and how many turns it then had of this hub."""
+    """An engine's report of its load, and the number of this hub's turns it then had."""
 
     turns: int
     running: int
@@ -57,28 +57,28 @@ class LoadReport:
     kv_cache_usage: float
     """From 0 to 1."""
     preemptions: int
-    """Ever, by this process of the engine."""
+    """Total since this engine process started."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnLimit:
-    """The limit, and what it was moved by last."""
+    """The limit and the state of its controller."""
 
     value: int
     preemptions: int | None = None
-    """As of the last report; None before the first."""
+    """Count in the last report; None before the first."""
     coming_down: bool = False
     """Whether the engine had more turns than this at the last report."""
     proven: bool = False
-    """Whether it ever fell: until then it says what was tried, and not what the engine can take."""
+    """Whether it ever fell. Until then it shows what was tried, not what the engine can take."""
 
     @classmethod
     def begin(cls, rules: LimitRules) -> TurnLimit:
-        """For an engine of which nothing is known."""
+        """The limit of an engine about which nothing is known."""
         return cls(rules.first)
 
     def bounded(self, turns: int, rules: LimitRules) -> TurnLimit:
-        """The limit of an engine that took so many turns, and refused one more."""
+        """The limit of an engine that took this many turns and refused one more."""
         value = max(rules.fewest, min(self.value, turns))
         return TurnLimit(value, self.preemptions, self.coming_down, proven=True)
 
@@ -86,7 +86,7 @@ class TurnLimit:
         """The limit after a report."""
         value, proven = self.value, self.proven
         before = report.preemptions if self.preemptions is None else self.preemptions
-        # A count that went back is that of another process.
+        # A count that decreased comes from another engine process.
         preempted = report.preemptions > before and not self.coming_down
         if report.turns <= value:
             if preempted or report.kv_cache_usage >= rules.full:

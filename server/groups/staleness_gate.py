@@ -1,4 +1,4 @@
-"""The staleness gate: which groups may start, and which the trainer is given. No I/O, no clock.
+"""The staleness gate: which groups may start, and which the trainer receives. No I/O, no clock.
 
 Contract: **no token is trained with a lag above `max_lag` (L)**. Let the trainer hold version `v`
 while it gathers the batch that makes `v+1`. The lag of a token is `v` at the moment its group is
@@ -12,64 +12,64 @@ States of a group, and the calls that move it:
         |          vacate           |     vacate    |  |     restore      |
         +---------------------------+---------------+  +------------------+
 
-Running and finished groups are *outstanding*. A taken group is remembered only while the trainer
-holds the version it was taken at, because until then it fills one of that version's B places: under
-every policy, outstanding groups and taken ones, of which no more than B count, together number at most
-`target`, which the freshness controller moves between `fewest_outstanding` and (L+1)*B.
+Running and finished groups are *outstanding*. A taken group is remembered while the trainer holds the
+version it was taken at, because it fills one of that version's B slots. Under every policy, outstanding
+and taken groups (of which at most B count) together number at most `target`. The freshness controller
+moves `target` between `fewest_outstanding` and (L+1)*B.
 
 Order of events, per step: `advance(v)` when the trainer holds `v`; `select(credit)` whenever the
 demand, the finished groups or the trainer's version changed; then `admit` while `may_admit`.
-Weights are switched a little after the trainer steps, so the active version may lag `v`; after a
-restart of the trainer from an older checkpoint it may also be ahead of it.
+Weights are switched a little after the trainer steps, so the active version may lag `v`. After the
+trainer restarts from an older checkpoint, the active version may also be ahead of `v`.
 
 Late policies
 -------------
 MASK: finished groups are taken oldest first and never discarded. Tokens older than L carry no
   gradient: the trainer masks them, by the same `lag`.
-REQUEUE, DROP: as MASK, but `select` discards finished groups with a token older than L and names
+REQUEUE, DROP: as MASK, but `select` discards finished groups with a token older than L and lists
   them in `Selection.late`.
-WAIT: a schedule. A group admitted while version `s` is active gets the deadline `s+L`; once it is
-  finished its oldest token is known, and the deadline is that token's version + L: the same, or
-  later where its first token had to wait. Let `t` be the groups already taken at `v`, and `due(k)`
+WAIT: a schedule. A group admitted while version `s` is active gets the deadline `s+L`. Once it is
+  finished, its oldest token is known, and the deadline becomes that token's version + L. That is the
+  same or, if its first token had to wait, later. Let `t` be the groups already taken at `v`, and `due(k)`
   the outstanding groups with a deadline `<= v+k`. The invariant, for every k in 0..L:
 
       due(k) + t <= B*(k+1)
 
-  *Admission* keeps it; before the batch (t = 0) and after it (t = B) it reads B*(k+1) and B*k.
-  *Selection* takes the earliest deadlines first, and all of the credit that fits in the batch or
-  nothing. A group is taken only if every group with an earlier deadline keeps a place: for each k
-  with v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are taken per version;
-  further credit is kept for the next one, because those groups would be trained there.
+  *Admission* maintains it. Before the batch (t = 0) the bound on `due(k)` is B*(k+1), after it (t = B) B*k.
+  *Selection* takes the earliest deadlines first, and either all of the credit that fits in the batch or
+  nothing. It takes a group only if every group with an earlier deadline keeps a slot: for each k
+  with v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are taken per version.
+  Further credit is kept for the next version, because those groups would be trained there.
 
 Proof that WAIT keeps the contract. Taking a group leaves `due(k) + t` unchanged for each k at or
 past its deadline, and is checked for each k before it, so selection keeps the invariant. After B
-groups, `due(k) <= B*k`; `v` becomes `v+1`, and with t = 0 that is the invariant there for k-1; for
-k = L no deadline lies beyond `(v+1)+L-1` yet. At k = 0 it says that once the batch is full nothing
-is due: no group outlives its deadline, which is no later than its oldest token's version + L.
+groups, `due(k) <= B*k`. When `v` becomes `v+1` and t = 0, that is the invariant there for k-1; for
+k = L no deadline lies beyond `(v+1)+L-1` yet. At k = 0 it states that once the batch is full, nothing
+is due. So no group outlives its deadline, which is no later than its oldest token's version + L.
 
-Nothing deadlocks. When all outstanding groups are finished, the earliest passes its check, as
-nothing is due before it; and apart from the moment of a switch, admission is refused only while at
+Nothing deadlocks. When all outstanding groups are finished, the earliest passes its check, because
+nothing is due before it. Apart from the moment of a switch, admission is refused only while at
 least as many groups are outstanding as the batch still needs. The limits on what may be taken (at
-most so many groups with a deadline after `v+k`) are nested, so the greedy choice is a largest one,
-and a batch that is delivered in pieces is complete no later than a whole one.
+most so many groups with a deadline after `v+k`) are nested, so the greedy choice is a largest one.
+A batch that is delivered in pieces is therefore complete no later than a whole one.
 
 `max_lag = 0` is the synchronous loop under any policy: `target` is then B, so B groups are admitted
 per version, and none before the weights are switched.
 
-What a failure does
--------------------
-- A group fails or expires: `vacate`; it frees its place at once.
-- The trainer refuses a taken group: `vacate` gives its place in the batch back, so that another one
-  can be demanded at the same version. Under WAIT and at `max_lag = 0` a trainer that filters its
-  batch must refuse what it filtered, or it waits for a place that nobody freed.
-- The trainer restarts from an older checkpoint: `advance` to the lower version, then `restore` for
-  each group that must be delivered again. Running groups may go on under the older weights, so
-  their deadlines move forward, and more may then be due than fits, as also where a trainer steps
-  on less than a batch. WAIT still discards nothing: overdue groups are delivered first, and what is
-  too old in them is for the trainer to mask.
-- The server restarts, or a trainer comes with another contract: a new gate, `restore` for each
-  finished group that was not trained, `adopt` for each that still runs. Those may break the
-  invariant as well, with the same consequence.
+Failures
+--------
+- A group fails or expires: `vacate` frees its slot at once.
+- The trainer refuses a taken group: `vacate` frees its slot in the batch, so that the trainer can
+  demand another at the same version. Under WAIT and at `max_lag = 0`, a trainer that filters its
+  batch must refuse what it filtered. Otherwise it waits for a slot that is never freed.
+- The trainer restarts from an older checkpoint: `advance` to the lower version, then `restore` each
+  group that must be delivered again. Running groups may continue under the older weights, so their
+  deadlines become earlier. More groups may then be due than fit; the same happens if a trainer steps
+  on less than a batch. WAIT still discards nothing: overdue groups are delivered first, and the trainer
+  masks the tokens in them that are too old.
+- The server restarts, or a trainer connects with another contract: a new gate. `restore` each finished
+  group that was not trained, and `adopt` each group that still runs. These may break the invariant
+  too, with the same consequence.
 """
 
 from __future__ import annotations
@@ -87,17 +87,16 @@ class LatePolicy(Enum):
     """What happens to a group with tokens older than `max_lag`."""
 
     MASK = "mask"
-    """Deliver it; tokens that are too old carry no gradient."""
+    """Deliver the group; tokens that are too old carry no gradient."""
     WAIT = "wait"
-    """Schedule so that there is none."""
+    """Schedule groups so that no token becomes too old."""
     REQUEUE = "requeue"
-    """Discard it and sample its task again."""
+    """Discard the group and sample its task again."""
     DROP = "drop"
-    """Discard it."""
+    """Discard the group."""
 
     @property
     def discards(self) -> bool:
-        """Whether late groups are thrown away."""
         return self in (LatePolicy.REQUEUE, LatePolicy.DROP)
 
 
@@ -106,11 +105,10 @@ class StalenessContract:
     """Bounds how far behind the trainer a trained token may be."""
 
     max_lag: int
-    """Largest lag of a trained token, in versions; 0 is the synchronous loop."""
+    """Maximum lag of a trained token, in versions; 0 is the synchronous loop."""
     groups_per_step: int
     """Groups in one optimizer step."""
     late_policy: LatePolicy = LatePolicy.MASK
-    """What happens to a group that breaks the bound."""
 
     def __post_init__(self) -> None:
         if self.max_lag < 0:
@@ -120,33 +118,33 @@ class StalenessContract:
 
     @property
     def max_outstanding(self) -> int:
-        """Most groups ever admitted and not yet taken."""
+        """Maximum number of groups admitted and not yet taken."""
         return (self.max_lag + 1) * self.groups_per_step
 
     @property
     def fewest_outstanding(self) -> int:
-        """Where the freshness controller stops lowering the bound."""
+        """Lower limit of the freshness controller for outstanding groups."""
         if self.late_policy is LatePolicy.WAIT:
-            # While one batch waits for an old group and one is in training, one must be running: with
-            # less, each wait is followed by the next.
+            # While one batch waits for an old group and another is in training, a third must be running.
+            # With fewer groups, each wait would be followed by another.
             return min(3 * self.groups_per_step, self.max_outstanding)
-        # One batch alone is the synchronous loop, which nothing but max_lag = 0 asks for.
+        # One batch alone is the synchronous loop, which only max_lag = 0 asks for.
         return min(self.groups_per_step + 1, self.max_outstanding)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What `StalenessGate.select` decided; group ids, oldest first."""
+    """Result of `StalenessGate.select`: group ids, oldest first."""
 
     taken: tuple[str, ...] = ()
-    """To deliver now."""
+    """Groups to deliver now."""
     late: tuple[str, ...] = ()
-    """Discarded for age, under REQUEUE and DROP; the gate has forgotten them."""
+    """Groups discarded for age under REQUEUE and DROP; the gate has forgotten them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A finished group; `oldest` and `order` sort it."""
+    """A finished group. `oldest`, then `order`, is the sort key."""
 
     oldest: int
     order: int
@@ -174,33 +172,32 @@ class StalenessGate:
             else None
         )
         self._running: dict[str, int] = {}
-        """Oldest version that may sample each running group."""
+        """Running groups, with the oldest version that may sample in each."""
         self._finished: dict[str, _Finished] = {}
         self._due: Counter[int] = Counter()
-        """Outstanding groups by deadline."""
+        """Number of outstanding groups by deadline."""
         self._batch: OrderedDict[str, None] = OrderedDict()
-        """Ids of groups taken at the version the trainer holds: also more than a step has, of which some
-        will be refused, or were trained before a restart of the server and are delivered again."""
+        """Ids of groups taken at the version the trainer holds. May be more than a step has: some will be
+        refused, or were trained before the server restarted and are delivered again."""
         self._most_remembered = max(1024, 4 * contract.max_outstanding)
         self._order = 0
         self._step_began: float | None = None
         self._unmet = 0
-        """Groups the batch lacks and the trainer has demanded."""
+        """Groups that the trainer has demanded and the batch still lacks."""
         self._starving_since: float | None = None
         self._starved_seconds = 0.0
         self._lacking = 0
-        """The most groups that the batch lacked while the trainer starved."""
+        """Maximum number of groups that the batch lacked while the trainer starved."""
         self._surplus = 0
         self._filled = False
 
     @property
     def trainer_version(self) -> int:
-        """Version the trainer holds."""
         return self._trainer_version
 
     @property
     def target(self) -> int:
-        """Groups that may be outstanding now, those taken at this version included."""
+        """Groups that may be outstanding now, including those taken at this version."""
         return self._controller.target if self._controller else self.contract.max_outstanding
 
     @property
@@ -220,17 +217,17 @@ class StalenessGate:
 
     @property
     def taken(self) -> int:
-        """Groups taken at the version the trainer holds, at most those of a step."""
+        """Groups taken at the version the trainer holds, at most `groups_per_step`."""
         return min(len(self._batch), self.contract.groups_per_step)
 
     def buffered_lags(self) -> list[int]:
-        """Lag of the oldest token of each finished group, were it taken now; for metrics."""
+        """Lag that the oldest token of each finished group would have if taken now; for metrics."""
         return [lag(self._trainer_version, group.oldest) for group in self._finished.values()]
 
     def advance(self, trainer_version: int, now: float) -> None:
-        """The trainer now holds `trainer_version`; the same version again changes nothing.
+        """Note that the trainer now holds `trainer_version`. Repeating a version changes nothing.
 
-        A lower version means that it restarted from an older checkpoint.
+        A lower version means that the trainer restarted from an older checkpoint.
         """
         if trainer_version < 0:
             raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
@@ -241,7 +238,7 @@ class StalenessGate:
         self._batch.clear()
         self._close_step(now, learn=not restarted)
         if restarted:
-            # The engine may go on with this version's successors, inside the running groups too.
+            # The engine may continue with successors of this version, in the running groups too.
             for group_id, oldest in self._running.items():
                 self._move_deadline(oldest, min(oldest, trainer_version))
                 self._running[group_id] = min(oldest, trainer_version)
@@ -249,7 +246,7 @@ class StalenessGate:
     def may_admit(self, active_version: int) -> bool:
         """Whether one more group may start while `active_version` samples."""
         if lag(self._trainer_version, active_version) > self.contract.max_lag:
-            return False  # Its first tokens would be too old already; the switch is on its way.
+            return False  # Its first tokens would already be too old; the switch is on its way.
         if not self._has_place():
             return False
         if self.contract.late_policy is not LatePolicy.WAIT:
@@ -262,9 +259,9 @@ class StalenessGate:
         )
 
     def admit(self, group_id: str, active_version: int) -> None:
-        """A group starts; raises ValueError for a known id, or where `may_admit` forbids it.
+        """Start a group. Raises ValueError for a known id, or if `may_admit` is false.
 
-        An id may come back after it was vacated, discarded or taken at an earlier version.
+        An id may return after it was vacated, discarded or taken at an earlier version.
         """
         self._refuse_known(group_id)
         if not self.may_admit(active_version):
@@ -276,10 +273,10 @@ class StalenessGate:
         self._filled = self._filled or not self._has_place()
 
     def adopt(self, group_id: str, admission_version: int) -> None:
-        """A group that runs already when the gate is made: it takes its place past admission.
+        """Take over a group that was running before this gate was made, without an admission check.
 
-        `admission_version` was active when it began. It may bring `outstanding` above `target`, as
-        `restore` may. Raises ValueError for a known id.
+        `admission_version` was active when the group began. Like `restore`, this may bring `outstanding`
+        above `target`. Raises ValueError for a known id.
         """
         self._refuse_known(group_id)
         first = self._first_version(admission_version)
@@ -287,10 +284,10 @@ class StalenessGate:
         self._due[first + self.contract.max_lag] += 1
 
     def finish(self, group_id: str, oldest_version: int | None, now: float) -> None:
-        """All siblings are complete; `oldest_version` is that of the oldest policy token.
+        """Mark a group's siblings as complete. `oldest_version` is the version of its oldest policy token.
 
-        None says that there is no policy token, as in a group of failures: nothing can be late, and
-        the group keeps the deadline of its admission. Raises ValueError unless the group runs.
+        None means that the group has no policy token, as in a group of failures. It then cannot be late,
+        and keeps the deadline of its admission. Raises ValueError unless the group runs.
         """
         first = self._running.pop(group_id, None)
         if first is None:
@@ -301,7 +298,7 @@ class StalenessGate:
         self._watch_starvation(self._unmet, now)
 
     def vacate(self, group_id: str) -> None:
-        """A group failed, expired or was refused: its place is free, in whichever state it was.
+        """Free the slot of a group in any state, because it failed, expired or was refused.
 
         An unknown id changes nothing, because a failure and a discard may both report a group.
         """
@@ -313,7 +310,7 @@ class StalenessGate:
             self._batch.pop(group_id, None)
 
     def restore(self, group_id: str, oldest_version: int | None) -> None:
-        """A delivered group must be delivered again: it is finished once more, past admission.
+        """Return a delivered group to the finished ones for another delivery, without an admission check.
 
         Call it after `advance`. It may bring `outstanding` above `target`; admission then waits
         until the groups are taken. Raises ValueError for an outstanding group.
@@ -326,10 +323,10 @@ class StalenessGate:
         self._buffer(group_id, oldest)
 
     def select(self, credit: int, now: float) -> Selection:
-        """Takes the groups to deliver now, for an unmet demand of `credit` groups.
+        """Take the groups to deliver now, for an unmet demand of `credit` groups.
 
-        To be called after every change of credit, finished groups or trainer version, also with a
-        credit of zero, because it is also how the time that the trainer starves is measured.
+        Call it after every change of credit, finished groups or trainer version. Call it with a credit of
+        zero too, because it also measures how long the trainer starves.
         """
         if credit < 0:
             raise ValueError(f"credit must be at least 0, got {credit}")
@@ -343,7 +340,7 @@ class StalenessGate:
             self._forget_deadline(self._finished.pop(group_id).oldest)
             self._batch[group_id] = None
         while len(self._batch) > self._most_remembered:
-            # A run whose weights never change must not keep the id of every group.
+            # If the weights of a run never change, the ids of its groups would accumulate.
             self._batch.popitem(last=False)
         unmet = min(credit - len(taken), self.contract.groups_per_step - self.taken)
         self._watch_starvation(unmet, now)
@@ -352,7 +349,7 @@ class StalenessGate:
         return Selection(taken, late)
 
     def _whole_batch(self, queue: Iterable[str], credit: int) -> tuple[str, ...]:
-        """Earliest deadlines first, as many as credit and batch allow, or none."""
+        """Ids by earliest deadline, as many as credit and batch allow, or none."""
         wanted = min(credit, self.contract.groups_per_step - self.taken)
         if wanted <= 0 or len(self._finished) < wanted:
             return ()
@@ -362,7 +359,7 @@ class StalenessGate:
             slack = self._finished[group_id].oldest + self.contract.max_lag - self._trainer_version
             before = range(min(max(slack, 0), len(loads)))
             if any(loads[k] + 1 > self._capacity(k) for k in before):
-                break  # A later deadline has more to leave room for.
+                break  # Groups with later deadlines must leave room for more, so they cannot fit either.
             for k in before:
                 loads[k] += 1
             chosen.append(group_id)
@@ -373,8 +370,8 @@ class StalenessGate:
     def _loads(self) -> list[int]:
         """`due(k) + t` for k in 0..L.
 
-        After a restart there may be later deadlines. Those always fit: what else is running and due
-        before them is bounded by `max_outstanding`, which is the capacity up to k = L.
+        After a restart there may be later deadlines, but those always fit. Everything else that runs and
+        is due before them is bounded by `max_outstanding`, which is the capacity up to k = L.
         """
         horizon = range(self._trainer_version, self._trainer_version + self.contract.max_lag + 1)
         overdue = sum(n for deadline, n in self._due.items() if deadline < horizon.start)
@@ -386,15 +383,15 @@ class StalenessGate:
         return loads
 
     def _has_place(self) -> bool:
-        # A taken group keeps its place until the trainer has the next version: freed at once, the
-        # place would let groups fall L+1 versions behind.
+        # A taken group keeps its slot until the trainer has the next version. Freeing it at once
+        # would let groups fall L+1 versions behind.
         return self.outstanding + self.taken < self.target
 
     def _capacity(self, k: int) -> int:
         return self.contract.groups_per_step * (k + 1)
 
     def _first_version(self, active_version: int) -> int:
-        # Ahead of a restarted trainer the engine may still change to the trainer's next version.
+        # If the engine is ahead of a restarted trainer, it may still switch to the trainer's next version.
         return min(active_version, self._trainer_version)
 
     def _discard_late(self) -> tuple[str, ...]:
@@ -437,7 +434,7 @@ class StalenessGate:
             self._starved_seconds += max(0.0, now - self._starving_since)
         self._unmet = unmet
         # Under WAIT a trainer may wait for an old group while enough others are finished. It does
-        # not starve then: more groups would not help it.
+        # not starve then, because more groups would not help.
         lacking = unmet - len(self._finished)
         self._lacking = max(self._lacking, lacking)
         self._starving_since = now if lacking > 0 else None

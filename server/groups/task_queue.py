@@ -1,29 +1,30 @@
 """Tasks, attempts, leases and retries.
 
-States of an attempt (one of a group's `group_size` places):
+States of an attempt (one of a group's `group_size` attempts):
 
     waiting --lease--> leased --complete(reward)--------------------> final
        ^                 |  \\--complete(failure), retries left --> waiting
        |                 |  \\--complete(failure), none left ------> final (the failure is data)
        +--lease expires--+
 
-- A task becomes a group when the staleness gate admits it and an agent asks for work; the group's
+- A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
-- When leases run out is in `lease_clock`. An expired lease gives the attempt back under a new trajectory
-  id; calls on the old one are refused with LEASE_EXPIRED. One that expired `max_attempts` times becomes a
-  failure, as if it had said so.
-- A caller's own group (opened by Generate without a lease) takes its place at the gate with its first
-  sibling. It is never leased: siblings that no call touches for a lease's length become failures.
-- When the last attempt is final the group is complete, and its id is not used again. A task with a
-  `finish_count` is a race: so many attempts with a reward complete its group. What waits then is never
-  leased, what is leased is taken back (LEASE_EXPIRED, not made again), and neither they nor those that
-  failed are part of it. Where too many fail for that, it is complete as any other, failures included.
-- Evaluation groups pass the gate. What bounds them is the number begun and not delivered: beyond it their
-  tasks wait. Whoever takes any task begins theirs first: training has as many as the gate admits, which can
-  be more than all agents together work on, and behind them an evaluation would wait for ever. What it takes
-  from training is bounded by whoever submits it.
+- `lease_clock` determines when leases expire. The attempt of an expired lease is leased again under a new
+  trajectory id, and calls on the old id are refused with LEASE_EXPIRED. An attempt whose leases expired
+  `max_attempts` times becomes a failure, as if its agent had reported one.
+- A caller's own group (opened by Generate without a lease) takes a slot at the gate with its first sibling.
+  It is never leased. Siblings that no call touches for the length of a lease become failures.
+- When the last attempt is final, the group is complete and its id is not used again.
+- A task with a `finish_count` is a race: that many attempts with a reward complete its group. Waiting
+  attempts are then never leased, and leased ones are taken back (LEASE_EXPIRED, without a retry). Neither
+  these nor the failed ones are part of the group. If too many fail for that, the group completes like any
+  other, failures included.
+- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered; beyond it
+  their tasks wait. A lease request that takes any task gets evaluation tasks first. Training may have more
+  groups admitted than all agents together work on, and an evaluation queued behind them would wait forever.
+  How much evaluation takes from training is up to the submitter.
 
-Pure but for the clock it is given; nothing here awaits.
+This module is pure except for the clock it is given; nothing here awaits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MAX_REMEMBERED_GROUPS = 100_000
 
 
 class TaskQueue:
-    """Tasks waiting, groups under way, and who holds what."""
+    """Waiting tasks, groups under way and their leases."""
 
     def __init__(
         self,
@@ -62,27 +63,26 @@ class TaskQueue:
         self.leases = LeaseClock(rules, clock)
         self._max_pending = max_pending
         self.max_evaluation_groups = max_evaluation_groups
-        # In the order in which groups are begun.
+        # In the order in which groups are begun: evaluation first.
         self._pending: dict[trajectory_pb2.Purpose.ValueType, deque[task_service_pb2.Task]] = {
             trajectory_pb2.PURPOSE_EVAL: deque(),
             trajectory_pb2.PURPOSE_TRAIN: deque(),
         }
         self.known_tasks = KnownTasks()
-        """Ids of the tasks of this run."""
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        """Ids of groups that are complete."""
+        """Ids of complete groups, oldest first; bounded."""
         self._evaluations: set[str] = set()
-        """Evaluation groups begun and not yet handed over."""
+        """Evaluation groups begun and not yet handed over to the buffer."""
         self._waiting: deque[Attempt] = deque()
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
         self.byte_count = 0
-        """What tasks take of the memory budget, those of groups under way among them."""
+        """Memory that tasks use, including those of groups under way."""
         self.has_memory: Callable[[], bool] = lambda: True
         """Whether the memory budget allows another group."""
         self.buffered_evaluations: Callable[[], int] = lambda: 0
-        """Counts the evaluation groups handed over and not delivered."""
+        """Counts the evaluation groups handed over and not yet delivered."""
 
     @property
     def pending_count(self) -> int:
@@ -90,8 +90,10 @@ class TaskQueue:
         return sum(len(tasks) for tasks in self._pending.values())
 
     def pending_count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
-        """Tasks not yet begun of the purposes that these have, of all where there are none: whoever keeps
-        some waiting for training is not served by those of an evaluation."""
+        """Tasks not yet begun that have the purposes of `tasks`, or all if `tasks` is empty.
+
+        A submitter that keeps training tasks waiting has no use for waiting evaluation tasks.
+        """
         purposes = {_effective(task.purpose) for task in tasks} or self._pending.keys()
         return sum(len(self._pending[purpose]) for purpose in purposes)
 
@@ -107,12 +109,12 @@ class TaskQueue:
 
     @property
     def pending_tasks(self) -> Iterator[task_service_pb2.Task]:
-        """Tasks not yet begun, each kind in its order."""
+        """Tasks not yet begun, evaluation first, each purpose in its own order."""
         return chain.from_iterable(self._pending.values())
 
     @property
     def ended_groups(self) -> Iterable[str]:
-        """Ids of groups that are complete, oldest first."""
+        """Ids of complete groups, oldest first."""
         return self._ended
 
     def restore(
@@ -121,8 +123,8 @@ class TaskQueue:
         groups: Iterable[Group],
         ended: Iterable[str],
     ) -> None:
-        """Takes up what another server left. Every lease stream was lost with it: whoever holds a lease has
-        to call."""
+        """Restore what the journal holds. Every lease stream was lost with the restart, so holders of
+        leases have to renew them by calls."""
         for task in pending:
             self._pending[_effective(task.purpose)].append(task)
             self.byte_count += task.ByteSize()
@@ -147,7 +149,7 @@ class TaskQueue:
             self._remember_ended(group_id)
 
     def check_room(self, count: int) -> None:
-        """Raises QUEUE_FULL for more tasks in one request than could ever wait."""
+        """Raise QUEUE_FULL if one request has more tasks than could ever wait."""
         if count > self._max_pending:
             raise DomainError(
                 Reason.QUEUE_FULL,
@@ -159,9 +161,9 @@ class TaskQueue:
     def submit(
         self, tasks: Iterable[task_service_pb2.Task]
     ) -> tuple[list[task_service_pb2.Task], int]:
-        """Adds tasks, all or none; returns those that were new, and how many were known already.
+        """Add all tasks or none. Returns the new ones and the number of those known already.
 
-        Raises QUEUE_FULL where they do not fit.
+        Raises QUEUE_FULL if they do not fit.
         """
         fresh: dict[str, task_service_pb2.Task] = {}
         duplicates = 0
@@ -186,7 +188,7 @@ class TaskQueue:
         return list(fresh.values()), duplicates
 
     def lease(self, holder: Holder, active_version: int) -> Lease | None:
-        """The next attempt for a holder, or None where there is none for it now."""
+        """Lease the next attempt to a holder. Returns None if there is none for it now."""
         if len(holder.held) >= holder.concurrency:
             return None
         attempt = self._next_waiting(holder)
@@ -195,7 +197,7 @@ class TaskQueue:
             if group is None:
                 return None
             self._waiting.extend(group.attempts)
-            # Its siblings are there for others, and another task is now the next.
+            # The siblings are available to other holders, and a different task is next.
             self._changed.notify()
             attempt = self._next_waiting(holder)
             assert attempt is not None
@@ -269,10 +271,10 @@ class TaskQueue:
         trajectory_id: str,
         active_version: int,
     ) -> None:
-        """Puts a trajectory opened without a lease into its caller's own group.
+        """Add a trajectory opened without a lease to its caller's own group.
 
-        Raises FIELD_INVALID where it disagrees with its siblings or the group is complete, QUEUE_FULL
-        where the gate has no place.
+        Raises FIELD_INVALID if it disagrees with its siblings or the group is complete, and QUEUE_FULL if
+        the gate has no free slot.
         """
         if group_id in self._ended:
             raise FieldInvalid("group_id", "is of a group that is complete", group_id)
@@ -301,19 +303,19 @@ class TaskQueue:
         self.leases.touch(attempt)
 
     def attempt_of(self, trajectory_id: str) -> Attempt | None:
-        """The attempt a trajectory id stands for; None for a trajectory of its own.
+        """The attempt that a trajectory id stands for; None for an unleased trajectory.
 
-        Raises LEASE_EXPIRED where it, or what it branched from, stood for one.
+        Raises LEASE_EXPIRED if its lease, or that of the trajectory it branched from, has expired.
         """
         self.leases.refuse_expired(trajectory_id)
         return self._attempts.get(trajectory_id)
 
     def held(self, trajectory_id: str) -> Attempt | None:
-        """The attempt that a trajectory id stands for now, whatever is remembered of it."""
+        """The attempt that a trajectory id stands for now. Does not check for expired leases."""
         return self._attempts.get(trajectory_id)
 
     def renew(self, trajectory_id: str) -> bool:
-        """Extends a lease; False where it has run out or never was."""
+        """Extend a lease. Returns False if it has expired or never existed."""
         attempt = self._attempts.get(trajectory_id)
         if attempt is None:
             return False
@@ -321,12 +323,12 @@ class TaskQueue:
         return True
 
     def leased_of(self, group_id: str) -> list[str]:
-        """The trajectories that stand for attempts of a group now."""
+        """Trajectory ids of a group's leased attempts."""
         group = self._groups.get(group_id)
         return [] if group is None else [a.trajectory_id for a in group.attempts if a.leased]
 
     def holder_lost(self, holder: Holder) -> None:
-        """The lease stream ended: its leases run out after the grace, unless renewed."""
+        """Handle the end of a lease stream: its leases expire after the grace period unless renewed."""
         for trajectory_id in list(holder.held):
             self.leases.orphan(self._attempts[trajectory_id])
         holder.held.clear()
@@ -337,16 +339,16 @@ class TaskQueue:
 
     @property
     def deadline_sooner(self) -> Broadcast:
-        """Notified when a lease runs out earlier than `next_deadline` last said."""
+        """Notified when a lease will expire earlier than `next_deadline` last returned."""
         return self.leases.sooner
 
     def next_deadline(self) -> float | None:
-        """When `expire` should next be called; None while no lease can run out."""
+        """When to call `expire` next; None while no lease can expire."""
         return self.leases.next_deadline(self._groups.values())
 
     def expire(self) -> list[tuple[Attempt, list[str], Settled]]:
-        """Gives back what ran out: each attempt, the ids that stood for it, its own first, and what that
-        came to."""
+        """Take back expired leases. Returns each attempt, its trajectory ids (its own before its branches)
+        and how it was settled."""
         expired: list[tuple[Attempt, list[str], Settled]] = []
         for attempt in self.leases.due(self._groups.values()):
             lost = _ids(attempt)
@@ -356,7 +358,7 @@ class TaskQueue:
         return expired
 
     def settle(self, attempt: Attempt, *, failed: bool) -> Settled:
-        """Closes an attempt: it is final, or, failed with retries left, goes back to the queue."""
+        """Close an attempt: it becomes final, or returns to the queue if it failed with retries left."""
         group = attempt.group
         self._let_go(attempt)
         attempt.holder, attempt.leased, attempt.open_calls = None, False, 0
@@ -373,7 +375,7 @@ class TaskQueue:
         if retry:
             self._make_again(attempt)
         if group.whole and group.holder is None and any(_waits(a) for a in group.attempts):
-            # Whoever judged the siblings together is gone: they are made together again.
+            # The holder that judged the siblings together is gone, so they are all sampled again.
             for sibling in group.attempts:
                 if sibling.final:
                     discarded.append(sibling.trajectory_id)
@@ -393,8 +395,8 @@ class TaskQueue:
         )
 
     def _end_race(self, group: Group) -> tuple[list[str], list[str]]:
-        """Leaves a group its attempts with a reward; returns the trajectories of the others, and which of
-        them were leased."""
+        """Reduce a group to its attempts with a reward. Returns the trajectory ids of all others, and of
+        those among them that were leased."""
         left_out: list[str] = []
         taken_back: list[str] = []
         finished = group.finished
@@ -413,7 +415,7 @@ class TaskQueue:
         return left_out, taken_back
 
     def _let_go(self, attempt: Attempt) -> None:
-        """Nobody holds it any more."""
+        """Release the attempt from its holder."""
         self._attempts.pop(attempt.trajectory_id, None)
         if attempt.holder is not None:
             attempt.holder.held.discard(attempt.trajectory_id)
@@ -424,7 +426,7 @@ class TaskQueue:
             self._ended.popitem(last=False)
 
     def handed_over(self, group_id: str) -> None:
-        """A complete group is in the buffer, or was dropped: it is no longer counted here."""
+        """Stop counting a complete group here: it is in the buffer or was dropped."""
         self._evaluations.discard(group_id)
         self._changed.notify()
 
@@ -434,14 +436,14 @@ class TaskQueue:
         self._waiting.appendleft(attempt)
 
     def resubmit(self, task: task_service_pb2.Task) -> None:
-        """Puts a known task back at the head: its group was thrown away for age."""
+        """Put a known task back at the head of the queue; its group was discarded for age."""
         self.known_tasks.hold(task.task_id)
         self._pending[_effective(task.purpose)].appendleft(task)
         self.byte_count += task.ByteSize()
         self._changed.notify()
 
     def drop_all(self) -> tuple[int, list[Group]]:
-        """Forgets every task and open group; returns the tasks' count and the groups."""
+        """Forget every task and open group. Returns the number of waiting tasks and the groups."""
         dropped, groups = self.pending_count, list(self._groups.values())
         for tasks in self._pending.values():
             tasks.clear()
@@ -454,7 +456,7 @@ class TaskQueue:
                     self.leases.remember_expired(_ids(attempt), retried=False)
                     self._let_go(attempt)
         self._groups.clear()
-        # Ids are unique within a run.
+        # Group ids are unique within a run only.
         self._ended.clear()
         self._evaluations.clear()
         self._changed.notify()
@@ -480,5 +482,5 @@ def _task_bytes(group: Group) -> int:
 
 
 def _ids(attempt: Attempt) -> list[str]:
-    """What calls on an attempt may name; nothing where it was never opened."""
+    """Trajectory ids that calls on an attempt may name; empty if it was never opened."""
     return [attempt.trajectory_id, *attempt.branches] if attempt.trajectory_id else []

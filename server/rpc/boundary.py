@@ -1,9 +1,8 @@
 """The boundary between gRPC and the domain: handlers from the descriptors, statuses from one table.
 
-Every rpc of a service is registered by walking its descriptor, so that none can be forgotten. Here,
-and only here, messages are decoded under guard and errors become statuses: bad bytes are
-MALFORMED_MESSAGE, a `DomainError` is its status, and anything else is INTERNAL without its text, which
-goes to the log.
+Every rpc of a service is registered by walking its descriptor, so that none can be forgotten. This is
+the only place where messages are decoded and errors become statuses. Bad bytes become MALFORMED_MESSAGE
+and a `DomainError` its own status. Anything else becomes INTERNAL without its text, which goes to the log.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     )
 )
 
-# What reads the requests of a method, where it is not the codec.
+# Decoders of request messages for the methods that do not use the codec.
 READERS: Mapping[str, Callable[[bytes], object]] = {
     "penstock.v1.RolloutService/UpdateWeights": read_upload_message,
 }
 
-# What writes the answers of a method, likewise: those of this one are bytes when they come.
+# Encoders of answers for the methods that do not use the codec. FetchWeights yields bytes already.
 WRITERS: Mapping[str, Callable[[Any], bytes]] = {
     "penstock.v1.RolloutService/FetchWeights": bytes,
 }
 
 LINGER_SECONDS = 10.0
-# At a load of 15 on two cores one in 3,000 callers took longer than 0.05 s to its next message.
+# At a load of 15 on two cores, one caller in 3,000 took longer than 0.05 s until its next message.
 LINGER_PAUSE_SECONDS = 0.15
 
 ServicerContext = grpc.aio.ServicerContext[Any, Any]
@@ -58,14 +57,14 @@ ServicerContext = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a message that could not be decoded; gRPC would answer UNKNOWN if decoding raised."""
+    """Stands for a message that could not be decoded. If decoding raised, gRPC would answer UNKNOWN."""
 
     error: DomainError
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a handler may know of the call besides its messages."""
+    """What a handler gets of a call in addition to its messages."""
 
     trace: Context
     write: Callable[[object], Awaitable[None]]
@@ -96,7 +95,7 @@ def _checked(message: object) -> object:
 
 @contextlib.contextmanager
 def _boundary(method: str) -> Generator[None]:
-    """Turns what no handler foresaw into INTERNAL; lets refusals and cancellation pass."""
+    """Turn unexpected exceptions into INTERNAL; let refusals and cancellation pass."""
     try:
         yield
     except DomainError:
@@ -113,9 +112,9 @@ def _call(context: ServicerContext, write: Callable[[object], Awaitable[None]]) 
     return Call(telemetry.incoming(metadata), write)
 
 
-# What gRPC was given for a caller it holds until the caller reads it or is gone, and it takes no status
-# meanwhile. So a call whose caller reads nothing frees what it had in the domain, and then it waits: until
-# its end it is counted as one that is open.
+# gRPC holds an answer until the caller reads it or is gone, and sends no status meanwhile. A call whose
+# caller reads nothing therefore frees what it holds in the domain first and then waits. Until it ends it
+# counts as open.
 
 
 class _Outgoing:
@@ -127,9 +126,9 @@ class _Outgoing:
         self._sending: asyncio.Future[None] | None = None
 
     async def write(self, answer: object) -> None:
-        """Returns when gRPC has passed it on. Raises SLOW_READER."""
+        """Return when gRPC has passed the answer on. Raises SLOW_READER."""
         self._sending = asyncio.ensure_future(_write(self._context, answer))
-        # Whoever waits may end before it does.
+        # This call may end before the write does; retrieve its exception in any case.
         self._sending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         done, _ = await asyncio.wait({self._sending}, timeout=self._stalled_seconds)
         if not done:
@@ -137,7 +136,7 @@ class _Outgoing:
         self._sending.result()
 
     async def gone(self) -> None:
-        """Waits until gRPC holds nothing any more."""
+        """Wait until gRPC no longer holds an answer."""
         if self._sending is not None:
             await asyncio.wait({self._sending})
 
@@ -145,8 +144,11 @@ class _Outgoing:
 async def _send_all(
     context: ServicerContext, answers: AsyncGenerator[object], stalled_seconds: float
 ) -> None:
-    """Sends what a generator yields, and closes it. Raises SLOW_READER, once the last answer is read, where
-    that took so long: then it was closed as soon as the time was over."""
+    """Send what a generator yields, then close it.
+
+    If the caller does not read an answer in time, the generator is closed at once. SLOW_READER is raised
+    later, when that answer has been read.
+    """
     loop = asyncio.get_running_loop()
     closing: asyncio.Task[None] | None = None
 
@@ -171,16 +173,16 @@ async def _write(context: ServicerContext, answer: object) -> None:
     try:
         await context.write(answer)
     except grpc.aio.InternalError as error:
-        # What gRPC raises where the caller went away while the answer waited for it.
+        # gRPC raises this if the caller left while the answer waited for it.
         raise asyncio.CancelledError from error
 
 
 async def refuse(context: ServicerContext, error: DomainError) -> None:
-    """Ends a call with an error's status, by raising what gRPC ends it with."""
+    """End a call with an error's status, by raising gRPC's abort."""
     try:
         await context.abort_with_status(to_status(error))
     except grpc.aio.InternalError as gone:
-        # What gRPC raises where the caller went away while it was told.
+        # gRPC raises this if the caller left before the status reached it.
         raise asyncio.CancelledError from gone
 
 
@@ -191,8 +193,8 @@ def _slow_reader(seconds: float) -> DomainError:
 
 
 class _Requests:
-    """The messages of a stream, each checked. Not a generator: one that is left before its end takes a task
-    that closes it later on."""
+    """The checked messages of a stream. Not a generator, because closing an unfinished generator takes an
+    extra task later."""
 
     def __init__(self, stream: AsyncIterator[object]) -> None:
         self._stream = stream
@@ -248,10 +250,11 @@ def _stream_stream(
 
 
 async def linger(stream: AsyncIterator[object], seconds: float = LINGER_SECONDS) -> None:
-    """Reads what a caller is still sending after its answer is known.
+    """Read what a caller still sends after its answer is known.
 
-    A client that is in the middle of a write when the status arrives reports the failed write, INTERNAL,
-    instead of the status (grpcio does). So the status waits until the caller pauses or is done.
+    If the status arrives while a client (grpcio does this) is in the middle of a write, the client reports
+    the failed write, INTERNAL, instead of the status. So the status waits until the caller pauses
+    or is done.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -287,10 +290,11 @@ def service_handlers(
     handlers: Mapping[str, Handler],
     stalled_seconds: float,
 ) -> tuple[grpc.GenericRpcHandler, ...]:
-    """Handlers of every rpc; `handlers` maps "Service/Method" to what serves it. A caller that reads
-    nothing for `stalled_seconds` is cut off.
+    """Build the handlers of every rpc. `handlers` maps "Service/Method" to its handler.
 
-    Raises KeyError for an rpc without a handler: a server that lacks one must not start.
+    A call whose caller reads nothing for `stalled_seconds` is cut off.
+
+    Raises KeyError for an rpc without a handler, so that an incomplete server does not start.
     """
     return tuple(
         grpc.method_handlers_generic_handler(

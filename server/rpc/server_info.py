@@ -1,4 +1,4 @@
-"""What a server says of itself: model, versions, limits, load."""
+"""GetServerInfo: the server's model, versions, limits and load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCES = (*SOURCES_OF_A_HUB, weights_pb2.WEIGHT_SOURCE_KIND_COLLECTIVE)
 
 
 class ServerInfo:
-    """Serves GetServerInfo."""
+    """Answers GetServerInfo from the server's parts."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ServerInfo:
         buffer: GroupBuffer,
         pool: PoolEngine | None = None,
     ) -> None:
-        """`pool` is the engine, where it is one."""
+        """`pool` is the engine itself if that is a pool, else None."""
         self._engine = engine
         self._pool = pool
         self._switch = switch
@@ -57,12 +57,12 @@ class ServerInfo:
         self._host_id = host_id()
         self.draining = False
         self.http_port = 0
-        """Where the compatible endpoints are served; 0 where they are not."""
+        """Port of the compatible endpoints; 0 if they are not served."""
 
     async def get_server_info(
         self, request: rollout_service_pb2.GetServerInfoRequest
     ) -> rollout_service_pb2.GetServerInfoResponse:
-        """Describes the server."""
+        """Describe the server; the tensors only on request."""
         description = self._engine.description
         load = self._load()
         return GetServerInfoResponse(

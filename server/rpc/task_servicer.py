@@ -1,4 +1,4 @@
-"""TaskService: tasks in, leases out, outcomes in."""
+"""TaskService: accepts tasks, leases attempts and takes their outcomes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CompleteTrajectoryResponse = twin(task_service_pb2.CompleteTrajectoryResponse)
 
 
 class TaskServicer:
-    """Serves the task rpcs."""
+    """Handlers of TaskService's rpcs."""
 
     def __init__(
         self,
@@ -55,29 +55,29 @@ class TaskServicer:
         self._draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
-        """Leases nothing any more; open lease streams end with this refusal."""
+        """Stop leasing. Open lease streams end with this refusal."""
         self._draining = refusal
         self._changed.notify()
 
     async def submit_tasks(
         self, request: task_service_pb2.SubmitTasksRequest
     ) -> task_service_pb2.SubmitTasksResponse:
-        """Adds tasks, all or none."""
+        """Add tasks, all or none."""
         self._check_session(request.run_id, request.trainer_epoch)
         self._queue.check_room(len(request.tasks))
         for index, task in enumerate(request.tasks):
             requests.task(f"tasks[{index}]", task, self._vocab_size)
             if not index % CHECKED_AT_A_TIME:
-                # Nothing has changed yet, and others wait for an answer too.
+                # Nothing has changed yet, and other calls wait for the event loop.
                 await asyncio.sleep(0)
-        # A newer trainer may have come meanwhile.
+        # A newer trainer may have connected meanwhile.
         self._check_session(request.run_id, request.trainer_epoch)
         self._budget.check(request.ByteSize())
         if any(task.task_id not in self._queue.known_tasks for task in request.tasks):
-            # Who asks again what is known gets an answer also where the disk is full.
+            # A repeated request for known tasks is answered even if the disk is full.
             self._journal.check_room(request.ByteSize())
         accepted, duplicates = self._queue.submit(request.tasks)
-        # Without any it waits: those known already may not be durable yet.
+        # Wait even if no task is new, because the known ones may not be durable yet.
         await self._journal.append([task_accepted(task) for task in accepted])
         return SubmitTasksResponse(
             accepted_count=len(accepted),
@@ -88,8 +88,9 @@ class TaskServicer:
     async def lease_tasks(
         self, request: task_service_pb2.LeaseTasksRequest
     ) -> AsyncIterator[task_service_pb2.LeaseTasksResponse]:
-        """Consumes waiting attempts; waits for one, for a free place of the agent's and for the
-        staleness gate; produces leases for as long as the stream lives.
+        """Lease attempts for as long as the stream lives.
+
+        Waits for an attempt, for the agent to have capacity and for the staleness gate.
         """
         holder = Holder(
             requests.identifier("agent_id", request.agent_id),
@@ -114,7 +115,7 @@ class TaskServicer:
                 if lease is None:
                     await self._changed.wait()
                     continue
-                # An agent that works on what no server knows of would work for nothing.
+                # Durable first: the work on a lease that a restarted server does not know would be lost.
                 await self._journal.append([group_changed(lease.group)])
                 yield LeaseTasksResponse(
                     task=lease.group.task,
@@ -126,7 +127,7 @@ class TaskServicer:
                 )
         finally:
             logger.info(
-                "agent %s is gone; %d of its attempts go back in %.0f s unless it calls",
+                "agent %s is gone; %d of its attempts return to the queue in %.0f s unless it calls",
                 holder.agent_id,
                 len(holder.held),
                 self._queue.leases.rules.grace_seconds,
@@ -136,7 +137,7 @@ class TaskServicer:
     async def renew_lease(
         self, request: task_service_pb2.RenewLeaseRequest
     ) -> task_service_pb2.RenewLeaseResponse:
-        """Extends leases; names those that have run out."""
+        """Extend leases. The response lists those that have expired."""
         ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
         expired = [found for found in ids if not self._queue.renew(found)]
         return RenewLeaseResponse(
@@ -149,7 +150,7 @@ class TaskServicer:
     async def complete_trajectory(
         self, request: task_service_pb2.CompleteTrajectoryRequest
     ) -> task_service_pb2.CompleteTrajectoryResponse:
-        """Closes a trajectory; answered once it is durable."""
+        """Close a trajectory; answered once that is durable."""
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         if not request.HasField("outcome"):
             raise FieldInvalid("outcome", "must be set")

@@ -1,16 +1,16 @@
 """TrainerService: the trainer's one long-lived stream.
 
-A session begins with Hello and ends with the stream. One session is live at a time: a Hello with a greater
-epoch ends the one before with SESSION_REPLACED, any other is refused with STALE_EPOCH.
+A session begins with Hello and ends with the stream. One session is live at a time. A Hello with a higher
+epoch ends the previous session with SESSION_REPLACED; any other is refused with STALE_EPOCH.
 
-What a lost stream does: nothing is dropped. Groups delivered without a receipt wait for the next
-Hello, which says after which step the trainer resumes; what its state does not contain is delivered
-again, and what it contains is not.
+A lost stream loses no groups. Groups delivered without a receipt wait for the next Hello, which carries
+the step after which the trainer resumes. Groups that the trainer's state already contains are not delivered
+again; the others are.
 
-A trainer of the same host that finds the journal's folder (Welcome says which one it is) may ask for
-groups by where they lie, and reads them there: hundreds of KiB that no socket has to carry. Those that are
-ready at the same time are told in one message. Who cannot read what it was told says Hello again, and then
-gets it as a message.
+A trainer on the same host that can open the journal's folder (Welcome names it) may ask for groups by
+place. It then reads them from that folder, which saves hundreds of KiB on the socket. Places of groups that
+are ready at the same time share one message. A trainer that cannot read a place reconnects with Hello and
+then receives the group as a message.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Write = Callable[[trainer_service_pb2.ExchangeResponse | Delivery], Awaitable[No
 
 
 class Weights(Protocol):
-    """What a session needs of the weight versions."""
+    """The part of the weight versions that a session uses."""
 
     @property
     def active_version(self) -> int: ...
@@ -87,16 +87,16 @@ class Weights(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """One live stream."""
+    """One live Exchange stream."""
 
     trainer_epoch: int
     resume_step: int
-    """The last step that the trainer's state is known to contain: when it began, and by its receipts."""
+    """Last step that the trainer's state is known to contain, from its Hello and its receipts."""
     write: Write
     ended: asyncio.Future[None]
-    """Fails with what ends the session from outside."""
+    """Fails with the error that ends the session from outside."""
     by_place: bool = False
-    """Whether the trainer reads groups where they lie."""
+    """Whether the trainer reads groups from the journal's folder."""
     credit: int = 0
     evaluation_credit: int = 0
     half_closed: bool = False
@@ -108,13 +108,13 @@ class Session:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def send(self, response: trainer_service_pb2.ExchangeResponse | Delivery) -> None:
-        """Writes one message; a stream takes one write at a time."""
+        """Write one message. The lock is needed because a stream takes one write at a time."""
         async with self._lock:
             await self.write(response)
 
 
 class TrainerServicer:
-    """Serves Exchange."""
+    """Serves the Exchange stream and keeps the state that outlives a session."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class TrainerServicer:
         journal: Journal,
         drop_in_hand: Callable[[], list[str]],
     ) -> None:
-        """`drop_in_hand` drops groups that are complete and not yet in the buffer; returns their ids."""
+        """`drop_in_hand` drops complete groups that are not in the buffer yet, and returns their ids."""
         self._changed = changed
         self._admission = admission
         self._queue = queue
@@ -141,23 +141,23 @@ class TrainerServicer:
         self._journal = journal
         self._drop_in_hand = drop_in_hand
         self._notices: deque[trainer_service_pb2.Notice] = deque(maxlen=MAX_NOTICES)
-        """Those that no stream has taken yet: one that is lost with them leaves them to the next."""
+        """Notices that no stream has taken yet. If a stream is lost, they go to the next."""
         self._session: Session | None = None
         self._run_id = ""
         self._start_id = ""
-        """Which start of that run; empty where no trainer has said so."""
+        """Identifies the start of that run; empty if no trainer has named one."""
         self._epoch = 0
         self.drops = buffer.drops
         """Groups that left without being trained, by reason."""
         self.on_delivery: Callable[[BufferedGroup], None] | None = None
-        """Called with each group that is delivered, for metrics."""
+        """Called with each delivered group, for metrics."""
         self.on_session: Callable[[], Awaitable[None]] | None = None
-        """Called when a trainer has said which version it holds."""
+        """Called when a trainer has reported the version it holds."""
 
     async def exchange(
         self, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest], write: Write
     ) -> None:
-        """Runs one session to its end; see the module's docstring."""
+        """Run one session to its end; see the module's docstring."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise DomainError(Reason.HELLO_EXPECTED, "the first message must be a Hello")
@@ -181,17 +181,17 @@ class TrainerServicer:
             self._leave(session)
 
     def check_session(self, run_id: str, trainer_epoch: int) -> None:
-        """Raises STALE_EPOCH where a trainer that names its session has been replaced."""
+        """Raise STALE_EPOCH if a newer session has replaced the one that the trainer names."""
         if trainer_epoch and (run_id, trainer_epoch) != (self._run_id, self._epoch):
             raise DomainError(
                 Reason.STALE_EPOCH,
-                f"trainer epoch {trainer_epoch} of run {run_id} is not the last one,"
-                f" {self._epoch} of run {self._run_id}",
+                f"trainer epoch {trainer_epoch} of run {run_id} is not current;"
+                f" the last session is epoch {self._epoch} of run {self._run_id}",
                 {"trainer_epoch": trainer_epoch, "current": self._epoch},
             )
 
     def end(self, reason: DomainError) -> None:
-        """Ends the live session, if there is one, with a reason."""
+        """End the live session, if there is one, with `reason`."""
         if self._session is not None and not self._session.ended.done():
             self._session.ended.set_exception(reason)
 
@@ -218,17 +218,17 @@ class TrainerServicer:
         try:
             await self._welcome(session, hello, contract)
         except BaseException:
-            # Its caller is gone before the answer, or the journal has failed.
+            # The caller left before the answer, or the journal failed.
             self._leave(session)
             raise
         return session
 
     def _leave(self, session: Session) -> None:
-        """The stream is over, or never was."""
+        """Clean up after a stream that ended or never began."""
         session.ended.cancel()
         if self._session is session:
             self._session = None
-            logger.info("the trainer is gone; %d groups are kept for it", self._buffer.held_count)
+            logger.info("the trainer is gone; keeping %d groups for it", self._buffer.held_count)
             # A trainer that is away does not starve.
             self._admission.select(0)
 
@@ -240,7 +240,7 @@ class TrainerServicer:
         if replaced and replaced != hello.run_id:
             await self._drop_run(replaced, "was replaced")
         elif known and hello.start_id and known != hello.start_id:
-            await self._drop_run(replaced, "begins anew")
+            await self._drop_run(replaced, "was restarted from scratch")
         else:
             self._start_id = hello.start_id or known
         self._admission.agree(contract, hello.weight_version)
@@ -248,15 +248,15 @@ class TrainerServicer:
         self._admission.restore(
             (g.group_id, g.admitted_version, g.oldest_version) for g in again if g.training
         )
-        # Durable before it is told: no older trainer gets in after a restart either. In the journal's order
-        # at the moment at which the groups wait again, so that no snapshot falls in between.
+        # Durable before the trainer sees it, so that no older trainer gets in after a restart either. The
+        # append comes in the same moment in which the groups wait again, so no snapshot falls in between.
         await self._journal.append(
             [session_began(self._run_id, self._epoch, self._start_id, hello.resume_step)]
         )
         await self._weights.settled()
         welcome = Welcome(
             active_weight_version=self._weights.active_version,
-            # Those of evaluations come on a demand of their own, and not among the others.
+            # Evaluation groups have their own demand and are not counted here.
             buffered_group_count=(
                 self._buffer.waiting_count - self._buffer.waiting_evaluation_count
             ),
@@ -278,19 +278,19 @@ class TrainerServicer:
         await session.send(ExchangeResponse(welcome=welcome))
 
     async def _drop_run(self, run_id: str, what: str) -> None:
-        """Another run begins, or the same one anew: what the one before left is of no use to it, and is
-        counted."""
+        """Drop what the previous run left: another run begins, or the same one starts from scratch. The
+        dropped groups are counted."""
         reason = "RUN_REPLACED"
         buffered = self._buffer.drop_all()
-        # Last: it forgets the ids of all tasks, those of the groups in the buffer among them.
+        # Last, because it forgets the ids of all tasks, including those of the buffered groups.
         tasks, groups = self._queue.drop_all()
         dropped = [group.group_id for group in (*groups, *buffered)]
         dropped += self._drop_in_hand()
         for group_id in dropped:
             self._admission.vacate(group_id)
             self.drops[reason] += 1
-        # Open trajectories of those groups answer LEASE_EXPIRED from now on; nobody reads what their
-        # turns would still sample.
+        # From now on, calls on open trajectories of those groups get LEASE_EXPIRED. Abort their turns,
+        # because their tokens would not be read.
         gone = set(dropped)
         for record in self._store.records():
             if record.group_id in gone:
@@ -298,7 +298,7 @@ class TrainerServicer:
                     self._turns.abort_soon(record.turn)
                 self._store.forget(record.trajectory_id)
         message = f"run {run_id} {what}: {tasks} tasks, {len(dropped)} groups dropped"
-        # Those of before are of what is gone.
+        # Older notices are about groups that are gone.
         self._notices.clear()
         self._notices.append(Notice(reason=reason, message=message))
         await self._journal.append([run_replaced(run_id)])
@@ -306,10 +306,10 @@ class TrainerServicer:
     async def _read(
         self, session: Session, requests: AsyncIterator[trainer_service_pb2.ExchangeRequest]
     ) -> None:
-        """Consumes the trainer's messages; waits for the next; produces credit, receipts, switches."""
+        """Consume the trainer's messages; produce credit, receipts and switches."""
         async for request in requests:
             if session is not self._session:
-                return  # Replaced: what an older trainer still says no longer counts.
+                return  # Replaced: messages of an older trainer no longer count.
             kind = request.WhichOneof("message")
             if kind == "demand":
                 self._demand(session, request.demand)
@@ -322,8 +322,8 @@ class TrainerServicer:
                         "must not be negative",
                         request.switch_weights.weight_version,
                     )
-                # The trainer holds this version from now on, whatever becomes of the switch; one that
-                # was never uploaded it does not hold.
+                # The trainer holds this version from now on, even if the switch fails. The exception is a
+                # version that was never uploaded.
                 if self._weights.has(request.switch_weights.weight_version):
                     self._admission.advance(request.switch_weights.weight_version)
                 await session.switches.put(request.switch_weights)
@@ -368,9 +368,9 @@ class TrainerServicer:
         if refused:
             self.drops.count(receipt.rejection.reason or "REFUSED", len(groups))
         if refused or receipt.step <= session.resume_step:
-            # Of no use to the step that gathers now, either: a receipt that was lost with the stream before
-            # it, or that names deliveries of that, had them delivered again, and they must not keep the
-            # places of others.
+            # Such groups do not count for the step being gathered. Their receipt was lost with an earlier
+            # stream, or names deliveries of it, so they were delivered again. They must not keep the slots
+            # of others.
             for group in groups:
                 self._admission.vacate(group.group_id)
         if not groups or any(group.training for group in groups):
@@ -379,7 +379,7 @@ class TrainerServicer:
         measured_ids = tuple(group.group_id for group in groups if not group.training)
         records = [groups_receipted(group_ids, receipt.step)]
         if measured_ids:
-            # As gone: nobody asks for them again.
+            # Recorded as gone, because no trainer asks for them again.
             records.append(groups_receipted(measured_ids, 0))
         hit("receipt.before_append")
         await self._journal.append(records)
@@ -393,11 +393,11 @@ class TrainerServicer:
         await self._journal.append([step_final(step)])
 
     async def _deliver(self, session: Session) -> None:
-        """Consumes credit and finished groups; waits for more of either; produces deliveries."""
+        """Consume credit and finished groups; produce deliveries."""
         while session is self._session:
             selection = self._admission.select(session.credit)
-            # What was selected is known to the gate no longer: it is in its place before anything is waited
-            # for, which may be in vain.
+            # The gate has forgotten the selected groups. Move them to their new place before the first
+            # await, which may fail.
             records = [
                 record for group_id in selection.late for record in self._discard_late(group_id)
             ]
@@ -415,18 +415,18 @@ class TrainerServicer:
             noticed = bool(self._notices)
             await self._send_notices(session)
             if groups or selection.late or noticed:
-                continue  # Something was awaited: look again before waiting for a change.
+                continue  # Something may have changed during the awaits: look again before waiting.
             if session.half_closed:
                 return
             await self._changed.wait()
 
     def _note_drops(self) -> None:
-        """Takes up what the buffer was given of groups that no message can carry."""
+        """Queue notices for the groups that the buffer dropped because no message can carry them."""
         for dropped in self._buffer.read_drops():
             self._note(dropped.reason, dropped.message, dropped.group_id, dropped.task_id)
 
     def _note(self, reason: str, message: str, group_id: str, task_id: str) -> None:
-        """What the trainer is to be told of a group."""
+        """Queue a notice about a group for the trainer."""
         self._notices.append(
             Notice(reason=reason, message=message, group_id=group_id, task_id=task_id)
         )
@@ -435,12 +435,12 @@ class TrainerServicer:
         while self._notices:
             notice = self._notices[0]
             await session.send(ExchangeResponse(notice=notice))
-            # Another stream may have begun meanwhile, and taken it.
+            # Another stream may have begun meanwhile and sent it.
             if self._notices and self._notices[0] is notice:
                 self._notices.popleft()
 
     async def _send_groups(self, session: Session, groups: Iterable[BufferedGroup]) -> None:
-        """Delivers groups, those whose place is enough several to a message."""
+        """Deliver groups; those sent by place share messages."""
         placed: list[trainer_service_pb2.GroupDelivery] = []
         for group in groups:
             place = group.payload.place() if session.by_place else None
@@ -460,23 +460,23 @@ class TrainerServicer:
             self.on_delivery(group)
 
     async def _send_whole(self, session: Session, group: BufferedGroup) -> None:
-        """Delivers a group; one that cannot be read again is dropped, and its task waits anew."""
+        """Deliver a group. If it cannot be read back, drop it and queue its task again."""
         try:
             data = await group.payload.read()
         except DomainError as error:
-            logger.error("group %s is dropped: %s", group.group_id, error.message)
+            logger.error("dropping unreadable group %s: %s", group.group_id, error.message)
             self._buffer.lose(group)
-            # Its place in the batch is another's.
+            # Frees its slot in the batch for another group.
             self._admission.vacate(group.group_id)
             self.drops[error.reason] += 1
             records = [group_dropped(group.group_id, error.reason)]
             if group.task is not None:
                 self._queue.resubmit(group.task)
                 records.append(task_accepted(group.task, first=True))
-            # Before anything is waited for: who is told may be another stream.
+            # Before the first await, because the notice may go to another stream.
             self._note(error.reason, error.message, group.group_id, group.task_id)
             await self._journal.append(records)
-            # What it was taken for is still asked for.
+            # The trainer's demand for this group is still unmet.
             if group.training:
                 session.credit += 1
             else:
@@ -492,16 +492,16 @@ class TrainerServicer:
 
     @property
     def run(self) -> tuple[str, int, str]:
-        """The run of the last session, its epoch, and which start of the run it is of."""
+        """Run id and epoch of the last session, and the id of the run's start."""
         return self._run_id, self._epoch, self._start_id
 
     def restore(self, run_id: str, trainer_epoch: int, start_id: str) -> None:
-        """The run that another server served last."""
+        """Restore the last session from the journal."""
         self._run_id, self._epoch, self._start_id = run_id, trainer_epoch, start_id
         self._fence_uploads(trainer_epoch)
 
     def _discard_late(self, group_id: str) -> list[Record]:
-        """Drops a group for its age; returns what the journal is to know of that."""
+        """Drop a group for its age. Returns the records for the journal."""
         group = self._buffer.discard(group_id)
         contract = self._admission.contract
         assert contract is not None
@@ -513,14 +513,14 @@ class TrainerServicer:
             self._queue.resubmit(group.task)
             records.append(task_accepted(group.task, first=True))
         message = (
-            f"group {group_id} holds tokens of version {group.oldest_version}, "
-            f"the trainer is at {self._admission.trainer_version}"
+            f"group {group_id} has tokens of version {group.oldest_version}; "
+            f"the trainer is at version {self._admission.trainer_version}"
         )
         self._note(reason, message, group_id, group.task_id)
         return records
 
     async def _switch(self, session: Session) -> None:
-        """Consumes switch requests, one at a time; waits for the engine; produces weight receipts."""
+        """Consume switch requests, one at a time; produce weight receipts."""
         while (request := await session.switches.get()) is not None:
             receipt = WeightReceipt(weight_version=request.weight_version)
             try:
@@ -558,10 +558,14 @@ def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
         )
     staleness = hello.staleness
     if not 0 <= staleness.max_lag <= 1_000_000:
-        raise FieldInvalid("hello.staleness.max_lag", "must be from 0 on", staleness.max_lag)
+        raise FieldInvalid(
+            "hello.staleness.max_lag", "must be from 0 to 1000000", staleness.max_lag
+        )
     if not 1 <= staleness.groups_per_step <= 1_000_000:
         raise FieldInvalid(
-            "hello.staleness.groups_per_step", "must be positive", staleness.groups_per_step
+            "hello.staleness.groups_per_step",
+            "must be from 1 to 1000000",
+            staleness.groups_per_step,
         )
     known = {int(number): value for number, value in LATE_POLICIES.items()}
     if staleness.late_policy not in known:

@@ -1,4 +1,4 @@
-"""Stop strings of a turn that the engine samples in more than one request."""
+"""Stop strings of a turn that the engine samples in several requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Decode = Callable[[Iterable[int]], str]
 class StopAcrossResume:
     """Finds a stop string that began before an abort and ends after the resume.
 
-    The engine sees what a resumed attempt begins with as prompt and looks for stop strings only in what
-    it writes itself.
+    To the engine, everything before the resume is prompt, and it looks for stop strings only in the tokens
+    it samples itself.
     """
 
     def __init__(self, stop: tuple[str, ...], before: NDArray[np.int32], decode: Decode) -> None:
-        """`before` is what the policy has written of the turn so far."""
+        """`before` is what the policy has written in this turn so far."""
         self._decode = decode
         self._stop = stop if len(before) else ()
         self._longest = max((len(text) for text in self._stop), default=0)
@@ -34,7 +34,7 @@ class StopAcrossResume:
             self._before = [int(token) for token in before[-reach:]]
 
     def cut(self, delta: Delta) -> tuple[Delta, bool]:
-        """The delta up to the token that completes such a stop string, and whether one does."""
+        """Cut the delta after the token that completes such a stop string. Also returns whether one did."""
         if not self._stop:
             return delta, False
         start = len(self._decode(self._before))
@@ -44,7 +44,7 @@ class StopAcrossResume:
             if any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop):
                 return _prefix(delta, position + 1), True
             if len(text) - start >= self._longest:
-                # From here on the engine sees every stop string whole.
+                # From here on the engine sees every stop string in full.
                 self._stop = ()
                 return delta, False
         return delta, False

@@ -1,4 +1,4 @@
-"""Text of a turn while it is written: tokens as they come -> what they add to content and reasoning."""
+"""Text of a turn while it is written: from new tokens to the content and reasoning they add."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# What a decoder puts where the rest of a character is still to come.
+# What a decoder returns for an incomplete character.
 _HALF = "\ufffd"
 
 StreamParser = Callable[[str, Sequence[int]], tuple[str, str]]
-"""What more text of a turn, and the same as tokens, adds to content and reasoning; calls are in neither."""
+"""Maps more text of a turn, with its tokens, to what it adds to content and reasoning; calls are in
+neither."""
 
 
 class TurnStream(Protocol):
     """Reads one turn while it is written."""
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """What more tokens of the turn add to its content and to its reasoning."""
+        """Return what more tokens of the turn add to its content and to its reasoning."""
         ...
 
 
 class PlainStream:
-    """All of a turn is content."""
+    """A stream that treats all of a turn as content."""
 
     def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
         self._text = TextStream(decode)
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """See TurnStream."""
         return self._text.add(token_ids), ""
 
 
 class ParsedStream:
-    """A turn as a parser takes it apart.
+    """A stream that splits a turn with a parser.
 
-    Where the parser fails, which they may at any text, no more is read: a turn is read once more when it is
-    whole.
+    If the parser fails, which may happen on any text, the stream yields nothing more. The complete turn is
+    parsed again anyway.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ParsedStream:
         special: Collection[int],
         end: Collection[int],
     ) -> None:
-        """`decode` keeps special tokens; those of `special` that come leave no text, and those of `end` are
-        not parsed."""
+        """`decode` keeps special tokens. Tokens of `special` leave no text, and those of `end` are not
+        parsed."""
         self._decode = decode
         self._text = TextStream(decode)
         self._parse: StreamParser | None = parse
@@ -58,7 +58,6 @@ class ParsedStream:
         self._control: set[str] = set()
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """See TurnStream."""
         if self._parse is None:
             return "", ""
         known = [token for token in token_ids if token not in self._end]
@@ -66,7 +65,7 @@ class ParsedStream:
         try:
             content, reasoning = self._parse(self._text.add(known), known)
         except Exception:
-            logger.warning("a turn is not read as it is written any more", exc_info=True)
+            logger.warning("parser failed; no longer streaming this turn", exc_info=True)
             self._parse = None
             return "", ""
         for control in self._control:
@@ -75,17 +74,17 @@ class ParsedStream:
 
 
 class TextStream:
-    """Text of tokens as they come, without half characters."""
+    """Decodes tokens as they arrive, without incomplete characters."""
 
     def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # What was given out is the text of the tokens before `_read`; those from `_begin` on are decoded
-        # with what follows, because a decoder joins a token to the one before it.
+        # The text of the tokens before `_read` was returned. Those from `_begin` on are decoded together
+        # with what follows, because a decoder joins a token to the previous one.
         self._begin = self._read = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """What these tokens add to the text."""
+        """Return what these tokens add to the text."""
         self._tokens += token_ids
         before = self._decode(self._tokens[self._begin : self._read])
         text = self._decode(self._tokens[self._begin :])

@@ -1,7 +1,7 @@
-"""Trajectories and turns as records of the journal, and back.
+"""Conversion of trajectories and turns to journal records and back.
 
-A trajectory is recorded as it grows: each record carries what was appended since the one before, and how
-many tokens there were then, so that reading a record twice, or one whose tokens are there, adds nothing.
+A trajectory is recorded as it grows. Each record carries what was appended since the previous one, and the
+token count at that point. So reading a record twice, or one whose tokens are already known, adds nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FINISHES = {int(reason): finish for finish, reason in FINISH_REASONS.items()}
 
 
 class TurnRecorder:
-    """Writes turns to the journal as they begin and end, and has them counted."""
+    """Writes turns to the journal as they begin and end, and charges them to the memory budget."""
 
     def __init__(self, journal: Journal, store: TrajectoryStore) -> None:
         self._journal = journal
@@ -54,11 +54,11 @@ class TurnRecorder:
         self._nothing.set_result(None)
 
     def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Records a turn, or another attempt at it, with the trajectory where that is new."""
+        """Record a turn, or another attempt at it, and first the trajectory if that is new."""
         return self._record(record, opens=not record.recorded)
 
     def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Records what the policy wrote, and why it stopped. Raises JOURNAL_FAILED."""
+        """Record what the policy wrote and why it stopped. Raises JOURNAL_FAILED."""
         return self._record(record)
 
     def _record(self, record: TrajectoryRecord, *, opens: bool = False) -> Awaitable[object]:
@@ -74,7 +74,7 @@ class TurnRecorder:
 
 
 def trajectory_opened(record: TrajectoryRecord) -> Record:
-    """A trajectory is open; its prompt comes with its first turn."""
+    """Record of an opened trajectory. Its prompt follows with its first turn."""
     return JournalRecord(
         trajectory_opened=_TrajectoryOpened(
             trajectory_id=record.trajectory_id,
@@ -92,7 +92,7 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
 
 
 def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
-    """The last turn as it is now, and the tokens since it was last recorded."""
+    """Record of the last turn as it is now, with the tokens since it was last recorded."""
     turn, new = _turn(record), record.pieces_between(record.recorded_end, record.end)
     turn.token_count = max(record.recorded_token_count, record.parent_token_count)
     history = record.history
@@ -107,10 +107,10 @@ def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
 
 
 def whole_turn(record: TrajectoryRecord) -> Deferred:
-    """The last turn as it is now, and all tokens up to here.
+    """Record of the last turn as it is now, with all tokens so far.
 
-    A trajectory is only appended to, so its tokens may be copied later: a server holds many. Until it is
-    known where this lies, nothing refers to what the record has.
+    A trajectory is only appended to, so its tokens can be copied later; a server holds many of them. Until
+    the journal knows the position of this record, no other record refers to its segments.
     """
     turn, end = _turn(record), record.end
     turn.token_count = record.parent_token_count
@@ -126,7 +126,7 @@ def whole_turn(record: TrajectoryRecord) -> Deferred:
 
 
 def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
-    """Without tokens."""
+    """The last turn without its tokens."""
     turn = record.turn
     assert turn is not None
     return _TurnChanged(
@@ -146,7 +146,7 @@ def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
 def open_record(
     opened: journal_pb2.TrajectoryOpened, parent: TrajectoryRecord | None
 ) -> TrajectoryRecord:
-    """The record of a trajectory that has no turn yet."""
+    """Create the record of a trajectory that has no turn yet."""
     record = TrajectoryRecord(
         opened.trajectory_id,
         KINDS[int(opened.form)],
@@ -167,15 +167,15 @@ def open_record(
 
 
 def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, stored: Stored) -> None:
-    """Appends what is new of it, and makes its turn the last one; one that was cut off is ABORTED.
+    """Append a record's new tokens and make its turn the last one. An interrupted turn becomes ABORTED.
 
-    A record that was queued as the journal was compacted comes after the snapshot, and may say less: that
-    has what was sampled meanwhile. Then the snapshot's counts stand, which are those of its tokens.
+    A record that was queued while the journal was compacted follows the snapshot and may know fewer tokens,
+    because the snapshot has those sampled meanwhile. Then the counts of the snapshot stand.
     """
     position = changed.token_count
     if position > record.token_count:
         raise ValueError(
-            f"{record.trajectory_id} has {record.token_count} tokens, a record goes on at {position}"
+            f"{record.trajectory_id} has {record.token_count} tokens, but a record continues at {position}"
         )
     for segment in changed.segments:
         tokens = codec.token_ids(segment)
@@ -226,7 +226,7 @@ def _apply_messages(
 ) -> None:
     if changed.message_count > len(history.messages):
         raise ValueError(
-            f"{record.trajectory_id} has {len(history.messages)} messages, a record goes on at "
+            f"{record.trajectory_id} has {len(history.messages)} messages, but a record continues at "
             f"{changed.message_count}"
         )
     history.messages[changed.message_count :] = [
@@ -263,7 +263,7 @@ def _read_tool(tool: conversation_pb2.Tool) -> Tool:
 
 def _sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
     return TurnSampling(
-        # As it arrives in 32 bits, the lowest is a little less.
+        # A temperature that travelled as 32-bit float may be slightly below the minimum.
         temperature=max(params.temperature, MIN_TEMPERATURE) if params.temperature else 0.0,
         top_p=params.top_p,
         top_k=params.top_k,

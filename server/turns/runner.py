@@ -1,4 +1,4 @@
-"""Turns: one server-owned task each; a call only subscribes to it.
+"""Turns: each runs as one task of the server, and calls only subscribe to it.
 
 States of a turn:
 
@@ -7,23 +7,22 @@ States of a turn:
 - *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here
   ends the turn with the tokens it has.
 - *sampling*: each delta is appended to the trajectory's record first and offered to subscribers second.
-  What a weight version sampled that is not confirmed yet is withheld until it is: with a version that
-  fails its probe, the turn ends ABORTED at the token before.
-- *moving*: a turn that an adapter samples can be moved on: the engine's request ends, and another begins at
-  the exact token under the version that is active by then. Its callers see a new segment and no more.
-- *placed again*: a request that nobody works on any more, because its place in a pool was lost, is made
-  again from the exact token, as often as it takes; but a turn that is lost again and again (`MOST_LOST`)
-  before a token is sampled has failed.
-- *recorded*: the engine no longer works on it; it ends, for everybody who waits, once the journal has
-  what it came to.
-- *finished*: a turn that ended ABORTED can be resumed: a new attempt with a request id of its own and
-  what is left of the turn's budget. A budget that is spent finishes with LENGTH; the engine is never
-  asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps what it
-  has and can be resumed too.
+  Tokens of an unconfirmed weight version are withheld until it is confirmed. If the version fails its
+  probe, the turn ends ABORTED at the last token before it.
+- *moving*: a turn that an adapter samples can move to another version. The engine's request ends, and a new
+  one begins at the exact token under the version that is active by then. Callers only see a new segment.
+- *placed again*: if the pool loses the engine that worked on a request, the turn requests the rest again
+  from the exact token. A turn that is lost `MOST_LOST` times in a row without a new token has failed.
+- *recorded*: the engine no longer works on the turn. It ends for its callers once the journal has its
+  outcome.
+- *finished*: a turn that ended ABORTED can be resumed. That is a new attempt with its own request id and
+  the rest of the turn's budget. A turn whose budget is spent finishes with LENGTH; the engine is never
+  asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps its tokens
+  and can be resumed too.
 
-A subscriber holds a cursor into the record and no queue: one that reads slowly costs nothing, and one
-that is lost loses nothing. What it and an abort report is the attempt they belong to, how it ended and
-how far it came, also where another caller has gone on with the turn before they looked.
+A subscriber holds a cursor into the record and has no queue: a slow one costs nothing, and a lost one
+loses nothing. Subscribers and aborts report on the attempt they belong to: how it ended, and after how many
+tokens. That holds even if another caller has resumed the turn before they looked.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_LOST = 8
-"""Requests of a turn that are lost in a row, none of which sampled a token, before the turn has failed: it
-may be what its engines die of."""
+"""Requests of a turn lost in a row, none of which sampled a token, after which the turn fails. The turn may
+be what kills its engines."""
 
 FINISH_REASONS = {
     Finish.STOP: trajectory_pb2.FINISH_REASON_STOP,
@@ -74,7 +73,7 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TurnSampling:
-    """How a turn samples over all its attempts; `max_tokens` zero means as the context allows."""
+    """How a turn samples over all its attempts. `max_tokens` of zero means up to the context's limit."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -88,7 +87,7 @@ class TurnSampling:
     def attempt(self, number: int, max_tokens: int) -> Sampling:
         """The sampling of one attempt.
 
-        A seeded attempt draws from a seed of its own: the engine's generator starts anew with each.
+        Each attempt of a seeded turn has its own seed, because the engine's generator restarts with each.
         """
         return Sampling(
             max_tokens=max_tokens,
@@ -107,25 +106,25 @@ class TurnAttempt:
     """One attempt at a turn, from its start to its end."""
 
     started_version: int | None = None
-    """The version it was admitted under."""
+    """The version that was active when it was admitted."""
     finish: Finish | None = None
     error: DomainError | None = None
     policy_token_count: int = 0
-    """Policy tokens of the turn when it ended, those of earlier attempts among them."""
+    """Policy tokens of the turn when the attempt ended, including those of earlier attempts."""
     record_end: tuple[int, int] = (0, 0)
-    """Segments of the record when it ended, and tokens in the last of them."""
+    """Segments of the record when the attempt ended, and tokens in the last of them."""
     cached_token_count: int = 0
     written: Written | None = None
-    """What the policy wrote in the turn up to its end, where it is a conversation's."""
+    """What the policy wrote in the turn up to its end, if the turn is part of a conversation."""
     recorded: Awaitable[object] | None = None
-    """To be awaited before anybody is told that it began."""
+    """Await this before reporting that the attempt began."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     changed: Broadcast = field(default_factory=Broadcast)
-    """Of its tokens, its admission and its end."""
+    """Notified of new tokens, of the admission and of the end."""
 
     @property
     def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why it stopped, as far as it has; ABORTED where it failed, since the turn can be continued."""
+        """Why it stopped; unspecified until then. ABORTED if it failed, since the turn can be continued."""
         if self.finish is None and self.error is None:
             return trajectory_pb2.FINISH_REASON_UNSPECIFIED
         return FINISH_REASONS[self.finish or Finish.ABORTED]
@@ -139,9 +138,9 @@ class Turn:
     index: int
     sampling: TurnSampling
     budget: int
-    """Most policy tokens of the turn, bounded by the context."""
+    """Maximum policy tokens of the turn, bounded by the context."""
     context_token_count: int
-    """Tokens the policy sees before it writes."""
+    """Tokens before the first one that the policy writes in this turn."""
     span: Span
     trace_headers: dict[str, str]
     stream_interval: int
@@ -149,22 +148,22 @@ class Turn:
     finish_reason_before: trajectory_pb2.FinishReason.ValueType = (
         trajectory_pb2.FINISH_REASON_UNSPECIFIED
     )
-    """Of one that found the context full: why the last one before it stopped that had room."""
+    """If the context was full when this turn began: why the last turn that had room stopped."""
     attempts: int = 0
-    """The engine's requests so far."""
+    """Requests made to the engine so far."""
     attempt: TurnAttempt = field(default_factory=TurnAttempt)
-    """The one under way, or the last one."""
+    """The attempt under way, or the last one."""
     request_id: str | None = None
-    """The engine's request while it has one."""
+    """Id of the engine's request while there is one."""
     adapter_version: int | None = None
-    """The adapter that samples that request; None for the full weights alone."""
+    """The adapter that samples the request; None if only the full weights do."""
     moving: bool = False
-    """Whether that request was ended so that the turn goes on under the active version."""
+    """Whether the request was ended so that the turn continues under the active version."""
     begun: bool = False
-    """Whether the attempt's task has run at all: one that has not cannot be cancelled cleanly."""
+    """Whether the attempt's task has run at all. Before that it cannot be cancelled cleanly."""
     abort_requested: bool = False
     over: bool = False
-    """Whether the engine is done with the attempt, which is only being recorded."""
+    """Whether the engine is done with the attempt and only the recording is left."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -181,13 +180,13 @@ class Turn:
 
     @property
     def last_finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why the last turn stopped that had room: this one, or the one before it."""
-        # Older servers did not write down the one before.
+        """Why the last turn that had room stopped: this one or an earlier one."""
+        # Records of older servers lack the earlier turn's reason.
         return (not self.budget and self.finish_reason_before) or self.finish_reason
 
     @property
     def resumable(self) -> bool:
-        """Whether Continue without an observation goes on with it."""
+        """Whether Continue without an observation resumes this turn."""
         return not self.in_flight and (
             self.attempt.error is not None or self.attempt.finish is Finish.ABORTED
         )
@@ -199,37 +198,37 @@ class Turn:
 
 
 class Switch(Protocol):
-    """What a turn needs of the weight switch."""
+    """The part of the weight switch that turns use."""
 
     @property
     def unconfirmed_version(self) -> int | None:
-        """The version whose tokens are withheld, while one is being probed."""
+        """The version whose tokens are withheld while its probe is scored, else None."""
         ...
 
     @property
     def active_adapter(self) -> int | None:
-        """The active version where it is an adapter."""
+        """The active version if it is an adapter, else None."""
         ...
 
     async def confirmed(self) -> bool:
-        """Waits for the verdict on that version; False where what it sampled must not be kept."""
+        """Wait for the verdict on that version. False means that its tokens must be discarded."""
         ...
 
     def admission(self, *, pinned: bool = False) -> AbstractAsyncContextManager[int]:
-        """Waits while weights switch; inside, the version it yields stays the active one. `pinned` is a
-        turn of one version only."""
+        """Wait while weights switch; inside, the yielded version stays the active one. `pinned` marks a
+        turn that requires one version."""
         ...
 
 
 class Recorder(Protocol):
-    """Where turns are recorded."""
+    """Writes turns to the journal."""
 
     def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """What is awaited before anybody is told that the last turn, or an attempt at it, began."""
+        """Record that the last turn, or an attempt at it, began. Await the result before reporting it."""
         ...
 
     def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """What is awaited before anybody is told how its last turn ended. Raises DomainError."""
+        """Record how the last turn ended. Await the result before reporting it. Raises DomainError."""
         ...
 
 
@@ -245,13 +244,13 @@ class TurnRunner:
         self._background: set[asyncio.Task[object]] = set()
         self._ended = Broadcast()
         self.on_tokens: Callable[[int, int], None] | None = None
-        """Called with the count and the weight version of tokens sampled, for metrics."""
+        """Called with the count and the weight version of sampled tokens, for metrics."""
         self.on_started: Callable[[Turn], None] | None = None
-        """Called when an attempt at a turn has begun, within the call that asked for it."""
+        """Called when an attempt at a turn has begun, inside the call that requested it."""
         self.on_ended: Callable[[Turn, TurnAttempt], Awaitable[None]] | None = None
-        """Called when the engine no longer works on an attempt, before that is recorded."""
+        """Called when the engine no longer works on an attempt, before the attempt is recorded."""
         self.on_left: Callable[[], None] | None = None
-        """Called when an engine's request has ended, and no longer needs its adapter."""
+        """Called when an engine's request has ended and no longer needs its adapter."""
 
     @property
     def in_flight(self) -> list[Turn]:
@@ -260,11 +259,11 @@ class TurnRunner:
 
     @property
     def sampling(self) -> list[Turn]:
-        """Turns the engine has, or is just being given."""
+        """Turns that the engine has or is just being given."""
         return [turn for turn in self._in_flight.values() if turn.request_id is not None]
 
     def start(self, turn: Turn) -> None:
-        """Begins an attempt at a turn; the turn must not be in flight."""
+        """Begin an attempt at a turn, which must not be in flight."""
         turn.attempt = TurnAttempt()
         turn.abort_requested = turn.begun = turn.over = False
         turn.attempts += 1
@@ -275,7 +274,7 @@ class TurnRunner:
             self.on_started(turn)
 
     async def record_again(self, turn: Turn) -> None:
-        """Has recorded what changed of a turn since it ended. Raises JOURNAL_FAILED."""
+        """Record what changed of a turn since it ended. Raises JOURNAL_FAILED."""
         await self._recorder.turn_ended(turn.record)
 
     async def _run(self, turn: Turn) -> None:
@@ -299,7 +298,7 @@ class TurnRunner:
             self._ended.notify()
 
     async def _engage(self, turn: Turn, attempt: TurnAttempt) -> None:
-        """The attempt, up to where the engine no longer works on it."""
+        """Run the attempt until the engine no longer works on it."""
         try:
             attempt.finish = await self._attempt(turn)
         except asyncio.CancelledError:
@@ -311,7 +310,7 @@ class TurnRunner:
         except DomainError as error:
             attempt.error = error
         except Exception:
-            # The turn's own boundary: its callers get a status, the operator the traceback.
+            # The boundary of the turn: its callers get a status, the operator gets the traceback.
             logger.exception("turn %s of %s failed", turn.index, turn.record.trajectory_id)
             attempt.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
         finally:
@@ -320,7 +319,7 @@ class TurnRunner:
             self._ended.notify()
 
     def _leave(self, turn: Turn) -> None:
-        """The engine has no request of this turn any more."""
+        """Note that the engine no longer has a request of this turn."""
         turn.request_id = turn.adapter_version = None
         turn.moving = False
         if self.on_left is not None:
@@ -350,7 +349,7 @@ class TurnRunner:
             turn.attempts += 1
 
     def _has_stopped(self, turn: Turn) -> bool:
-        """Whether what the policy has written ends the turn: only the word of that was lost."""
+        """Whether the policy's tokens end the turn and only the engine's report of it was lost."""
         written, sampling = turn.policy_tokens(turn.policy_token_count), turn.sampling
         if not len(written):
             return False
@@ -360,13 +359,12 @@ class TurnRunner:
         return any(stop in text for stop in sampling.stop)
 
     def _stop_tokens(self, sampling: TurnSampling) -> set[int]:
-        """The tokens that end a turn."""
         own = set(sampling.stop_token_ids)
         return own if sampling.ignore_eos else own | set(self._engine.description.eos_token_ids)
 
     def lets_stand(self, turn: Turn, sampling: TurnSampling) -> bool:
-        """Whether a turn under this sampling could have got as far as this one: nothing that it has written
-        would have ended it."""
+        """Whether this turn could have come this far under `sampling`: nothing it has written would have
+        ended it earlier."""
         written = turn.policy_tokens(turn.policy_token_count).tolist()
         if 0 < sampling.max_tokens < len(written):
             return False
@@ -376,7 +374,7 @@ class TurnRunner:
         return not any(stop in text for stop in sampling.stop)
 
     async def _sample(self, turn: Turn) -> Finish:
-        """One request of the engine's, to its end."""
+        """Run one request of the engine to its end."""
         if turn.abort_requested:
             return Finish.ABORTED
         remaining = turn.budget - turn.policy_token_count
@@ -391,7 +389,7 @@ class TurnRunner:
         )
         async with contextlib.aclosing(deltas):
             if turn.abort_requested or turn.moving:
-                # It came while the engine was taking the request.
+                # The abort or move came while the engine was taking the request.
                 assert turn.request_id is not None
                 await self._engine.abort([turn.request_id])
             async for delta in deltas:
@@ -410,7 +408,7 @@ class TurnRunner:
         raise EngineLost("it ended a request without a reason")
 
     async def _admit(self, turn: Turn, remaining: int) -> AsyncGenerator[Delta]:
-        """Hands the attempt to the engine, under the version that is active when it is taken."""
+        """Submit the attempt to the engine under the version that is active at that moment."""
         record = turn.record
         required = record.required_weight_version
         async with self._switch.admission(pinned=required > 0) as version:
@@ -428,7 +426,7 @@ class TurnRunner:
                     request_id=turn.request_id,
                     token_ids=record.token_array(),
                     sampling=turn.sampling.attempt(turn.attempts - 1, remaining),
-                    # Cache of other weights is never reused: the salt is the version.
+                    # The salt is the version, so that the cache of other weights is never reused.
                     cache_salt=str(version),
                     priority=record.priority,
                     stream_interval=turn.stream_interval,
@@ -455,11 +453,11 @@ class TurnRunner:
         turn.attempt.changed.notify()
 
     async def abort(self, turns: Iterable[Turn]) -> list[tuple[Turn, TurnAttempt]]:
-        """Stops turns; returns the attempts that were under way once the engine works on none of them.
+        """Stop turns. Returns the attempts that were under way, once the engine works on none of them.
 
-        One that came to its own end first says so in its `finish`.
+        An attempt that ended before the abort reached it has its own `finish`.
         """
-        # Of now: a caller that goes on at once gives the turn another attempt.
+        # Taken now: a caller that continues at once gives the turn another attempt.
         stopping = [(turn, turn.attempt) for turn in turns if turn.in_flight]
         request_ids: list[str] = []
         for turn, _ in stopping:
@@ -475,10 +473,10 @@ class TurnRunner:
         return stopping
 
     async def move(self, turns: Iterable[Turn]) -> None:
-        """Has turns go on under the version that is active when they are admitted again.
+        """Make turns continue under the version that is active when they are admitted again.
 
-        Returns once the engine no longer works on them under the one before. One that is being aborted,
-        or ends by itself, is not moved.
+        Returns once the engine no longer works on them under the previous version. A turn that is being
+        aborted or ends on its own is not moved.
         """
         request_ids: list[str] = []
         for turn in turns:
@@ -488,13 +486,13 @@ class TurnRunner:
         await self._engine.abort(request_ids)
 
     def abort_soon(self, turn: Turn) -> None:
-        """Stops a turn whose caller is lost; nobody waits for it."""
+        """Stop a turn whose caller is lost, without waiting for it."""
         task: asyncio.Task[object] = asyncio.create_task(self.abort([turn]))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def wait_idle(self) -> None:
-        """Returns when the engine works on no turn; those that still wait for admission may wait on."""
+        """Return when the engine works on no turn; turns may still wait for admission."""
         while self.sampling:
             await self._ended.wait()
 

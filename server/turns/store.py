@@ -1,4 +1,4 @@
-"""Open and closed trajectories: what was said, by whom, and under which weights.
+"""Open and closed trajectories: their tokens, authors and weight versions.
 
 States of a trajectory:
 
@@ -44,12 +44,12 @@ Task = twin(task_service_pb2.Task)
 
 
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
-# Of a trajectory beside its tokens and its outcome.
+# Memory of a trajectory in addition to its tokens and its outcome.
 RECORD_BYTES = 2048
 
 
 class PromptKind(Enum):
-    """How the trajectory was opened, and so in what form its turns are given back."""
+    """How the trajectory was opened, which determines the form in which its turns are returned."""
 
     TOKENS = "tokens"
     TEXT = "text"
@@ -69,13 +69,13 @@ class SegmentRecord:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of each of its tokens."""
+        """Bytes per token of this segment."""
         by_policy = self.author == trajectory_pb2.AUTHOR_POLICY
         return BYTES_PER_TOKEN if by_policy else TOKEN.itemsize
 
     @property
     def token_count(self) -> int:
-        """Tokens in the run."""
+        """Tokens in the segment."""
         return len(self.tokens) // TOKEN.itemsize
 
     def message(self, start: int = 0, stop: int | None = None) -> trajectory_pb2.Segment:
@@ -84,7 +84,7 @@ class SegmentRecord:
         end = len(self.tokens) if stop is None else stop * width
         return Segment(
             author=self.author,
-            # Slices of the arrays themselves would be copied twice.
+            # Slicing the bytearrays themselves would copy twice.
             token_ids=bytes(memoryview(self.tokens)[start * width : end]),
             logprobs=bytes(memoryview(self.logprobs)[start * width : end]),
             weight_version=self.weight_version,
@@ -95,23 +95,23 @@ class SegmentRecord:
 
 @dataclass(slots=True, eq=False)
 class Answered:
-    """The last request of an agent that sends whole conversations, so that a retry of it is recognised."""
+    """The last request of an agent that sends whole conversations, kept to recognise a retry of it."""
 
     turn: Turn
-    """What it was given."""
+    """The turn that answers the request."""
     digest: bytes
-    """Of the request."""
+    """Digest of the request."""
     followers: int = 0
-    """Requests that are being given the turn."""
+    """Requests that are receiving the turn now."""
     delivered: bool = False
-    """Whether one of them was sent all of it."""
+    """Whether one of them received all of it."""
     finished: rollout_service_pb2.TurnFinished | None = None
-    """The turn's end, once it is whole."""
+    """The turn's end, once it is complete."""
     asked_at: float = field(default_factory=time.monotonic)
-    """When it came, by the monotonic clock."""
+    """When the request arrived, by the monotonic clock."""
 
     def is_retried_by(self, digest: bytes, *, says_so: bool) -> bool:
-        """Whether a request repeats this one, rather than wanting another sample."""
+        """Whether a request repeats this one rather than asking for another sample."""
         return digest == self.digest and (says_so or not (self.delivered or self.followers))
 
 
@@ -136,33 +136,34 @@ class TrajectoryRecord:
     outcome: trajectory_pb2.Outcome | None = None
     """Set when closed."""
     last_call: float = 0.0
-    """When it was last called, on the loop's clock."""
+    """Time of the last call on it, on the loop's clock."""
     charged_bytes: int = 0
-    """What it takes of the memory budget."""
+    """Bytes charged to the memory budget for it."""
     recorded_end: tuple[int, int] = (0, 0)
     """Its `end` when it was last written to the journal."""
     recorded_token_count: int = 0
     recorded: bool = False
-    """Whether the journal knows it."""
+    """Whether the journal has a record of it."""
     written: dict[tuple[int, int], Future[list[Stored]] | Stored] = field(
         default_factory=dict["tuple[int, int]", "Future[list[Stored]] | Stored"]
     )
-    """Records of turns that have large segments of it, by how many tokens come before such a segment and
-    how many it has; or the append, of which the record is the last."""
+    """Journal records that hold large segments, keyed by (tokens before the segment, tokens in it).
+
+    A value may also be the append under way; the last record that it returns is the one."""
     encoded: EncodedTrajectory | None = None
-    """As it goes into its group, where it is closed and that was made already."""
+    """Its encoding for its group, if it is closed and was encoded already."""
     parent: TrajectoryRecord | None = None
-    """What it branches from."""
+    """The trajectory it branches from."""
     parent_token_count: int = 0
-    """So many tokens at its beginning are the parent's, and in no segment here."""
+    """Number of its first tokens that are the parent's and in no segment here."""
     children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
     """Trajectories that branch from it."""
     answered: Answered | None = None
-    """The last request that came by an endpoint which is sent whole conversations."""
+    """The last request from an endpoint that receives whole conversations."""
     history: History | None = None
     """Its messages; None unless it was opened with a conversation."""
     single_turn: bool = False
-    """Whether it is forgotten when its turn ends, and never written to the journal."""
+    """Whether it is forgotten when its turn ends and never written to the journal."""
 
     @property
     def closed(self) -> bool:
@@ -171,20 +172,20 @@ class TrajectoryRecord:
 
     @property
     def end(self) -> tuple[int, int]:
-        """How many segments there are so far, and how many tokens in the last of them."""
+        """Number of segments so far, and of tokens in the last of them."""
         return len(self.segments), self.segments[-1].token_count if self.segments else 0
 
     def segments_between(
         self, begin: tuple[int, int], end: tuple[int, int]
     ) -> list[trajectory_pb2.Segment]:
-        """What lies between two values of `end`, as twin Segments."""
+        """The tokens between two values of `end`, as twin Segments."""
         pieces = self.pieces_between(begin, end)
         return [segment.message(start, stop) for segment, start, stop in pieces]
 
     def pieces_between(
         self, begin: tuple[int, int], end: tuple[int, int]
     ) -> Iterator[tuple[SegmentRecord, int, int]]:
-        """What lies between two values of `end`: segments, and from and up to which of their tokens."""
+        """The tokens between two values of `end`: segments with their token ranges (start, stop)."""
         count, last_token_count = end
         begun, start = begin
         for index in range(max(0, begun - 1), count):
@@ -195,7 +196,7 @@ class TrajectoryRecord:
             start = 0
 
     def unrecorded_from(self, byte_count: int) -> Iterator[tuple[int, int]]:
-        """Segments of so many bytes or more that the journal does not have yet, as `written` has them."""
+        """Unrecorded segments of at least `byte_count` bytes, as keys of `written`."""
         position = max(self.recorded_token_count, self.parent_token_count)
         for segment, start, stop in self.pieces_between(self.recorded_end, self.end):
             if (stop - start) * segment.token_bytes >= byte_count:
@@ -203,7 +204,7 @@ class TrajectoryRecord:
             position += stop - start
 
     def keep_written_from(self, byte_count: int | None) -> None:
-        """Forgets records of smaller segments, which none refers to; of all, where nothing does."""
+        """Forget records of segments below `byte_count`, to which nothing refers; None forgets all."""
         bytes_at: dict[int, int] = {}
         position = self.parent_token_count
         for segment in self.segments:
@@ -225,7 +226,7 @@ class TrajectoryRecord:
 
     @property
     def growing(self) -> bool:
-        """Whether something may still be sampled for it, which for one that is closed nobody waits for."""
+        """Whether a turn is in flight. On a closed trajectory, no caller waits for that turn."""
         return self.turn is not None and self.turn.in_flight
 
     @property
@@ -234,21 +235,22 @@ class TrajectoryRecord:
         return all(not isinstance(found, Future) or found.done() for found in self.written.values())
 
     def token_array(self) -> NDArray[np.int32]:
-        """Every token so far, those of the parent among them, shape [token_count]."""
+        """Every token so far, including the parent's, shape [token_count]."""
         own = np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
         if self.parent is None or not self.parent_token_count:
             return own
         return np.concatenate([self.parent.token_array()[: self.parent_token_count], own])
 
     def settled_tokens(self) -> NDArray[np.int32]:
-        """Those that a branch may share: what the policy is writing now is not recorded yet."""
+        """The tokens a branch may share. Excludes those of the turn in flight, which is not
+        recorded yet."""
         tokens = self.token_array()
         if self.turn is not None and self.turn.in_flight:
             return tokens[: self.turn.context_token_count]
         return tokens
 
     def share_prefix(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Takes the beginning of its prompt from its parent, as far as they agree; returns the rest."""
+        """Share the common prefix of its prompt with its parent. Returns the rest of the prompt."""
         assert self.parent is not None and not self.token_count
         theirs = self.parent.settled_tokens()
         count = min(len(theirs), len(token_ids))
@@ -257,7 +259,7 @@ class TrajectoryRecord:
         return token_ids[self.parent_token_count :]
 
     def append_context(self, token_ids: NDArray[np.int32], turn_index: int) -> None:
-        """Appends tokens the policy did not write."""
+        """Append tokens that the policy did not write."""
         if not len(token_ids):
             return
         segment = SegmentRecord(trajectory_pb2.AUTHOR_CONTEXT, turn_index)
@@ -266,7 +268,7 @@ class TrajectoryRecord:
         self.token_count += segment.token_count
 
     def append_policy(self, delta: Delta, turn_index: int, temperature: float) -> None:
-        """Appends what the policy sampled; a new weight version or temperature begins a new segment."""
+        """Append sampled tokens. A new weight version or temperature begins a new segment."""
         if not len(delta.token_ids):
             return
         last = self.segments[-1] if self.segments else None
@@ -295,7 +297,7 @@ class TrajectoryRecord:
         return found
 
     def with_branches(self) -> list[TrajectoryRecord]:
-        """This one, and all that branch from it, directly or not."""
+        """This trajectory and all that branch from it, directly or not."""
         members: list[TrajectoryRecord] = [self]
         for child in self.children:
             members += child.with_branches()
@@ -330,23 +332,23 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class ClosedMark:
-    """What is remembered of a trajectory whose record is gone."""
+    """What is remembered of a closed trajectory after its record is gone."""
 
     outcome_digest: bytes
-    """To recognise a repeated close."""
+    """SHA-256 of the outcome, to recognise a repeated close."""
     group_id: str
-    """Empty for a trajectory of its own."""
+    """Empty for an unleased trajectory without a group."""
     group_completed: bool
     retried: bool
 
 
 def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
-    """SHA-256 of an outcome, equal exactly when the outcome is."""
+    """SHA-256 of an outcome's deterministic serialization."""
     return hashlib.sha256(outcome.SerializeToString(deterministic=True)).digest()
 
 
 class TrajectoryStore:
-    """Records by id; bounded in open trajectories, and in what is remembered of closed ones."""
+    """Records by id, with bounds on open trajectories and on the marks of closed ones."""
 
     def __init__(self, max_open: int, max_remembered: int = 100_000) -> None:
         self._max_open = max_open
@@ -355,12 +357,12 @@ class TrajectoryStore:
         self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
         self.open_count = 0
         self.byte_count = 0
-        """What the records take of the memory budget."""
+        """Bytes that the records take of the memory budget."""
         self.on_closed: Callable[[str], None] = lambda _: None
-        """Called with each trajectory of which no turn can come any more."""
+        """Called with each trajectory that can have no further turn."""
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
-        """Raises TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
+        """Raise TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
         if trajectory_id in self._records or trajectory_id in self._closed:
             raise DomainError(
                 Reason.TRAJECTORY_EXISTS,
@@ -376,16 +378,16 @@ class TrajectoryStore:
             )
 
     def add(self, record: TrajectoryRecord, *, bounded: bool = True) -> None:
-        """Adds an open trajectory; raises as `check_new` does.
+        """Add an open trajectory. Raises what `check_new` raises.
 
-        One that is added only to be closed at once need not fit the bound.
+        A trajectory that is closed right after it is added is not subject to the bound.
         """
         self.check_new(record.trajectory_id, bounded=bounded)
         self._records[record.trajectory_id] = record
         self.open_count += 1
 
     def get(self, trajectory_id: str) -> TrajectoryRecord:
-        """The record; raises TRAJECTORY_UNKNOWN, or TRAJECTORY_CLOSED where it is delivered and gone."""
+        """The record. Raises TRAJECTORY_UNKNOWN, or TRAJECTORY_CLOSED if it was delivered and dropped."""
         record = self.find(trajectory_id)
         if record is not None:
             return record
@@ -402,7 +404,7 @@ class TrajectoryStore:
         )
 
     def charge(self, record: TrajectoryRecord) -> None:
-        """Counts what a record takes now, and what its turn in flight may still add."""
+        """Charge a record to the memory budget, including what its turn in flight may still add."""
         if record.trajectory_id not in self._records:
             return
         turn = record.turn
@@ -418,11 +420,10 @@ class TrajectoryStore:
         record.charged_bytes = taken
 
     def find(self, trajectory_id: str) -> TrajectoryRecord | None:
-        """The record, or None."""
         return self._records.get(trajectory_id)
 
     def root_of(self, record: TrajectoryRecord) -> TrajectoryRecord | None:
-        """What a trajectory branches from in the end, which may be itself; None where that is gone."""
+        """The root of a trajectory's branches, which may be itself; None if the root is gone."""
         while record.parent_trajectory_id:
             parent = self._records.get(record.parent_trajectory_id)
             if parent is None:
@@ -432,13 +433,13 @@ class TrajectoryStore:
 
     @property
     def closed(self) -> Iterable[tuple[str, ClosedMark]]:
-        """What is remembered of closed trajectories, oldest first."""
+        """Marks of closed trajectories, oldest first."""
         return self._closed.items()
 
     def restore(
         self, records: Iterable[TrajectoryRecord], closed: Iterable[tuple[str, ClosedMark]]
     ) -> None:
-        """Takes up what another server left."""
+        """Restore what the journal holds."""
         for record in records:
             self._records[record.trajectory_id] = record
             self.open_count += not record.closed
@@ -450,12 +451,12 @@ class TrajectoryStore:
         self._closed.update(closed)
 
     def closed_mark(self, trajectory_id: str) -> ClosedMark | None:
-        """What is remembered of a closed trajectory."""
+        """The mark of a closed trajectory, if it is still remembered."""
         return self._closed.get(trajectory_id)
 
     def close(self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome) -> None:
-        """Closes an open trajectory, and notes how, so that a repeated close is recognised; its record
-        stays until `forget`."""
+        """Close an open trajectory and keep a mark to recognise a repeated close. The record stays until
+        `forget`."""
         record.outcome = outcome
         self.open_count -= 1
         self.on_closed(record.trajectory_id)
@@ -466,7 +467,7 @@ class TrajectoryStore:
         for _ in range(len(self._closed) - self._max_remembered):
             oldest = next(iter(self._closed))
             if oldest in self._records:
-                # Its group waits for a sibling: what it was closed with is not forgotten before it.
+                # Its group waits for a sibling, so the mark must outlive the record.
                 self._closed.move_to_end(oldest)
             else:
                 del self._closed[oldest]
@@ -474,14 +475,14 @@ class TrajectoryStore:
     def note_settled(
         self, record: TrajectoryRecord, *, group_completed: bool, retried: bool
     ) -> None:
-        """Notes what the close of a trajectory came to, for whoever repeats it."""
+        """Note the result of closing a trajectory, for callers that repeat the close."""
         mark = self._closed[record.trajectory_id]
         self._closed[record.trajectory_id] = ClosedMark(
             mark.outcome_digest, mark.group_id, group_completed, retried
         )
 
     def forget(self, trajectory_id: str) -> None:
-        """Drops a record; unknown ids are ignored. An open one is as if it had never been."""
+        """Drop a record; unknown ids are ignored. An open trajectory leaves no mark."""
         record = self._records.pop(trajectory_id, None)
         if record is not None:
             self.byte_count -= record.charged_bytes
@@ -490,5 +491,4 @@ class TrajectoryStore:
             self.on_closed(trajectory_id)
 
     def records(self) -> list[TrajectoryRecord]:
-        """Every record held."""
         return list(self._records.values())

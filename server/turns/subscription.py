@@ -1,4 +1,4 @@
-"""What one call on a turn reads: new tokens since it last looked, and the end."""
+"""What a call on a turn reads: new tokens since it last looked, and the end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.v1 import trajectory_pb2
 class Subscription:
     """New tokens of one attempt at a turn, for one call.
 
-    Made before the attempt's task first runs, so that it misses nothing. It holds a cursor into the
-    record, the segments and the tokens in the last of them that it has given out, and stops where the
-    attempt ended: a caller that reads slowly is not given what another one's attempt added since.
+    Created before the attempt's task first runs, so that it misses nothing. It holds a cursor into the
+    record: the number of segments, and of tokens in the last of them, that it has yielded. It stops where
+    the attempt ended, so a slow caller does not receive what a later attempt has added since.
     """
 
     def __init__(self, turn: Turn, *, flush_seconds: float, final_only: bool) -> None:
@@ -26,11 +26,11 @@ class Subscription:
 
     @property
     def overtaken(self) -> bool:
-        """Whether another call has gone on with the trajectory since this attempt ended."""
+        """Whether another call has continued the trajectory since this attempt ended."""
         return self._record.turn is not self.turn or self.turn.attempt is not self.attempt
 
     async def admitted(self) -> None:
-        """Returns when the attempt was admitted; raises its error where it failed before."""
+        """Return when the attempt was admitted. Raises its error if it failed before."""
         while self.attempt.started_version is None:
             if self.attempt.ended.is_set():
                 if self.attempt.error is not None:
@@ -39,9 +39,9 @@ class Subscription:
             await self.attempt.changed.wait()
 
     async def segments(self) -> AsyncGenerator[trajectory_pb2.Segment]:
-        """Yields twin Segments, one per weight version and flush; ends when the attempt has ended.
+        """Yield twin Segments, one per weight version and flush, until the attempt has ended.
 
-        Raises the attempt's error once everything it sampled was given out.
+        Raises the attempt's error after everything it sampled.
         """
         ended = self.attempt.ended
         while True:
@@ -51,7 +51,7 @@ class Subscription:
                 while not ended.is_set() and self._taken == self._record.end:
                     await self.attempt.changed.wait()
                 if self._flush_seconds and not ended.is_set():
-                    # The end of the attempt is not held back by the flush.
+                    # The flush must not delay the end of the attempt.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._flush_seconds):
                             await ended.wait()

@@ -1,9 +1,8 @@
-"""An engine's part in a collective: vLLM's own weight transfer, with a deadline for everything.
+"""An engine's part in a collective: vLLM's own weight transfer, with a deadline for every step.
 
-A command to the engine process is answered by each of its workers or not at all, and one that hangs in a
-collective cannot be called back. So a command that outlives its deadline costs the engine, and whoever
-supervises the server starts another. Backends that have a deadline of their own, as gloo has, are given a
-shorter one and never come to that.
+Each worker of the engine process must answer a command, and one that hangs in a collective cannot be
+interrupted. So a command that exceeds its deadline ends the engine, and the server's supervisor starts
+another. Backends with their own deadline, such as gloo, are given a shorter one and never get that far.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from penstock.wire.reasons import Reason
 
 T = TypeVar("T")
 
-# What a backend's own deadline may be late by.
+# How late a backend's own deadline may be.
 GRACE_SECONDS = 5.0
 
 
 class Ask(Protocol):
-    """Awaits the engine process's answer. Raises EngineLost once there can be none."""
+    """Await the engine process's answer. Raises EngineLost once there can be none."""
 
     def __call__(self, answer: Awaitable[T], /) -> Coroutine[None, None, T]: ...
 
 
 class VllmCollective:
-    """See `penstock.server.engine.protocol.Engine` for what each method promises."""
+    """The collective methods of `penstock.server.engine.protocol.Engine`, which documents them."""
 
     def __init__(self, llm: AsyncLLM, ask: Ask, give_up: Callable[[str], None]) -> None:
         """`give_up` ends the engine process, with the reason."""
@@ -77,7 +76,7 @@ class VllmCollective:
             await self._within(self._llm.update_weights(request), seconds)
         except EngineLost:
             raise
-        except Exception as error:  # As above.
+        except Exception as error:  # A bare Exception, as in `join`.
             raise await self._failure(error, seconds) from error
 
     async def finish(self, weight_version: int, seconds: float) -> None:
@@ -86,7 +85,7 @@ class VllmCollective:
             await self._within(finishing, seconds)
         except EngineLost:
             raise
-        except Exception as error:  # As above.
+        except Exception as error:  # A bare Exception, as in `join`.
             raise await self._failure(error, seconds) from error
 
     async def abandon(self, seconds: float) -> bool:
@@ -100,7 +99,7 @@ class VllmCollective:
         return await self._within(abandoning, seconds)
 
     async def _failure(self, error: Exception, seconds: float) -> Exception:
-        """What became of an update that failed, by the account of the workers."""
+        """The error for a failed update, according to the workers' reports."""
         outcomes = await self._abandon(seconds)
         told = [outcome for outcome in outcomes if "problem" in outcome]
         problem = str(told[0]["problem"]) if told else _text(error)
@@ -116,7 +115,7 @@ class VllmCollective:
 
     async def _within(self, answer: Awaitable[T], seconds: float) -> T:
         asked = asyncio.ensure_future(self._ask(answer))
-        # Of a caller that is cancelled: half a command is none.
+        # If the caller is cancelled, the command still runs: half a command must not remain.
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait({asked}, timeout=seconds + GRACE_SECONDS)
         if not done:
@@ -125,5 +124,5 @@ class VllmCollective:
 
 
 def _text(error: Exception) -> str:
-    """What the worker said, without what vLLM puts before it."""
+    """The worker's message without vLLM's prefix."""
     return str(error).rpartition(" method failed: ")[2]

@@ -1,4 +1,4 @@
-"""What the rest of the server is told about the model that vLLM loaded."""
+"""Description of the model that vLLM loaded, for the rest of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def describe(llm: AsyncLLM) -> EngineDescription:
-    """Its vocabulary, its limits, and the tensors of an upload."""
+    """Read the vocabulary, the limits and the tensors of an upload."""
     model = llm.model_config
     config = cast(object, model.hf_text_config)
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -37,7 +37,7 @@ def _adapter_limits(llm: AsyncLLM) -> AdapterLimits | None:
 
 
 def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
-    """The tokens at which vLLM ends a turn by itself: the tokenizer's and the generation config's."""
+    """The tokens at which vLLM ends a turn: the tokenizer's and the generation config's."""
     own = llm.renderer.get_eos_token_id()
     further = cast(
         "int | list[int] | None", llm.model_config.try_get_generation_config().get("eos_token_id")
@@ -48,7 +48,7 @@ def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
 
 
 def _snapshot(model: ModelConfig) -> Path | None:
-    """The folder that vLLM loaded the model from."""
+    """The folder that vLLM loaded the model from, if it is in the local cache."""
     if (folder := Path(model.model)).is_dir():
         return folder
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]

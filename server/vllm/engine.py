@@ -1,18 +1,17 @@
-"""The engine of `penstock serve`: vLLM's AsyncLLM behind the seam.
+"""The engine of `penstock serve`: vLLM's AsyncLLM behind the Engine interface.
 
-vLLM runs its scheduler and the model in a process of its own, the engine process; here is its
-front end. Three facts carry the contract:
+vLLM runs its scheduler and the model in a separate process, the engine process. This module drives
+its front end. The contract rests on three facts:
 
 - The engine process attaches a label to the output of each step. The label is the weight version: "0" for
-  the base model, then what `load` set, and it can only change while paused. vLLM's front end keeps,
-  for each request, the token index at which each label began; deltas are cut at these, whatever vLLM
-  gathers into one output.
-- The engine process handles its commands in the order they were sent. So a command that is answered
-  proves that those sent before it have taken effect: `abort` ends with such a round trip.
-- The engine process dies with this one, however it dies: see `vllm_process`.
+  the base model, then what `load` set. It can only change while paused. For each request, vLLM's front end
+  keeps the token index at which each label began. Deltas are cut at these, however vLLM groups its outputs.
+- The engine process handles its commands in the order they were sent. So the answer to a command
+  proves that earlier commands have taken effect. `abort` ends with such a round trip.
+- The engine process dies with this one, however this one dies; see `vllm_process`.
 
-An adapter is a LoRA of vLLM's with the version as its id. The label of a step names the full weights under
-it, so the deltas of a request that an adapter samples carry the adapter's version instead.
+An adapter is a vLLM LoRA with the version as its id. The label of a step names the full weights
+under it, so the deltas of a request that an adapter samples carry the adapter's version instead.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ __all__ = ["VllmEngine", "describe_options", "engine_arguments"]
 T = TypeVar("T")
 
 BASE_VERSION = 0
-# Before every request of a caller's.
+# Ahead of every request of a caller.
 PROBE_PRIORITY = -(1 << 40)
 EXIT_SECONDS = 2.0
-# vLLM silently raises a temperature between zero and this to it.
+# vLLM silently raises temperatures between zero and this value to it.
 LOWEST_TEMPERATURE = 0.01
 
 FINISHES = {
@@ -81,7 +80,7 @@ FINISHES = {
 
 
 class VllmEngine:
-    """vLLM behind the seam; see `penstock.server.engine.protocol.Engine` for what each method promises."""
+    """vLLM behind the interface of `penstock.server.engine.protocol.Engine`, which documents each method."""
 
     def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: LoadReport) -> None:
         self._owner = owner
@@ -89,21 +88,21 @@ class VllmEngine:
         self._load = load
         self._weight_version = BASE_VERSION
         self._prepared: StagedWeights | None = None
-        """What the engine process was last asked to make ready, and was not given since."""
+        """The version last prepared in the engine process and not loaded since."""
         self._adapters: dict[int, LoRARequest] = {}
         self._scored = 0
         self._collective = VllmCollective(llm, self._ask, self._give_up)
         self._given_up = ""
-        """Why this side ended the engine process, where it did."""
+        """Why this side ended the engine process, if it did."""
         self._closing = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._description = describe(llm)
 
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs) -> VllmEngine:
-        """Starts the engine process, loads the model and samples a first token.
+        """Start the engine process, load the model and sample a first token.
 
-        The event loop stays free meanwhile. Raises what vLLM raises on arguments it cannot serve.
+        Does not block the event loop. Raises what vLLM raises on arguments it cannot serve.
         """
         load = LoadReport()
         owner = EngineOwner(arguments, load)
@@ -117,12 +116,12 @@ class VllmEngine:
         return engine
 
     async def _begin(self) -> None:
-        # vLLM would start this task with the first request; until then nobody would notice a death.
+        # vLLM would start this task with the first request, and a death before that would go unnoticed.
         self._llm._run_output_handler()  # pyright: ignore[reportPrivateUsage]
         if handler := self._output_handler:
             handler.add_done_callback(self._note_death)
         await self._ask(self._llm.update_weight_version(str(BASE_VERSION)))
-        # The first step of a process costs seconds on the CPU; nobody's turn should pay for it.
+        # The first step of a process takes seconds on the CPU. No caller's turn should pay for it.
         prompt = np.zeros(1, np.int32)
         sampling = Sampling(max_tokens=2)
         warm_up = EngineRequest("warm-up", prompt, sampling, "warm-up")
@@ -134,11 +133,11 @@ class VllmEngine:
         return self._description
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
-        # The engine process reads its commands in order: it has this request before a later pause.
+        # The engine process reads its commands in order, so it has this request before a later pause.
         collector = await self._submit(request)
         if request.adapter_version is not None:
             return self._deltas(collector, ((str(request.adapter_version), 0),))
-        # vLLM appends to this list as labels change, before it hands over their tokens.
+        # vLLM appends to this list when labels change, before it passes on their tokens.
         state = self._llm.output_processor.request_states.get(collector.request_id)
         return self._deltas(collector, state.weight_version_starts if state else None)
 
@@ -153,10 +152,10 @@ class VllmEngine:
                 finished = output.finished
                 completion = output.outputs[0]
                 if isinstance(completion.stop_reason, str):
-                    # vLLM's front end found the stop string, and may tell the engine process only after
-                    # it has handed this over: an adapter could be removed in between.
+                    # vLLM's front end found the stop string. It may tell the engine process only after it
+                    # has passed on this output, and an adapter could be removed in between.
                     await self._llm.engine_core.abort_requests_async([collector.request_id])
-                if starts is None:  # It finished before it could be looked up.
+                if starts is None:  # The request finished before it could be looked up.
                     spans = completion.weight_versions or []
                     starts = [(span.version, span.start) for span in spans]
                 for delta in self._cut(output, completion, position, starts):
@@ -170,14 +169,14 @@ class VllmEngine:
                 await self._llm.abort(collector.request_id, internal=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        # vLLM's front end ends the iterators at once and drops what comes later; only then does it
-        # tell the engine process, whose answer to the next command shows that it has obeyed.
+        # vLLM's front end ends the iterators at once and drops later outputs. Only then does it tell the
+        # engine process, whose answer to the next command shows that it has obeyed.
         await self._llm.abort(list(request_ids))
         await self._ask(self._llm.engine_core.is_scheduler_paused_async())
 
     async def pause(self, *, drop_cache: bool) -> None:
-        # Not AsyncLLM.pause_generation, which adds a sleep so that outputs arrive before it returns:
-        # here they carry their version, and may come when they come.
+        # Not AsyncLLM.pause_generation, which sleeps so that outputs arrive before it returns. Here outputs
+        # carry their version and may arrive at any time.
         core = self._llm.engine_core
         await self._ask(core.pause_scheduler_async(mode="keep", clear_cache=drop_cache))
 
@@ -187,7 +186,7 @@ class VllmEngine:
         more = True
         try:
             while more:
-                # Between two commands the engine process does a step, if there is anything to do.
+                # Between two commands the engine process runs a step if it has any work.
                 asked = cast(
                     "Awaitable[list[bool]]",
                     self._llm.collective_rpc("prepare_weights", args=(update,)),  # pyright: ignore[reportUnknownMemberType]
@@ -195,14 +194,14 @@ class VllmEngine:
                 update, more = None, any(await self._ask(asked))
         except EngineLost:
             raise
-        except Exception as error:  # As bare as for `load`.
+        except Exception as error:  # A bare Exception, as in `load`.
             raise EngineLoadFailed(
                 f"making weight version {weights.weight_version} ready failed: {error}"
             ) from error
         self._prepared = weights
 
     async def load(self, weights: StagedWeights) -> None:
-        # The very object: others can have its number, or its place.
+        # The same object, because another version may have the same number or the same file.
         prepared, self._prepared = weights is self._prepared, None
         described = {**_update_info(weights), "prepared": prepared}
         update = WeightTransferUpdateRequest(update_info=described)
@@ -243,21 +242,21 @@ class VllmEngine:
             added = await self._ask(self._llm.add_lora(lora))
         except EngineLost:
             raise
-        except Exception as error:  # As bare as for `load`.
+        except Exception as error:  # A bare Exception, as in `load`.
             raise EngineLoadFailed(f"adding adapter {version} failed: {error}") from error
         if not added:
             raise EngineLoadFailed(f"adding adapter {version} failed: vLLM did not take it")
         self._adapters[version] = lora
 
     async def remove_adapter(self, weight_version: int) -> None:
-        # The engine process has been told of the end of every request that names it.
+        # The engine process already knows of the end of every request with this adapter.
         del self._adapters[weight_version]
         await self._ask(self._llm.remove_lora(weight_version))
 
     async def score(
         self, token_ids: NDArray[np.int32], adapter_version: int | None = None
     ) -> NDArray[np.float32]:
-        # vLLM scores a prompt by its logits as they are, and without its cache.
+        # vLLM scores a prompt by its unmodified logits and without its cache.
         self._scored += 1
         params = SamplingParams(
             temperature=0.0,
@@ -274,21 +273,21 @@ class VllmEngine:
         )
         collector = await self._submit(request, params)
         try:
-            # Only the last output comes, with everything.
+            # FINAL_ONLY: the only output is the complete one.
             output = cast(RequestOutput, collector.get_nowait() or await collector.get())
         except EngineDeadError as error:
             raise EngineLost(self._reason()) from error
         except asyncio.CancelledError:
             await self._llm.abort(collector.request_id, internal=True)
             raise
-        # The first token has none.
+        # The first token has no log-probability.
         scored = cast(FlatLogprobs, output.prompt_logprobs).logprobs
         if len(scored) != len(token_ids) - 1:
             raise RuntimeError(f"{len(token_ids)} tokens were scored with {len(scored)} values")
         return np.asarray(scored, np.float32)
 
     def stats(self) -> EngineStats:
-        # vLLM reports with each step, so the last report of an idle engine is of a busy one.
+        # vLLM reports with each step, so the last report of an idle engine shows it busy.
         load, idle = self._load, self._llm.get_num_unfinished_requests() == 0
         running, waiting = (0, 0) if idle else (load.running, load.waiting)
         return EngineStats(running, waiting, load.kv_cache_usage, load.preemptions)
@@ -300,7 +299,7 @@ class VllmEngine:
         if self._closing:
             return
         self._closing = True
-        # vLLM's shutdown would leave open iterators waiting for ever, and call a stop a failure.
+        # vLLM's shutdown would leave open iterators waiting forever and report the stop as a failure.
         self._llm.output_processor.propagate_error(EngineDeadError())
         if handler := self._output_handler:
             handler.cancel()
@@ -373,7 +372,7 @@ class VllmEngine:
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
             max_tokens=sampling.max_tokens,
-            logprobs=0,  # That of the sampled token, and no others.
+            logprobs=0,  # Only that of the sampled token.
             flat_logprobs=True,
             # Only stop strings need text; they may be special tokens.
             detokenize=bool(sampling.stop),
@@ -390,9 +389,9 @@ class VllmEngine:
         self._weight_version = version
 
     async def _ask(self, answer: Awaitable[T]) -> T:
-        """The engine process's answer, or EngineLost once there can be none.
+        """The engine process's answer. Raises EngineLost once there can be none.
 
-        A caller that is cancelled leaves the command to its end: half an update is none.
+        If the caller is cancelled, the command still runs to its end: half an update must not remain.
         """
         asked = asyncio.ensure_future(answer)
         await asyncio.wait({asked, self._death}, return_when=asyncio.FIRST_COMPLETED)
@@ -406,7 +405,7 @@ class VllmEngine:
 
     @property
     def _output_handler(self) -> asyncio.Task[None] | None:
-        """The task that hands outputs on; it ends only with the engine process."""
+        """The task that passes outputs on; it ends only with the engine process."""
         return cast("asyncio.Task[None] | None", self._llm.output_handler)  # pyright: ignore[reportUnknownMemberType]
 
     def _note_death(self, _: asyncio.Task[None]) -> None:
@@ -414,14 +413,14 @@ class VllmEngine:
             self._mourning = asyncio.create_task(self._mourn())
 
     async def _mourn(self) -> None:
-        # A dying process closes its pipes, which is what vLLM notices, before it has an exit code.
+        # vLLM notices that a dying process closes its pipes, which is before it has an exit code.
         for process in self._manager.processes:
             await asyncio.to_thread(process.join, EXIT_SECONDS)
         if not self._death.done():
             self._death.set_result(self._reason())
 
     def _give_up(self, reason: str) -> None:
-        """Ends an engine process that answers no more."""
+        """Kill an engine process that no longer answers."""
         self._given_up = reason
         for process in self._manager.processes:
             process.kill()
@@ -443,9 +442,9 @@ class VllmEngine:
 def version_pieces(
     starts: Sequence[tuple[str, int]], begin: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Cuts the tokens [begin, end) where the weight version changes: (begin, end, version) each.
+    """Cut the tokens [begin, end) where the weight version changes. Yields (begin, end, version) pieces.
 
-    `starts` names, in order, the label and first token of each version of the request.
+    `starts` has, in order, the label and first token of each version of the request.
     """
     for index, (label, start) in enumerate(starts):
         stop = starts[index + 1][1] if index + 1 < len(starts) else end
@@ -455,7 +454,7 @@ def version_pieces(
 
 
 def _update_info(weights: StagedWeights) -> dict[str, object]:
-    """What `vllm_weight_engine.StagedFile` is made of, in the worker."""
+    """Fields of `vllm_weight_engine.StagedFile` for the worker."""
     return {
         "path": str(weights.path),
         "names": [tensor.name for tensor in weights.tensors],

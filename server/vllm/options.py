@@ -29,9 +29,9 @@ KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 1 << 30
 
 DEFAULTS = (
-    # Log-probabilities of the distribution that was sampled from, temperature and truncation included.
+    # Log-probabilities of the distribution that was sampled from, including temperature and truncation.
     *("--logprobs-mode", "processed_logprobs"),
-    # Sampling is what the request says, never what generation_config.json adds.
+    # Only the request determines the sampling, never generation_config.json.
     *("--generation-config", "vllm"),
     *("--scheduling-policy", "priority"),
     "--enable-prefix-caching",
@@ -40,20 +40,20 @@ DEFAULTS = (
 CPU_DEFAULTS = (
     # A compiler pass at each start costs more than it gains here.
     "--enforce-eager",
-    # vLLM's default on the CPU, 128, shares next to nothing between short prompts.
+    # vLLM's default on the CPU, 128, shares almost nothing between short prompts.
     *("--block-size", "32"),
 )
 
 
 class _Parser(FlexibleArgumentParser):
-    """Raises where argparse would print and exit."""
+    """Raises ValueError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
-    """vLLM's engine arguments from its own command line options; a later option wins.
+    """Build vLLM's engine arguments from its own command line options; a later option wins.
 
     Raises ValueError with the parser's message.
     """
@@ -61,13 +61,13 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
     parser = AsyncEngineArgs.add_cli_args(_Parser(prog="penstock serve", add_help=False))
     defaults = [*DEFAULTS, *(CPU_DEFAULTS if on_cpu else ())]
     if on_cpu and not computes_bfloat16("cpu"):
-        # vLLM's default is the checkpoint's own, which here would be computed by conversions.
+        # vLLM defaults to the checkpoint's dtype, which this CPU would compute by conversions.
         defaults += ("--dtype", "float32")
     namespace = cast(argparse.Namespace, parser.parse_args([*defaults, *options]))
     arguments = AsyncEngineArgs.from_cli_args(namespace)
     if arguments.worker_extension_cls not in ("", WORKER_EXTENSION):
         raise ValueError(
-            "--worker-extension-cls is Penstock's own: it loads the weights, "
+            "--worker-extension-cls is reserved: Penstock uses it to load the weights, "
             f"got {arguments.worker_extension_cls!r}"
         )
     arguments.worker_extension_cls = WORKER_EXTENSION
@@ -82,7 +82,7 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
 
 
 def describe_options(arguments: AsyncEngineArgs) -> dict[str, object]:
-    """The options that differ from vLLM's own defaults, by field name, as JSON can hold them."""
+    """The options that differ from vLLM's defaults, by field name, as values that JSON can hold."""
     described: dict[str, object] = {}
     for option in dataclasses.fields(arguments):
         value: object = getattr(arguments, option.name)
@@ -95,7 +95,7 @@ def describe_options(arguments: AsyncEngineArgs) -> dict[str, object]:
 
 
 def _memory_bytes() -> int:
-    """Memory of the machine, or of the container where that is less."""
+    """Memory of the machine, or of the container if that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():

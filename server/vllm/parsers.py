@@ -1,7 +1,7 @@
 """vLLM's parsers of tool calls and reasoning, chosen by vLLM's own names.
 
-The only module that imports them. A parser that fails at a text is no failure of the turn: the text comes
-back as content, with the reason, which the parsers themselves only log.
+This is the only module that imports them. If a parser fails on a text, the turn does not fail. The text is
+returned as content, together with the reason, which the parsers themselves only log.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from vllm.tool_parsers import ToolParserManager
 from penstock.server.text.renderer import Parsed, ParsedCall, Tool
 from penstock.server.text.streaming import StreamParser
 
-# Where the parsers say what begins a call; what each calls it.
+# Attributes and terminals that hold the text with which a call begins; names differ between parsers.
 _MARK_NAMES = re.compile(r"tool_calls?_(start|begin)(_token)?|tool_start_token|bot_token")
 _TERMINALS = ("TOOL_START", "TOOL_SECTION_START", "TOOL_REQUESTS_START")
 _GENERATED_ID = "chatcmpl-tool-"
 MAX_DEPTH = 100
-"""Of arguments: readers of JSON have bounds of their own, vLLM's models one of 255."""
+"""Maximum depth of arguments. JSON readers have their own bounds; that of vLLM's models is 255."""
 PROMPT_END = 16
-"""Tokens at the end of a prompt among which is what begins the reasoning, where the template writes it."""
+"""Tokens at the end of a prompt that are searched for the start of the reasoning, if the template
+writes it."""
 
 _failures: ContextVar[list[BaseException] | None] = ContextVar("_failures", default=None)
 
 
 class ParserUnknown(ValueError):
-    """No parser has this name, or it cannot read this model's tokens; the message lists those there are."""
+    """No parser has this name, or it cannot read this model's tokens. The message lists the known names."""
 
 
 def check_names(tool_parser: str, reasoning_parser: str) -> None:
-    """Raises ParserUnknown for a name that vLLM has no parser of; empty names are none."""
+    """Raise ParserUnknown for a name that vLLM has no parser of; empty names mean no parser."""
     managers = (
         ("conversation.tool_parser", tool_parser, ToolParserManager),
         ("conversation.reasoning_parser", reasoning_parser, ReasoningParserManager),
@@ -55,14 +56,14 @@ def check_names(tool_parser: str, reasoning_parser: str) -> None:
 
 
 class VllmParsers:
-    """Implements the OutputParser seam; see `conversation`."""
+    """Implements the OutputParser interface; see `conversation`."""
 
     def __init__(self, tokenizer: object, tool_parser: str, reasoning_parser: str) -> None:
-        """`tokenizer` is a Hugging Face one. Raises ParserUnknown."""
+        """`tokenizer` is a Hugging Face tokenizer. Raises ParserUnknown."""
         check_names(tool_parser, reasoning_parser)
         _keep_failures()
-        # vLLM's manager is untyped where it matters; a parser is made anew for each text, because it
-        # keeps state, and reads the vocabulary, which is kept.
+        # vLLM's manager is untyped. Each text gets a new parser, because parsers keep state. A parser reads
+        # the vocabulary, which the cached tokenizer keeps.
         self._tokenizer: Any = get_cached_tokenizer(cast("Any", tokenizer))
         try:
             found = ParserManager.get_parser(
@@ -86,7 +87,6 @@ class VllmParsers:
         prompt_token_ids: Sequence[int],
         tools: Sequence[Tool],
     ) -> Parsed:
-        """See OutputParser."""
         failures: list[BaseException] = []
         token = _failures.set(failures)
         try:
@@ -100,7 +100,7 @@ class VllmParsers:
                 content, calls = (content if kept or not begun else text), ()
             count = self._count(token_ids, prompt_token_ids) if reasoning else 0
         except Exception as failure:
-            # Parsers are programs that raise what they like at text they do not expect.
+            # Parsers may raise anything on text they do not expect.
             return Parsed(text, error=f"{self._name or 'the reasoning parser'}: {failure!r}")
         finally:
             _failures.reset(token)
@@ -129,12 +129,12 @@ class VllmParsers:
         return reasoning or "", content or "", found
 
     def _count(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int]) -> int:
-        """How many tokens of a turn that holds reasoning are reasoning."""
+        """Number of reasoning tokens in a turn that has reasoning."""
         parser = self._parser_class(self._tokenizer)
         count = int(parser.count_reasoning_tokens(list(token_ids)))
         if count:
             return count
-        # Some find none where the prompt ends in what begins it.
+        # Some parsers find none if the prompt already ends with the start of the reasoning.
         before = list(prompt_token_ids[-PROMPT_END:])
         both, alone = (
             int(self._parser_class(self._tokenizer).count_reasoning_tokens(tokens))
@@ -143,7 +143,6 @@ class VllmParsers:
         return max(0, both - alone)
 
     def stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> StreamParser:
-        """See OutputParser."""
         request = _request(tools)
         parser = self._parser_class(self._tokenizer, request.tools)
         prompt = list(prompt_token_ids)
@@ -160,7 +159,7 @@ class VllmParsers:
     def _error(
         self, text: str, calls: Sequence[ParsedCall], failures: Sequence[BaseException]
     ) -> str:
-        """Why a text that holds a call holds none that can be made; empty where it is as it should be."""
+        """Why the text's call cannot be made; empty if there is no problem."""
         for call in calls:
             if wrong := _wrong(call):
                 return wrong
@@ -170,24 +169,24 @@ class VllmParsers:
             return f"the tool call is cut off: {self._opens} without {self._closes}"
         begun = next((mark for mark in self._begins if mark in text), None)
         if begun is not None and not calls:
-            return f"what follows {begun} is no tool call as {self._name} reads it"
+            return f"the text after {begun} is not a tool call that {self._name} can read"
         return ""
 
 
 def _wrong(call: ParsedCall) -> str:
-    """Why a call cannot be handed out; empty where it can. Python reads as JSON, and parsers write, what
-    is none, and what nobody else reads."""
+    """Why a call cannot be passed on; empty if it can. Python's JSON reader, and parsers, accept
+    and produce values that are not JSON and that other readers refuse."""
     try:
         arguments: Any = json.loads(call.arguments_json)
-        # NaN is no JSON; half a character, which JSON can spell, is no text.
+        # NaN is not JSON. A lone surrogate, which JSON can spell, is not text.
         json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
         (call.name + call.arguments_json).encode()
     except (ValueError, RecursionError) as error:
-        return f"the arguments of {call.name!r} are no JSON: {error}"
+        return f"the arguments of {call.name!r} are not JSON: {error}"
     if not isinstance(arguments, dict):
-        return f"the arguments of {call.name!r} are no JSON object"
+        return f"the arguments of {call.name!r} are not a JSON object"
     if _is_deeper(arguments, MAX_DEPTH):
-        return f"the arguments of {call.name!r} are more than {MAX_DEPTH} deep"
+        return f"the arguments of {call.name!r} are nested more than {MAX_DEPTH} deep"
     return ""
 
 
@@ -205,7 +204,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _request(tools: Sequence[Tool]) -> Any:
-    """The request that the parsers want to see: only its tools count."""
+    """A request with these tools, as the parsers expect one. Its other fields do not matter."""
     described = [
         {
             "type": "function",
@@ -225,12 +224,12 @@ def _request(tools: Sequence[Tool]) -> Any:
 
 
 def _own_id(call_id: str | None) -> str:
-    """The id of a call, where the parser did not draw one."""
+    """The id of a call if the model wrote it; empty if the parser generated it."""
     return "" if call_id is None or call_id.startswith(_GENERATED_ID) else call_id
 
 
 def _marks(parser: Any) -> tuple[tuple[str, ...], str, str]:
-    """Texts with which tool calls begin; and what opens and what closes a call that is always closed."""
+    """Texts that begin tool calls, and the opening and closing text of calls that are always closed."""
     tool_parser = parser.tool_parser
     if tool_parser is None:
         return (), "", ""
@@ -256,7 +255,7 @@ def _texts(found: Iterable[object]) -> tuple[str, ...]:
 
 
 class _KeepFailures(logging.Handler):
-    """Keeps what a parser logs that it failed at for whoever called it; the rest goes on its way."""
+    """Keeps exceptions that a parser logs for the caller of the parser; passes other records on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         kept = _failures.get()

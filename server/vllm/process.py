@@ -1,7 +1,7 @@
-"""Starting vLLM, and tying its process to ours.
+"""Starting vLLM, and tying its process to this one.
 
-The kernel binds the engine process to the *thread* that spawned it (see `parent_death`). So a thread
-of its own builds the engine, while the event loop goes on, and then only waits to be released.
+The kernel binds the engine process to the *thread* that spawned it (see `parent_death`). So a dedicated
+thread builds the engine, while the event loop stays free, and then only waits to be released.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHUTDOWN_SECONDS = 5.0
 
 
 class EngineOwner:
-    """The thread that builds the engine, and whose life the engine process is bound to."""
+    """The thread that builds the engine, and to whose life the engine process is bound."""
 
     def __init__(self, arguments: AsyncEngineArgs, load: LoadReport) -> None:
         self._arguments = arguments
@@ -41,7 +41,7 @@ class EngineOwner:
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[AsyncLLM] = self._loop.create_future()
         self._released = threading.Event()
-        # A daemon: a server that exits without `close` takes the engine process with it.
+        # A daemon thread: if the server exits without `close`, the engine process dies with it.
         self._thread = threading.Thread(target=self._own, name="engine-owner", daemon=True)
 
     async def build(self) -> AsyncLLM:
@@ -71,14 +71,14 @@ class EngineOwner:
 
 
 class LoadReport(StatLoggerBase):
-    """The engine's last report of its own load, summed over data parallel ranks."""
+    """The engine's last report of its load, summed over data parallel ranks."""
 
     def __init__(self, vllm_config: VllmConfig | None = None, engine_index: int = 0) -> None:
         self._reports: dict[int, SchedulerStats] = {}
         self.preemptions = 0
 
     def __call__(self, vllm_config: VllmConfig, engine_index: int) -> LoadReport:
-        """This object serves as the factory that vLLM asks for."""
+        """Return this object, so that it serves as the factory that vLLM expects."""
         return self
 
     def record(
@@ -94,7 +94,7 @@ class LoadReport(StatLoggerBase):
             self.preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Suppress vLLM's own log line."""
 
     @property
     def running(self) -> int:
@@ -111,19 +111,19 @@ class LoadReport(StatLoggerBase):
 
 class _Engine(AsyncLLM):
     def __del__(self) -> None:
-        """Nothing, where AsyncLLM shuts down: the interpreter may be half gone by then.
+        """Do nothing. AsyncLLM shuts down here, when the interpreter may be half gone already.
 
-        `VllmEngine.close` shuts down; without it the engine process dies with this one.
+        `VllmEngine.close` shuts down. Without it the engine process dies with this one.
         """
 
 
 def shut_down(llm: AsyncLLM) -> None:
-    """Ends the engine; returns when its processes are gone."""
+    """Shut the engine down. Returns when its processes are gone."""
     manager = cast("object", llm.engine_core.resources.engine_manager)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     processes = list(manager.processes) if isinstance(manager, CoreEngineProcManager) else []
     llm.shutdown(SHUTDOWN_SECONDS)
     for process in processes:
-        # Those that took longer were killed, and vLLM does not wait for them.
+        # vLLM kills processes that took longer, and does not wait for them.
         process.join()
 
 
@@ -135,17 +135,17 @@ def _build(arguments: AsyncEngineArgs, load: LoadReport) -> AsyncLLM:
         llm = _Engine(
             config,
             Executor.get_class(config),
-            # A stat logger of our own turns vLLM's statistics on, without its log lines.
+            # A custom stat logger enables vLLM's statistics without its log lines.
             log_stats=False,
             log_requests=False,
             stat_loggers=[load],
         )
-    # vLLM adds Prometheus to any other; nothing here serves it, and it costs every step.
+    # vLLM adds a Prometheus logger, which is not served here and costs time in every step.
     if llm.logger_manager is not None:
         llm.logger_manager.stat_loggers[:] = llm.logger_manager.stat_loggers[:1]
     if endpoint := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        # Given before, vLLM would set up a second exporter, here and in the engine process. Its spans
-        # go through this process's own provider.
+        # If this were set earlier, vLLM would set up a second exporter, here and in the engine process. Now
+        # its spans go through this process's own provider.
         llm.observability_config.otlp_traces_endpoint = endpoint
         llm.output_processor.tracing_enabled = True
     return llm

@@ -1,6 +1,6 @@
-"""What the header of an upload says, once it is known to make sense by itself.
+"""Reading the header of an upload, and checking everything that does not depend on the server's state.
 
-Whether the version is in order, and its tensors are the model's, is for `weight_versions` and the stage.
+`weight_versions` and the stage check that the version is in order and that its tensors are the model's.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class InlineSource:
-    """Bytes in the chunks of the stream."""
+    """The payload comes in chunks of the stream."""
 
     length_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSource:
-    """Bytes in a file in memory of the same host."""
+    """The payload is a file in memory of the same host."""
 
     name: str
     host_namespace: str
     progress_offset_bytes: int | None = None
-    """Where the progress word of what the uploader is still filling is, zero for nowhere; None where all of
-    it is there."""
+    """Offset of the progress word of a file that the uploader is still filling, or zero if it has
+    none. None if the file is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """Bytes in a folder of safetensors files."""
+    """The bytes are in a folder of safetensors files."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSource:
-    """Bytes by a collective that the engine has joined."""
+    """The bytes come by a collective that the engine has joined."""
 
     backend: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSource:
-    """Bytes of a full version at another server."""
+    """The bytes of a full version are at another server."""
 
     address: str
     weight_version: int
-    """What that server calls it."""
+    """Number of the version at that server."""
 
 
 Source = InlineSource | SharedSource | CheckpointSource | CollectiveSource | PeerSource
@@ -91,28 +91,28 @@ class Announced:
     """Zero for a full upload."""
     trainer_epoch: int
     digest: bytes
-    """SHA-256 of the header as it was sent: the same again means the same upload, but for one that is
-    still being filled, which has its checksums in the commit."""
+    """SHA-256 of the header as sent. The same digest means the same upload, except if the payload is still
+    being filled: then the checksums are in the commit."""
     source: Source
     manifest: tuple[ManifestTensor, ...]
     immediate: bool
     """Whether to switch on commit."""
     in_flight: InFlight | None
-    """None is the server's default."""
+    """None means the server's default."""
     probe: Probe | None
     adapter: AdapterShape | None = None
     """None for full weights."""
 
     @property
     def filling(self) -> bool:
-        """Whether the payload is still being filled, and its checksums come with the commit."""
+        """Whether the payload is still being filled and its checksums come with the commit."""
         source = self.source
         return isinstance(source, SharedSource) and source.progress_offset_bytes is not None
 
     def read_commit(self, commit: weights_pb2.WeightCommit) -> tuple[int, ...]:
-        """XXH3-64 of each tensor, in the manifest's order, where both sides mean the same header.
+        """Check that the commit names this header. Returns XXH3-64 of each tensor, in the manifest's order.
 
-        Raises CHECKSUM_MISMATCH, FIELD_INVALID.
+        Raises CHECKSUM_MISMATCH or FIELD_INVALID.
         """
         if commit.header_sha256 != self.digest:
             raise DomainError(
@@ -131,14 +131,14 @@ class Announced:
 
 
 def read_header(received: Header, description: EngineDescription) -> Announced:
-    """Raises FIELD_INVALID for anything unset, unknown or out of range."""
+    """Read a header. Raises FIELD_INVALID for anything unset, unknown or out of range."""
     header = received.message
     adapter = read_adapter(header, description) if header.HasField("adapter") else None
     source = _read_source(header)
     if isinstance(source, CheckpointSource | PeerSource) and header.base_weight_version:
         raise FieldInvalid(
             "header.base_weight_version",
-            "must be zero with a checkpoint or a peer, which have all of it",
+            "must be zero with a checkpoint or a peer, which provide all tensors in full",
             header.base_weight_version,
         )
     if isinstance(source, PeerSource) and adapter is not None:
@@ -167,7 +167,7 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
 
 
 def read_in_flight(policy: int) -> InFlight | None:
-    """The policy of a message; None is the server's default. Raises FIELD_INVALID."""
+    """The policy of a message; None means the server's default. Raises FIELD_INVALID."""
     if policy == weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED:
         return None
     known = {int(number): value for number, value in IN_FLIGHT_POLICIES.items()}
@@ -224,14 +224,14 @@ def _check_filling(header: weights_pb2.WeightHeader) -> None:
     if header.base_weight_version:
         raise FieldInvalid(
             "header.base_weight_version",
-            "must be zero where memory is still being filled: a delta is there in full",
+            "must be zero while memory is still being filled: a delta must be complete first",
             header.base_weight_version,
         )
     for spec in header.tensors:
         if spec.xxh3:
             raise FieldInvalid(
                 "header.tensors.xxh3",
-                f"of {spec.name} must be zero where memory is still being filled: the commit has it",
+                f"of {spec.name} must be zero while memory is still being filled: the commit has it",
                 spec.xxh3,
             )
 

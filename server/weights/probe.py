@@ -1,6 +1,6 @@
-"""The probe: a fixed sequence that the trainer scored, and how far the engine's own score is from it.
+"""The probe: a fixed sequence that the trainer scored, compared with the engine's own score of it.
 
-Checksums prove that bytes arrived; this proves that the engine computes with them.
+Checksums prove that the bytes arrived; the probe proves that the engine computes with them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ WeightProbeResult = twin(weights_pb2.WeightProbeResult)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What the engine has to come to."""
+    """A token sequence and the trainer's log-probabilities for it."""
 
     token_ids: NDArray[np.int32]
     """Shape [n], n >= 2."""
     logprobs: NDArray[np.float32]
     """Of each token but the first, at temperature 1, shape [n - 1]."""
     tolerance: float
-    """Largest allowed mean of the absolute differences, in nats."""
+    """Maximum mean of the absolute differences, in nats."""
 
     def message(self) -> weights_pb2.WeightProbe:
-        """As it travels."""
+        """The probe as a protobuf message."""
         return weights_pb2.WeightProbe(
             token_ids=self.token_ids.tolist(),
             logprobs=self.logprobs.tolist(),
@@ -44,31 +44,31 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """How far the engine's score is from the trainer's, in nats; NaN where it is no number."""
+    """Differences between the engine's and the trainer's scores, in nats; may be NaN."""
 
     mean_difference: float
     max_difference: float
 
     def message(self) -> weights_pb2.WeightProbeResult:
-        """As it travels."""
+        """The result as a protobuf message."""
         return WeightProbeResult(
             mean_difference=self.mean_difference, max_difference=self.max_difference
         )
 
 
 def compare(probe: Probe, scored: NDArray[np.float32]) -> ProbeResult:
-    """The mean and the largest absolute difference."""
+    """Compute the mean and the largest absolute difference."""
     differences = np.abs(scored.astype(np.float64) - probe.logprobs)
     return ProbeResult(float(differences.mean()), float(differences.max()))
 
 
 def read_probe(message: weights_pb2.WeightProbe, description: EngineDescription) -> Probe:
-    """The probe of a header. Raises FIELD_INVALID where the engine could not score it."""
+    """Read the probe of a header. Raises FIELD_INVALID if the engine could not score it."""
     try:
         token_ids, logprobs = codec.token_ids(message), codec.logprobs(message)
     except codec.MalformedMessage as error:
         raise FieldInvalid("header.probe", str(error)) from error
-    # One more token is sampled after it, and thrown away.
+    # The engine samples one more token after it, which is discarded.
     longest = description.max_context_length - 1
     if not 2 <= len(token_ids) <= longest:
         raise FieldInvalid(

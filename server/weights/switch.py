@@ -1,40 +1,44 @@
-"""Switching weight versions: pause -> load -> resume under one lock, and back where that fails.
+"""Switching weight versions: pause -> load -> resume under one lock, with a way back on failure.
 
-`switch` loads a staged version; `change` takes any load, such as one that a collective brings.
+`switch` loads a staged version. `change` runs any load, for example one that receives a collective.
 
 Order of events of a switch to version v:
 
-0. The engine makes v ready, as far as it can beside what it samples with. Nothing else has changed yet.
+0. The engine prepares v as far as it can next to the weights it samples with. Nothing else changes yet.
 1. The gate closes: new turns wait (up to their deadline), admissions under way finish.
-2. Turns in flight are drained or aborted where the policy says so; turns that require the old version
-   are always aborted, since they must not sample under another.
-3. The engine pauses at a step boundary, loads, and is told that what follows is v.
-4. The engine resumes. Where there is a probe it is scored now, and what turns in flight sample is withheld
-   until the score is right.
-5. v is the active version; the gate opens.
+2. Turns in flight are drained or aborted if the policy requires it. Turns that require the old version
+   are always aborted, because they must not sample under another.
+3. The engine pauses at a step boundary, loads, and labels everything after that with v.
+4. The engine resumes. If there is a probe, the switch scores it now. Tokens that turns in flight sample
+   are withheld until the score is confirmed.
+5. v becomes the active version and the gate opens.
 
-What a failure does: making ready what cannot be loaded leaves the old version serving, and so does a pause
-that fails or a load that is refused before it has changed anything. After a load that fails, the version
-before is loaded again and goes on as if nothing had been. After a probe that fails, turns in flight
-end ABORTED at the last token of the version before, and then that is loaded again. Where there is no way
-back, or it fails too, the engine holds weights nobody can trust: turns in flight end ABORTED with what they
-have, every admission is refused with WEIGHTS_INCONSISTENT, and only another complete load heals it, with
-which the cache goes, whatever the policy. The same follows where it is seen only afterwards that the bytes
-were written to while they were loaded (`distrust`).
+Failures:
+
+- A failed preparation, a failed pause, or a load refused before it changed anything leaves the old version
+  serving.
+- After a failed load, the engine loads the previous version again and continues undisturbed.
+- After a failed probe, turns in flight end ABORTED at the last token of the previous version. Then the
+  engine loads that version again.
+- If going back is impossible or fails too, the weights in the engine cannot be trusted. Turns in flight
+  end ABORTED with the tokens they have, and every admission is refused with WEIGHTS_INCONSISTENT. Only
+  another complete load heals this; it drops the cache under every policy.
+- The same applies if a later check shows that the bytes were written to while the engine loaded them
+  (`distrust`).
 
 | policy | turns in flight | their cache |
 |---|---|---|
-| KEEP | freeze, go on under v | kept as the old weights computed it |
-| RECOMPUTE | freeze, go on under v | dropped, computed again under v |
+| KEEP | freeze, continue under v | kept as computed by the old weights |
+| RECOMPUTE | freeze, continue under v | dropped, recomputed under v |
 | DRAIN | finish first under the old version | dropped |
 | ABORT | end ABORTED | dropped |
 
-An adapter becomes active without a pause: see `adapter_versions`, which closes the gate for that moment.
+An adapter becomes active without a pause. `adapter_versions` closes the gate for that moment.
 
-A *pool* of engines pauses, loads and goes back by itself, each engine for itself, and takes an adapter in
-the same way. Here it is one step, which begins once engines have all of v: turns that require the old
-version are aborted, new ones of that kind wait, and v is the active version once every engine in rotation
-has it. Other turns go on being admitted, unless the pool switches all at once.
+Each engine of a *pool* pauses, loads and goes back independently, and takes adapters the same way. For
+this module that is one step, which begins once engines have all of v. Turns that require the old version
+are aborted, and new ones of that kind wait. v becomes the active version once every engine in rotation has
+it. Other turns are still admitted, unless the pool switches all engines at once.
 """
 
 from __future__ import annotations
@@ -84,26 +88,28 @@ class TurnsInFlight(Protocol):
 
 
 Load = Callable[[], Awaitable[None]]
-"""Gives a paused engine other weights. Raises DomainError or WeightRefused where it holds what it held, and
-EngineLoadFailed where what it holds cannot be trusted."""
+"""Loads other weights into a paused engine.
+
+Raises DomainError or WeightRefused if the engine still holds what it held before, and EngineLoadFailed if
+its weights can no longer be trusted."""
 
 VersionBefore = Callable[[], AbstractAsyncContextManager[StagedWeights | None]]
-"""Opens what a failed switch goes back to; None where it is not to be had."""
+"""Opens the version that a failed switch goes back to; None if it is not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """What a switch did."""
+    """Result of a switch."""
 
     weight_version: int
     pause_seconds: float
-    """How long the engine sampled nothing: from the step boundary it paused at until it was resumed. The
-    scoring of a probe is not part of it."""
+    """Seconds in which the engine sampled nothing, from the step boundary it paused at until it resumed.
+    Scoring the probe is not included."""
     probe: ProbeResult | None = None
 
 
 class ProbeMismatch(DomainError):
-    """The engine does not compute what the trainer does."""
+    """The engine's probe score differs from the trainer's by more than the tolerance."""
 
     def __init__(self, weight_version: int, active: int, result: ProbeResult, probe: Probe) -> None:
         super().__init__(
@@ -123,7 +129,7 @@ class ProbeMismatch(DomainError):
 
 @dataclass(frozen=True, slots=True)
 class PoolUpdate:
-    """A verified version, and what the engines of a pool are told of it."""
+    """A verified version and what the engines of a pool need to load it."""
 
     weights: StagedWeights
     probe: Probe | None = None
@@ -132,27 +138,27 @@ class PoolUpdate:
 
 
 class Pool(Protocol):
-    """Engines that take weights by themselves."""
+    """Engines that load weights independently."""
 
     @property
     def switches_at_once(self) -> bool:
-        """Whether no turn is admitted while they switch."""
+        """Whether the gate stays closed to all turns while the engines switch."""
         ...
 
     async def switch(
         self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
     ) -> Switched:
-        """Returns when every engine in rotation has the version. `begin` is awaited once, when engines
+        """Return when every engine in rotation has the version. `begin` is awaited once, when engines
         have it and before the first of them switches.
 
-        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where none of them took it and all are what they were.
+        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH if no engine took it and all hold what they held before.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unconfirmed:
-    """A version that is loaded and not yet proven."""
+    """A loaded version whose probe has not been confirmed yet."""
 
     weight_version: int
     verdict: asyncio.Future[bool]
@@ -169,7 +175,7 @@ class WeightSwitch:
         *,
         prepare_ahead: bool = True,
     ) -> None:
-        """`pool` is the engine, where it is one."""
+        """`pool` is the engine itself if that is a pool, else None."""
         self._prepare_ahead = prepare_ahead
         self._engine = engine
         self._pool = pool
@@ -182,45 +188,43 @@ class WeightSwitch:
         self._refusal: DomainError | None = None
         self._unconfirmed: _Unconfirmed | None = None
         self.full_version = active_version
-        """The full weights that are there."""
+        """Version of the full weights in the engine."""
         self.active_adapter: int | None = None
-        """The active version where it is an adapter on the full weights."""
+        """The active version if it is an adapter on the full weights, else None."""
         self.on_health: Callable[[], Awaitable[None]] | None = None
-        """Called when what `trusted` or `awaiting_trainer` says has changed."""
+        """Called when `trusted` or `awaiting_trainer` has changed."""
 
     @property
     def active_version(self) -> int:
-        """The version now sampling."""
+        """The version that samples now."""
         return self.full_version if self.active_adapter is None else self.active_adapter
 
     @property
     def is_pool(self) -> bool:
-        """Whether the engine is a pool."""
         return self._pool is not None
 
     @property
     def trusted(self) -> bool:
-        """Whether the weights in use are those of `active_version`."""
+        """Whether the engine holds the weights of `active_version`."""
         return self._refusal is None
 
     @property
     def switching(self) -> bool:
-        """Whether turns are held back because weights change, or are still to come."""
+        """Whether turns wait because weights are changing or the trainer has yet to send its own."""
         return self._closed or self._awaiting_trainer
 
     @property
     def changing(self) -> bool:
-        """Whether the active version may be another one soon, as while a pool switches one engine after the
-        other, too."""
+        """Whether the active version may change soon. Includes a pool switching one engine at a time."""
         return self.switching or self._pool_switching
 
     @property
     def awaiting_trainer(self) -> bool:
-        """Whether turns are held back until the active version is the trainer's."""
+        """Whether turns wait until the trainer's version is active."""
         return self._awaiting_trainer
 
     async def await_trainer(self, awaiting: bool) -> None:
-        """Holds turns back from now on, or no longer: these are not the weights to be sampled."""
+        """Start or stop holding turns because the active weights are not the trainer's."""
         if awaiting != self._awaiting_trainer:
             self._awaiting_trainer = awaiting
             self._changed.notify()
@@ -229,19 +233,20 @@ class WeightSwitch:
 
     @property
     def unconfirmed_version(self) -> int | None:
-        """The version whose tokens are withheld, while one is being probed."""
+        """The version whose tokens are withheld while its probe is scored, else None."""
         return self._unconfirmed.weight_version if self._unconfirmed else None
 
     async def confirmed(self) -> bool:
-        """Waits for the verdict on that version; False where what it sampled must not be kept."""
+        """Wait for the verdict on that version. False means that its tokens must be discarded."""
         return self._unconfirmed is None or await asyncio.shield(self._unconfirmed.verdict)
 
     @asynccontextmanager
     async def admission(self, *, pinned: bool = False) -> AsyncGenerator[int]:
-        """Waits while weights switch; inside, the version it yields stays the active one. A `pinned`
-        turn, of one version only, also waits while a pool switches one engine after the other.
+        """Wait while weights switch; inside, the yielded version stays the active one.
 
-        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST where no version can be served.
+        A `pinned` turn requires one version, so it also waits while a pool switches one engine at a time.
+
+        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served.
         """
         while self._refusal is None and (self.switching or (pinned and self._pool_switching)):
             await self._changed.wait()
@@ -257,9 +262,9 @@ class WeightSwitch:
 
     @asynccontextmanager
     async def gate_closed(self) -> AsyncGenerator[None]:
-        """New turns wait meanwhile, and none is half admitted; those in flight go on.
+        """Hold new turns back and let admissions under way finish; turns in flight continue.
 
-        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST where no version can be served.
+        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served.
         """
         async with self._lock:
             if self._refusal is not None:
@@ -274,11 +279,11 @@ class WeightSwitch:
                 self._changed.notify()
 
     def adopt_adapter(self, weight_version: int) -> None:
-        """Makes an adapter that the engine has the active version; the gate is closed."""
+        """Make an adapter that the engine already has the active version; the gate must be closed."""
         self.active_adapter = weight_version
 
     async def refuse(self, refusal: DomainError | None) -> None:
-        """Refuses every admission with this error, or, with None, no longer."""
+        """Refuse every admission with this error. None admits turns again."""
         self._refusal = refusal
         self._changed.notify()
         if self.on_health is not None:
@@ -292,7 +297,7 @@ class WeightSwitch:
         before: VersionBefore,
         probe: Probe | None = None,
     ) -> Switched:
-        """Makes a staged version the active one; raises as `change`."""
+        """Make a staged version the active one. Raises what `change` raises."""
         version = weights.weight_version
         ahead = (lambda: self._engine.prepare(weights)) if self._prepare_ahead else None
         return await self.change(
@@ -302,7 +307,7 @@ class WeightSwitch:
     async def switch_pool(
         self, update: PoolUpdate, policy: InFlight, turns: TurnsInFlight
     ) -> Switched:
-        """Makes a staged version, full or an adapter, the active one of the pool; raises as that does."""
+        """Make a staged version, full or adapter, active on the pool. Raises what `Pool.switch` raises."""
         pool, version = self._pool, update.weights.weight_version
         assert pool is not None, "there is one engine, which is switched by `switch`"
         async with self._lock:
@@ -341,17 +346,17 @@ class WeightSwitch:
         probe: Probe | None = None,
         prepare: Load | None = None,
     ) -> Switched:
-        """Makes the version that `load` gives the engine the active one; `prepare` comes before all else.
+        """Make the version that `load` gives the engine the active one; `prepare` runs first.
 
-        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH where the version before is active again,
-        WEIGHTS_INCONSISTENT where none is, ENGINE_LOST where the engine died, and what `load` raises
-        where it changed nothing.
+        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH if the previous version is active again,
+        WEIGHTS_INCONSISTENT if no version can be served, and ENGINE_LOST if the engine died. Also raises
+        what `load` raises if that changed nothing.
         """
         async with self._lock:
             with tracer.start_as_current_span("penstock.switch_weights") as span:
                 span.set_attribute("penstock.weight_version", weight_version)
                 span.set_attribute("penstock.in_flight", policy.value)
-                # While nothing is served there is no pause to be made short.
+                # While nothing is served, preparing ahead cannot shorten a pause.
                 if prepare is not None and self.trusted:
                     await self._make_ready(weight_version, prepare)
                 self._closed = True
@@ -363,7 +368,7 @@ class WeightSwitch:
                 except (DomainError, WeightRefused):
                     raise
                 except Exception as error:
-                    # Whatever it was, what the engine holds now is not known.
+                    # After an unexpected error it is unknown which weights the engine holds.
                     await self._distrust(weight_version, turns, f"it failed: {error}")
                     raise
                 finally:
@@ -386,7 +391,7 @@ class WeightSwitch:
         active = self.active_version
         return DomainError(
             Reason.WEIGHT_LOAD_FAILED,
-            f"loading version {version} failed, version {active} goes on: {error}",
+            f"loading version {version} failed; version {active} stays active: {error}",
             {"weight_version": version, "active": active},
         )
 
@@ -415,7 +420,7 @@ class WeightSwitch:
         if probe is None:
             self.full_version = version
         else:
-            # Before a single token can come.
+            # Set before the engine can sample a single token with these weights.
             self._unconfirmed = _Unconfirmed(version, asyncio.get_running_loop().create_future())
         await self._engine.resume()
         pause = time.monotonic() - began
@@ -425,7 +430,7 @@ class WeightSwitch:
         return Switched(version, pause, result)
 
     async def _confirm(self, change: _Change, probe: Probe) -> ProbeResult:
-        """Scores the probe and gives the verdict; where it is a bad one, goes back."""
+        """Score the probe and set the verdict; on a mismatch, go back."""
         assert self._unconfirmed is not None
         version, verdict = self._unconfirmed.weight_version, self._unconfirmed.verdict
         try:
@@ -433,24 +438,24 @@ class WeightSwitch:
         except BaseException:
             verdict.set_result(False)
             raise
-        # A score that is no number is within no tolerance.
+        # NaN compares false, so it is never within the tolerance.
         good = result.mean_difference <= probe.tolerance
         verdict.set_result(good)
         if good:
             self._unconfirmed = None
             self.full_version = version
             return result
-        # The verdict stands until the last token of these weights has been thrown away.
+        # The verdict stands until the last token of these weights has been discarded.
         await change.turns.abort(change.turns.sampling)
-        # Nor may anything be used again that they computed.
+        # Nothing that these weights computed may be reused.
         await self._pause(drop_cache=True)
         await self._go_back(change, f"its probe is {result.mean_difference:.6g} nats off")
         raise ProbeMismatch(version, self.active_version, result, probe)
 
     async def _go_back(self, change: _Change, problem: str) -> None:
-        """Loads the version before again, and resumes; the engine is paused.
+        """Load the previous version into the paused engine and resume.
 
-        Raises WEIGHTS_INCONSISTENT where that cannot be.
+        Raises WEIGHTS_INCONSISTENT if that fails.
         """
         way = "there is no version to go back to"
         if self.trusted:
@@ -468,13 +473,15 @@ class WeightSwitch:
     async def distrust(
         self, weight_version: int, turns: TurnsInFlight, problem: str
     ) -> DomainError:
-        """What was switched to is not what the engine holds; returns what its caller is told."""
+        """Stop serving because the engine does not hold `weight_version`; returns the caller's error."""
         async with self._lock:
             return await self._distrust(weight_version, turns, problem)
 
     async def _distrust(self, version: int, turns: TurnsInFlight, problem: str) -> DomainError:
         logger.error(
-            "nothing is served until a full upload succeeds: version %s: %s", version, problem
+            "version %s cannot be served; refusing turns until a full upload succeeds: %s",
+            version,
+            problem,
         )
         await self.refuse(
             DomainError(
@@ -493,14 +500,14 @@ class WeightSwitch:
         )
 
     async def _pause(self, *, drop_cache: bool) -> None:
-        """After a load that failed for good it is paused already. What such weights computed has the number
-        of a version that may come once more."""
+        """Pause the engine, which after an unrecoverable load is paused already. Untrusted weights also
+        lose their cache: it carries a version number that may be uploaded again."""
         await self._engine.pause(drop_cache=drop_cache or not self.trusted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """One switch: to what, for whom, and what to go back to."""
+    """One switch: the target version, how to load it, and what to go back to."""
 
     weight_version: int
     load: Load

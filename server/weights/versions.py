@@ -1,12 +1,12 @@
 """Which weight versions are staged, active and held, and the change from one to the next.
 
-    accepted (verified, STAGED) -> switched to (ACTIVE) -> held, as what a delta applies to and the way back
+    accepted (verified, STAGED) -> switched to (ACTIVE) -> held, as the base of deltas and the way back
 
-A version is accepted only above every other one, and switched to only once it is accepted. With it, those
-below it that were never switched to are let go. A switch, once begun, goes on to its end whether or not its
-caller is there to hear of it. One that fails leaves the version before in use, and lets go of the one that
-failed, which may be uploaded once more; what the engine then holds, and whether it can be trusted, is for
-`weight_switch` to say.
+A version is accepted only if it is newer than every other, and switched to only once it is accepted. A
+switch releases older versions that were never switched to. Once begun, it runs to its end even if
+its caller is gone. A failed switch leaves the previous version in use and releases the failed one,
+which may be uploaded again. `weight_switch` decides which weights the engine then holds and whether
+they can be trusted.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version that was verified, and what it was announced as."""
+    """A verified version and its announcement."""
 
     announced: Announced
     hashes: Mapping[str, int]
     changed_tensor_count: int
-    """Against the version accepted before it."""
+    """Tensors that differ from the version accepted before this one."""
 
 
 class WeightVersions:
-    """Keeps verified versions and switches to them."""
+    """Keeps verified versions and switches between them."""
 
     def __init__(
         self,
@@ -72,31 +72,32 @@ class WeightVersions:
         self._active: Version | None = None
         self._activating = asyncio.Lock()
         self._taking: int | None = None
-        """The version that is switched to, until nothing of it is read from memory of its uploader."""
+        """The version being switched to, until nothing of it is read from its uploader's memory any
+        more."""
         self._taken = Broadcast()
         self._switches = OwnTasks()
         self.on_staged: Callable[[int, int], None] | None = None
         """Called with an upload's bytes and its changed tensors, for metrics."""
         self.on_switched: Callable[[Switched], Awaitable[None]] | None = None
-        """Called after every switch, once what it switched to is active."""
+        """Called after every switch, once the new version is active."""
         self.on_accepted: Callable[[Staged, Probe | None, AdapterShape | None], None] | None = None
-        """Called with every version that is staged, the probe it came with, and what it is where it is an
-        adapter."""
+        """Called with every staged version, its probe if it has one, and its shape if it is an adapter."""
 
     def open_version(
         self, weight_version: int
     ) -> AbstractAsyncContextManager[StagedWeights | None]:
-        """A version that can be loaded again: the one held, or the base model; None where it is neither."""
+        """Open a version that can be loaded again: the held one or the base model. Yields None for
+        others."""
         return self._held.open(weight_version)
 
     @property
     def active_version(self) -> int:
-        """The version now sampling."""
+        """The version that samples now."""
         return self._switch.active_version
 
     @property
     def trusted_version(self) -> int | None:
-        """The active version; None where the weights in use cannot be trusted."""
+        """The active version; None if the weights in use cannot be trusted."""
         return self.active_version if self._switch.trusted else None
 
     @property
@@ -106,16 +107,16 @@ class WeightVersions:
 
     @property
     def delta_base_version(self) -> int:
-        """The version a delta can apply to; zero for none."""
+        """The version a delta can apply to; zero if there is none."""
         return self._held.weight_version if self.delta_base() is not None else 0
 
     @property
     def held_version(self) -> int:
-        """The version whose bytes are held; zero for none."""
+        """The version whose bytes are held; zero if there is none."""
         return self._held.weight_version
 
     def delta_base(self) -> Staged | None:
-        """The bytes that a delta can apply to."""
+        """The version that a delta can apply to, with its bytes."""
         return self._held.get(self.active_version) if self._switch.trusted else None
 
     def has(self, weight_version: int) -> bool:
@@ -123,7 +124,7 @@ class WeightVersions:
         return weight_version == self.active_version or weight_version in self._staged
 
     def complete(self, weight_version: int) -> Staged | None:
-        """A full version whose bytes are here and verified: staged or held."""
+        """A full version, staged or held, whose bytes are in memory and verified."""
         version, staged = self._staged.get(weight_version, (None, None))
         if version is not None and version.announced.adapter is None:
             return staged
@@ -131,25 +132,25 @@ class WeightVersions:
         return held if held is not None and held.hashes else None
 
     def memory_of(self, weight_version: int) -> Buffer | None:
-        """Where a staged version lies in memory of this server, for others of this host to read."""
+        """Memory of a staged version, if this server owns it, for processes on this host to read."""
         _, staged = self._staged.get(weight_version, (None, None))
         return staged.buffer if staged is not None and staged.buffer.owned else None
 
     def staged(self, announced: Announced) -> Version | None:
-        """What became of this very announcement, where it is staged."""
+        """The version that this exact announcement led to, if it is staged."""
         version, _ = self._staged.get(announced.weight_version, (None, None))
         same = version is not None and version.announced.digest == announced.digest
         return version if same else None
 
     def active(self, announced: Announced) -> Version | None:
-        """What became of this very announcement, where it is the active version."""
+        """The version that this exact announcement led to, if it is active."""
         active = self._active
         same = active is not None and active.announced.digest == announced.digest
         return active if same and self.trusted_version == announced.weight_version else None
 
     def check_order(self, version: int) -> None:
-        """Raises WEIGHT_VERSION_STALE where a version does not come after every other."""
-        # Where the weights in use cannot be trusted, the version they should be may come once more.
+        """Raise WEIGHT_VERSION_STALE if a version is not newer than every other."""
+        # If the weights in use cannot be trusted, their version may be uploaded again.
         accepted = self.active_version if self._switch.trusted else self.active_version - 1
         newest = max([accepted, *self._staged])
         if version <= newest:
@@ -160,16 +161,16 @@ class WeightVersions:
             )
 
     def check_kind(self, announced: Announced) -> None:
-        """That full weights and adapters do not meet where they cannot.
+        """Check that full weights and adapters are only mixed as allowed.
 
-        Raises ADAPTER_ACTIVE, WEIGHTS_INCONSISTENT.
+        Raises ADAPTER_ACTIVE or WEIGHTS_INCONSISTENT.
         """
         version, active = announced.weight_version, self.active_version
         if announced.adapter is None and self._switch.active_adapter is not None:
             raise DomainError(
                 Reason.ADAPTER_ACTIVE,
                 f"version {version} is a full upload, but adapter version {active} is active, which was "
-                "trained on the full weights that are there",
+                "trained on the present full weights",
                 {"weight_version": version, "active": active},
             )
         if announced.adapter is not None and not self._switch.trusted:
@@ -181,7 +182,7 @@ class WeightVersions:
             )
 
     def accept(self, announced: Announced, staged: Staged, length_bytes: int) -> Version:
-        """Keeps a verified payload of `length_bytes` as a staged version; the oldest may give way."""
+        """Keep a verified payload of `length_bytes` as a staged version. May release the oldest one."""
         newest = self._staged[max(self._staged)][0] if self._staged else self._active
         changed = sum(
             newest is None or newest.hashes.get(name) != value
@@ -199,19 +200,19 @@ class WeightVersions:
     def _tell_staged(self, version: Version, length_bytes: int) -> None:
         if not version.changed_tensor_count:
             logger.warning(
-                "version %s changes no tensor of the version before it",
+                "version %s changes no tensor of the previous version",
                 version.announced.weight_version,
             )
         if self.on_staged is not None:
             self.on_staged(length_bytes, version.changed_tensor_count)
 
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched:
-        """Switches to a staged version; one that is active already is no work.
+        """Switch to a staged version. Does nothing if it is active already.
 
-        Raises WEIGHT_VERSION_NOT_STAGED, WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT,
+        Raises WEIGHT_VERSION_NOT_STAGED, WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT or
         ENGINE_LOST.
         """
-        # A caller that is gone must not leave the engine paused, or half a version in it.
+        # If the caller leaves, the engine must not stay paused or hold half a version.
         return await asyncio.shield(
             self._switches.start(
                 self._activate(weight_version, in_flight or self._in_flight),
@@ -220,8 +221,8 @@ class WeightVersions:
         )
 
     async def settled(self) -> None:
-        """Waits while what is active already is still read from memory of its uploader, who may write to
-        that as soon as it is told that it is."""
+        """Wait while the active version is still read from its uploader's memory. The uploader may write to
+        that memory as soon as it learns that the version is active."""
         while self._taking == self.active_version:
             await self._taken.wait()
 
@@ -236,17 +237,17 @@ class WeightVersions:
                     f"version {weight_version} is not staged",
                     {"weight_version": weight_version, "active": self.active_version},
                 )
-            # While it is loaded, newer uploads must not make it give way.
+            # While it is loaded, newer uploads must not release it.
             staged.retain()
             self._taking = weight_version
             try:
                 self.check_kind(version.announced)
                 switched = await self._load(version.announced, staged, in_flight)
-                # Room for what is held of it.
+                # Makes room for the bytes that are held.
                 self._unstage_up_to(weight_version)
                 await self._hold(version.announced, staged.retain())
             except BaseException:
-                # It may be uploaded once more.
+                # It may be uploaded again.
                 self._unstage(weight_version)
                 self._let_go_of_what_is_lost()
                 raise
@@ -258,20 +259,21 @@ class WeightVersions:
             return switched
 
     async def _hold(self, announced: Announced, staged: Staged) -> None:
-        """Keeps of what has been switched to whatever may be asked for again.
+        """Keep the parts of the new version that may be needed again.
 
-        Raises WEIGHTS_INCONSISTENT where the engine read it from memory of its uploader, who has written to
-        that since: what the engine holds is anybody's guess. Engines of a pool find that out themselves.
+        Raises WEIGHTS_INCONSISTENT if the engine read it from its uploader's memory and the uploader has
+        written there since, because it is then unknown what the engine holds. Engines of a pool check
+        that themselves.
         """
         version = announced.weight_version
         try:
             if announced.adapter is None:
                 await self._held.replace(staged)
             elif self._switch.is_pool:
-                # An engine that comes late is given it after the full weights.
+                # An engine that joins late needs the adapter after the full weights.
                 await self._held.replace_adapter(staged)
             else:
-                # The engine has read it, and the full weights are there to stay.
+                # The engine has read it, and the full weights stay.
                 staged.release()
                 self._held.let_go()
         except WeightRefused as error:
@@ -281,7 +283,7 @@ class WeightVersions:
             logger.error("version %s is not held: %s", version, problem)
 
     async def _load(self, announced: Announced, staged: Staged, in_flight: InFlight) -> Switched:
-        """Full weights by a switch, an adapter beside what is there; a pool takes both by itself."""
+        """Switch full weights; add an adapter to the present weights. A pool handles both itself."""
         if self._switch.is_pool:
             update = PoolUpdate(staged.weights, announced.probe, announced.adapter)
             return await self._switch.switch_pool(update, in_flight, self._turns)
@@ -298,7 +300,8 @@ class WeightVersions:
             copy.release()
 
     async def _own_copy(self, staged: Staged) -> Staged:
-        """What is staged, in memory that its uploader cannot write to; somebody else's is checked again."""
+        """Copy a staged version to memory that its uploader cannot write to, verifying it again if
+        needed."""
         try:
             return await self._stage.hold(staged.retain())
         except WeightRefused as error:
@@ -307,10 +310,10 @@ class WeightVersions:
     async def change(
         self, announced: Announced, load: Load, check: Callable[[], None]
     ) -> tuple[Version, Switched]:
-        """Has the engine take a version that was never staged, by `load` while it is paused. `check` raises
-        where it may not: what it was announced for may have changed while another switch was waited for.
+        """Change to a version that was never staged, with `load` called while the engine is paused.
 
-        Raises what these two do, and as `activate`.
+        `check` raises if the change is no longer allowed; the state may have changed while this waited for
+        another switch. Raises what `load` and `check` raise, and what `activate` raises.
         """
         async with self._activating:
             self.check_kind(announced)
@@ -333,13 +336,13 @@ class WeightVersions:
         return version, switched
 
     def _unseen(self, announced: Announced) -> Version:
-        """A version that the engine has and this server never saw a byte of."""
+        """A version in the engine whose bytes did not pass through this server."""
         before = self._active.hashes if self._active is not None else dict[str, int]()
         changed = sum(
             not tensor.xxh3 or before.get(tensor.name) != tensor.xxh3
             for tensor in announced.manifest
         )
-        # A patch leaves other tensors as they were, of whatever version they are.
+        # A patch leaves other tensors as they were, so their hashes are unknown.
         whole = not announced.base_version
         hashes = {t.name: t.xxh3 for t in announced.manifest if t.xxh3 and whole}
         return Version(announced, hashes, changed)
@@ -358,7 +361,7 @@ class WeightVersions:
             self._held.let_go()
 
     def let_go_of_held(self) -> None:
-        """Gives up the way back and the base of deltas, for the room they take."""
+        """Release the way back and the base of deltas to free their memory."""
         self._held.let_go()
 
     def _unstage_up_to(self, version: int) -> None:
@@ -370,7 +373,7 @@ class WeightVersions:
             self._staged.pop(version)[1].release()
 
     async def close(self) -> None:
-        """Releases everything; no call is open any more and the engine is gone."""
+        """Release everything. Requires that no call is open any more and the engine is closed."""
         await self._switches.cancel()
         await self._adapters.close()
         self._staged.clear()

@@ -231,16 +231,18 @@ async def test_a_second_start_has_nothing_of_the_first(
         # One that comes no further than this, and one that is killed before it has computed a step.
         point = "exchange.before_hello=kill@1"
         assert await go(nursery, stand, resume=resume, failpoints=point) == KILLED
-        assert "begins anew" not in stand.said
+        assert "was restarted from scratch" not in stand.said
         point = "ledger.before_append=kill@1"
         assert await go(nursery, stand, resume=resume, failpoints=point) == KILLED
-        assert stand.said.count("RUN_REPLACED: run run begins anew") == 1
+        assert stand.said.count("RUN_REPLACED: run run was restarted from scratch") == 1
         middle = set(stand.accepted.tasks) - first
         assert middle
         assert await go(nursery, stand, resume=resume) == 0, stand.said
         # Where it can be resumed, the last one went on with what that had asked.
         resumed = resume and every_steps > 0
-        assert stand.said.count("RUN_REPLACED: run run begins anew") == 1 + (not resumed)
+        assert stand.said.count("RUN_REPLACED: run run was restarted from scratch") == 1 + (
+            not resumed
+        )
         # None was passed over, though the server had each of them before.
         check_once(stand)
         entries = read_ledger(stand.folder / "out" / "ledger.jsonl")

@@ -1,9 +1,9 @@
 """Keeps adapters off the embeddings; imported in vLLM's worker process, before it loads the model.
 
-With adapters enabled vLLM prepares the output layer for them too. From then on it computes that layer for
-no more rows than there are requests in the step, so that the first prompt scored among other requests, a
-probe, ends the engine process; and every step pays for a product over the whole vocabulary. No adapter here
-has such a part: see `adapter_manifest`.
+With adapters enabled, vLLM also prepares the output layer for them. It then computes that layer for at most
+as many rows as the step has requests. The first prompt scored among other requests, which is a probe, would
+therefore crash the engine process. Every step would also pay for a product over the whole vocabulary. No
+adapter here has such a part: see `adapter_manifest`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _supported = model_manager.get_supported_lora_modules  # pyright: ignore[reportP
 
 
 def linear_modules(model: nn.Module) -> list[str]:
-    """What vLLM would prepare for adapters, but for the embeddings."""
+    """The modules that vLLM would prepare for adapters, without the embeddings."""
     embeddings: set[str] = set()
     for module in model.modules():
         named = cast("Iterable[str] | None", getattr(module, "embedding_modules", None))

@@ -1,23 +1,24 @@
-"""Makes the next weights of a vLLM model ready beside those in use; runs inside vLLM's worker process.
+"""Prepares the next weights of a vLLM model next to those in use; runs inside vLLM's worker process.
 
-Nearly all of a load on the CPU is packing: each linear weight is put into the form that matrix products
-read. Nothing of that needs the engine to stand still, so it is done ahead of the pause, in *portions*
-between two steps, and in the pause only names change place.
+Nearly all of a load on the CPU is packing: each linear weight is converted to the form that matrix products
+read. The engine need not stand still for that. So it is done ahead of the pause, in *portions* between two
+steps, and the pause only moves names.
 
     live model   ──── samples ──── samples ──── samples ────┐ pause ┌──── samples the new weights
     twin              portion      portion      last portion └ place ┘
 
-The *twin* is the same tree of modules with tensors of its own: copies of the module objects, which get back
-the shapes that weights are loaded in and are loaded, one layer at a time, by what vLLM itself offers for
-weights that arrive while a model is there (`model_loader.reload`). The live model is not touched before
-`place`, so a preparation that fails or is left changes nothing.
+The *twin* is the same tree of modules with its own tensors. It consists of copies of the module objects,
+which are reset to the shapes that weights are loaded in. They are loaded one layer at a time with
+vLLM's own support for weights that arrive while a model runs (`model_loader.reload`). The live
+model is not touched before `place`, so a preparation that fails or is abandoned changes nothing.
 
-It has to be certain that packing a twin touches nothing of the live model. That was read for layers of
-plain, unquantized weights in a model that is not compiled, and `why_not` names what else there is; such a
-model, or an upload that leaves a layer incomplete, is loaded in the pause, whole, as `vllm_reload` does it.
+Packing a twin must not touch the live model. By reading vLLM's code this was established for layers
+of plain, unquantized weights in a model that is not compiled. `why_not` names anything else. Such a
+model, or an upload that leaves a layer incomplete, is loaded whole during the pause, as in
+`vllm_reload`.
 """
 
-# Twins are made of the inside of torch's modules and of vLLM's reload.
+# Twins are built from the internals of torch's modules and of vLLM's reload.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
@@ -45,17 +46,17 @@ from penstock.common.failpoints import hit
 from penstock.server.vllm.worker.reload import LoadsWeights, ProcessesWeights
 
 PORTION_BYTES = 8 << 20
-"""What is packed in one go, in bytes of the upload: 10 ms on two cores. A larger tensor is one go."""
+"""Bytes of the upload packed per portion: 10 ms on two cores. A larger tensor is one portion."""
 ROOM = 1.25
-"""Memory that has to be free, in lengths of the upload: the packed copy, and a layer on its way."""
+"""Memory that must be free, in lengths of the upload: for the packed copy and a layer being packed."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def why_not(model: torch.nn.Module, config: VllmConfig) -> str | None:
-    """Why this model's weights cannot be made ready beside those in use; None where they can."""
+    """Why this model's weights cannot be prepared next to those in use; None if they can."""
     if config.device_config.device_type != "cpu":
-        # Kernels hold the addresses of the weights, and there is no packing to speak of.
+        # Kernels hold the addresses of the weights, and there is hardly any packing.
         return "it is not on the CPU"
     if config.compilation_config.mode != CompilationMode.NONE:
         return "it is compiled"
@@ -74,13 +75,13 @@ def why_not(model: torch.nn.Module, config: VllmConfig) -> str | None:
 
 
 def has_room(length_bytes: int) -> bool:
-    """Whether a second copy of so many bytes of weights fits into memory."""
+    """Whether a second copy of this many bytes of weights fits into memory."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     if (group / "memory.max").exists() and (group / "memory.current").exists():
         limit = (group / "memory.max").read_text().strip()
         if limit.isdigit():
-            # What the container's files are cached in is given back when it is wanted.
+            # The kernel reclaims the container's inactive file cache on demand.
             statistics = dict(line.split() for line in (group / "memory.stat").open())
             used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])
             free = min(free, int(limit) - used)
@@ -88,10 +89,10 @@ def has_room(length_bytes: int) -> bool:
 
 
 class Preparation:
-    """One complete version, on its way to being ready and then ready, beside the live model."""
+    """One complete version that is prepared, portion by portion, next to the live model."""
 
     def __init__(self, model: torch.nn.Module, tensors: NamedTensors) -> None:
-        """The memory of `tensors` has to stay as it is until all portions are done."""
+        """The memory of `tensors` must not change until all portions are done."""
         self._model = model
         self._twins = {module: _Twin(module) for module in model.modules()}
         self._portions = self._prepare(tensors)
@@ -100,12 +101,12 @@ class Preparation:
         """Whether `place` may be called."""
 
     def go_on(self) -> bool:
-        """Does one portion; False once there is nothing left to do. Raises what loading raises."""
+        """Process one portion. Returns False once nothing is left. Raises what loading raises."""
         with torch.no_grad():
             return next(self._portions, False)
 
     def place(self) -> None:
-        """Makes these the weights of the live model, between two steps."""
+        """Make these the weights of the live model, between two steps."""
         assert self.ready
         hit("weights.place")
         for twin in self._made:
@@ -113,7 +114,7 @@ class Preparation:
         self.end()
 
     def end(self) -> None:
-        """Lets go of everything that is not in use now."""
+        """Release everything that is not in use now."""
         self._portions.close()
         for twin in self._twins.values():
             twin.end()
@@ -128,14 +129,14 @@ class Preparation:
         yield True
         model = cast(LoadsWeights, self._twins[self._model].module)
         for portion in _portions(tensors):
-            # A layer is packed as soon as all of it is there.
+            # A layer is packed as soon as all of its tensors are there.
             model.load_weights(portion)
             yield True
         self.ready = self._complete()
 
     def _complete(self) -> bool:
-        """Sees to layers that were not loaded by themselves; False where one of them should have been."""
-        # A tensor that several layers of the live model have, several of the twin have.
+        """Finish layers that were not loaded on their own. Returns False if one should have been."""
+        # Tensors shared between layers of the live model are shared in the twin too.
         renewed: dict[int, torch.nn.Parameter | None] = {}
         left: list[_Twin] = []
         for twin in self._twins.values():
@@ -156,7 +157,7 @@ class Preparation:
 
 
 class _Twin:
-    """A copy of a module's object, which comes to have tensors of its own."""
+    """A copy of a module's object that gets its own tensors."""
 
     def __init__(self, live: torch.nn.Module) -> None:
         self._live = live
@@ -167,14 +168,14 @@ class _Twin:
         module._non_persistent_buffers_set = set(live._non_persistent_buffers_set)
 
     def join(self, twins: Mapping[torch.nn.Module, _Twin]) -> None:
-        """Makes it the parent of twins."""
+        """Attach the twins of the module's children."""
         children = self._live._modules.items()
         self.module._modules = {
             name: None if child is None else twins[child].module for name, child in children
         }
 
     def empty(self) -> None:
-        """Gives it the shapes that its layer is loaded in, and nothing to go with them yet."""
+        """Reset it to the shapes that its layer is loaded in, without data."""
         recorded, info = layerwise.get_layerwise_info(self._live), self._info
         parameters, buffers = recorded.restore_metadata
         info.restore_metadata = (
@@ -185,7 +186,7 @@ class _Twin:
         restore_layer_on_meta(self.module, info)
         for name, parameter in self.module._parameters.items():
             if parameter is not None and parameter is self._live._parameters.get(name):
-                # vLLM leaves a bias where it is.
+                # vLLM does not reset a bias.
                 fresh = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
                 fresh.__class__ = parameter.__class__
                 vars(fresh).update(vars(parameter))
@@ -194,7 +195,7 @@ class _Twin:
         layerwise.initialize_online_processing(self.module)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Has what fills a tensor, as vLLM recorded it or left it after a reload, belong to the twin."""
+        """Rebind a tensor's loaders, as vLLM recorded them or left them after a reload, to the twin."""
         for name, value in vars(tensor).items():
             while getattr(value, "__name__", "") == "online_process_loader":
                 value = value.__wrapped__
@@ -209,7 +210,7 @@ class _Twin:
 
     @property
     def begun(self) -> bool:
-        """Whether a part of its tensors came, and not all."""
+        """Whether some of its tensors arrived, but not all."""
         return self._info.load_numel > 0
 
     @property
@@ -217,21 +218,21 @@ class _Twin:
         return any(parameter is not None for parameter in self._live._parameters.values())
 
     def finish(self) -> bool:
-        """Whether it is loaded."""
+        """Complete the layer if possible. Returns whether it is loaded."""
         came = {name for name, _ in self._info.loaded_weights}
         whole = {name for name, p in self.module._parameters.items() if p is not None}
         if isinstance(self.module, VocabParallelEmbedding) and came == whole:
-            # What is missing is the rows that pad the vocabulary.
+            # Only the rows that pad the vocabulary are missing.
             layerwise._layerwise_process(self.module, self._info)
         return not self._info.can_load()
 
     def renewed(self) -> dict[int, torch.nn.Parameter | None]:
-        """Its parameters, by the identity of those of the live module."""
+        """Its parameters, keyed by the id of the live module's."""
         mine = self.module._parameters
         return {id(p): mine[name] for name, p in self._live._parameters.items() if p is not None}
 
     def share(self, renewed: Mapping[int, torch.nn.Parameter | None]) -> bool:
-        """Takes those that other layers were loaded with; False where one is missing."""
+        """Take the parameters that other layers were loaded with. Returns False if one is missing."""
         self.module._buffers = dict(self._live._buffers)
         for name, parameter in self._live._parameters.items():
             if parameter is None:
@@ -240,12 +241,12 @@ class _Twin:
                 return False
             self.module._parameters[name] = renewed[id(parameter)]
         if method := getattr(self.module, "quant_method", None):
-            # A tied head has a packed copy of its own.
+            # A tied head has its own packed copy.
             cast(ProcessesWeights, method).process_weights_after_loading(self.module)
         return True
 
     def place(self) -> None:
-        """Gives the live module everything that was made for the twin."""
+        """Move everything that was made for the twin to the live module."""
         mine = vars(self.module)
         for tensor in (*self.module._parameters.values(), *self.module._buffers.values()):
             if tensor is not None:
@@ -255,14 +256,14 @@ class _Twin:
             vars(self._live)[name] = mine[name]
 
     def end(self) -> None:
-        """Lets go of its tensors at once: it is in circles, with vLLM's records of it and its loaders."""
+        """Release its tensors at once; reference cycles with vLLM's records and loaders hold them."""
         layerwise.LAYERWISE_INFO.pop(self.module, None)
         vars(self.module).clear()
         self._was.clear()
 
 
 def _hand_over(tensor: torch.Tensor, owner: object, other: object) -> None:
-    """Gives the methods among a tensor's attributes, such as its loader, another object to work on."""
+    """Rebind the methods among a tensor's attributes, such as its loader, from `owner` to `other`."""
     for name, value in vars(tensor).items():
         if isinstance(value, MethodType) and value.__self__ is owner:
             vars(tensor)[name] = MethodType(value.__func__, other)

@@ -1,15 +1,15 @@
-"""How the worker draws tokens on a CPU; imported in vLLM's worker process, before it makes its sampler.
+"""How the worker draws tokens on a CPU; imported in vLLM's worker process before it makes its sampler.
 
-Two things of vLLM's are replaced, because of what they cost in each step:
+Two parts of vLLM are replaced because of their cost in each step:
 
-- The draw itself. vLLM's adds noise of its own to each logit of the vocabulary (Gumbel) and takes the
-  largest, 3 ns each: 5 ms of a step of 80 at 32 sequences of a vocabulary of 49,152. `draw` inverts the
-  distribution function instead, from one uniform number for each sequence: a sum over each block of the
-  vocabulary finds the block, and only within that block the probabilities are added up one by one.
-- The rank of a sampled token, for which all others are compared with it. Nobody here asks for it.
+- The draw itself. vLLM adds Gumbel noise to each logit of the vocabulary and takes the largest, at 3 ns
+  each. That is 5 ms of a step of 80 ms at 32 sequences and a vocabulary of 49,152. `draw` inverts the
+  distribution function instead, with one uniform number per sequence. The sums over blocks of the
+  vocabulary find the block, and only within it the probabilities are accumulated one by one.
+- The rank of a sampled token, for which all others are compared with it. Penstock does not use it.
 
-What is drawn from is the exponential of the very log-probabilities that are reported, after temperature and
-truncation. The same seed gives the same tokens, but others than vLLM's own draw would give.
+Tokens are drawn from the exponential of exactly the log-probabilities that are reported, after temperature
+and truncation. The same seed gives the same tokens, but not those of vLLM's own draw.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from vllm.v1.sample.sampler import Sampler
 __all__ = ["BLOCK", "draw"]
 
 BLOCK = 512
-"""Tokens of which the sum is taken at once; what remains is one block, added up one by one."""
+"""Tokens per block sum. The vocabulary's remainder is one shorter block."""
 
 _forward_cpu = TopKTopPSampler.forward_cpu
 _gather_logprobs = Sampler.gather_logprobs
 
 
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One token of each row, the first at which the probabilities so far exceed `uniforms`.
+    """Draw one token per row: the first at which the cumulative probability exceeds `uniforms`.
 
     `logprobs` [rows, vocabulary], float32, each row summing to one as probabilities; -inf is never drawn.
     `uniforms` [rows], float64 in [0, 1). Returns ids [rows], int64.
@@ -43,15 +43,18 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     sums = blocks.sum(-1)
     block, before = _first_beyond(sums.to(torch.float64), uniforms)
     at = torch.arange(rows)
-    # What is left of the number, as a share of its block: sums are rounded, shares are not beyond one.
+    # The rest of the uniform as a share of its block. Sums are rounded, but a share never exceeds one.
     share = before / sums[at, block]
     token, _ = _first_beyond(blocks[at, block].to(torch.float64), share)
     return block * BLOCK + token
 
 
 def _first_beyond(weights: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the first index up to which the weights make more than its share of them, and how much of
-    the share's weight is left when those before it are taken off. Never one without a weight."""
+    """Find in each row the first index at which the cumulative weight exceeds its share of the total.
+
+    Also returns how much of the share's weight remains after subtracting the weights before that index.
+    Never finds an index without weight.
+    """
     reached = weights.cumsum(-1)
     total = reached[:, -1:]
     target = shares.unsqueeze(-1) * total
@@ -62,7 +65,7 @@ def _first_beyond(weights: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Te
 
 
 def _uniforms(rows: int, generators: dict[int, torch.Generator]) -> torch.Tensor:
-    """A number for each row; a row with a seed takes it from its own generator."""
+    """A uniform number for each row; a row with a seed draws it from its own generator."""
     numbers = torch.rand(rows, dtype=torch.float64)
     for row, generator in generators.items():
         numbers[row] = torch.rand((), generator=generator, dtype=torch.float64)
@@ -76,7 +79,7 @@ def forward_cpu(
     k: torch.Tensor | None,
     p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As vLLM's of this name, where log-probabilities are those of what was sampled from."""
+    """Replaces vLLM's method if log-probabilities are those of the sampled distribution."""
     if self.logprobs_mode != "processed_logprobs":
         return _forward_cpu(self, logits, generators, k, p)
     kept = apply_top_k_top_p(logits, k, p)
@@ -87,7 +90,7 @@ def forward_cpu(
 def gather_logprobs(
     logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
 ) -> LogprobsTensors:
-    """As vLLM's of this name; where nothing but the sampled token is asked for, its rank stays zero."""
+    """Replaces vLLM's method. If only the sampled token is requested, its rank stays zero."""
     if num_logprobs:
         return _gather_logprobs(logprobs, num_logprobs, token_ids)
     chosen = token_ids.unsqueeze(-1)

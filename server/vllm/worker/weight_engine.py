@@ -1,16 +1,16 @@
-"""Brings new weights into the live model; runs inside vLLM's worker process.
+"""Loads new weights into the live model; runs inside vLLM's worker process.
 
-    StagedFileEngine     a complete version from a file in memory: one call does the whole update, so that
-                         a failure always ends vLLM's update session and the next upload can begin another.
-                         Where the version was made ready ahead, while generation went on, that call only
-                         puts it in its place: see `vllm_preparation`
-    WeightEngine         that, and any other backend of vLLM's own registry for versions which a collective
-                         brings: vLLM has one backend for an engine's whole life, so this one stands in
-                         front of the other, which it makes when a trainer asks to join
+    StagedFileEngine     loads a complete version from a file in memory. One call does the whole update, so
+                         that a failure always ends vLLM's update session and the next upload can begin
+                         another. If the version was prepared ahead, while generation continued, that call
+                         only puts it in place: see `vllm_preparation`
+    WeightEngine         also supports any other backend of vLLM's registry, for versions that a collective
+                         brings. vLLM has one backend for an engine's whole life, so this one stands in
+                         front of the other, which it creates when a trainer asks to join
 
-vLLM finds it through `worker_extension_cls`, whose import registers the backend "penstock". What
-`vllm_reload` leaves wrong is put right here: on the CPU a tied `lm_head` keeps a packed copy of its own,
-which no reload renews.
+vLLM finds this module through `worker_extension_cls`, and importing it registers the backend "penstock". It
+also corrects what `vllm_reload` leaves wrong: on the CPU a tied `lm_head` keeps its own packed copy, which
+no reload renews.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from penstock.common.failpoints import hit
 
-# Imported for what they register: the backend "gloo", what vLLM's LoRA lacks, and a faster draw.
+# Imported for their effects: the backend "gloo", a fix of vLLM's LoRA, and faster drawing of tokens.
+from penstock.server import (
+    gloo_weight_engine,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    vllm_lora,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    vllm_sampling,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)
 from penstock.server.vllm.worker.preparation import Preparation, has_room, why_not
 from penstock.server.vllm.worker.reload import ProcessesWeights, forget_reload, reload_model
 from penstock.server.weights.staging.manifest import WeightRefused
@@ -51,16 +56,16 @@ from penstock.server.weights.staging.manifest import WeightRefused
 logger = logging.getLogger(__name__)
 
 BACKEND = "penstock"
-# A server stages beside what it holds, or the trainer shares one file and the server holds another.
+# A server stages next to what it holds, or the trainer shares one file and the server holds another.
 FILES_KEPT = 2
 ROUND = "collective_round"
-"""Key of what an update brings that comes by a collective: the other backend's own description of it."""
+"""Key under which an update of a collective carries the other backend's own description of it."""
 
 PORTION_SECONDS = 0.01
-"""Shortest time that is spent between two steps on making a version ready, while there is more to do."""
+"""Minimum time between two steps spent on preparing a version, while there is more to do."""
 
-# Its own would be a lock between processes, which the engine process does not live to give back: Python
-# would warn of a leak each time that a server is stopped.
+# tqdm's default is a lock between processes. The engine process does not live to release it, so Python
+# would warn of a leak each time a server stops.
 tqdm.set_lock(threading.RLock())  # pyright: ignore[reportUnknownMemberType]
 
 # The mapping of a staged file is read-only on purpose.
@@ -69,7 +74,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 @dataclass
 class StagedFile(WeightTransferUpdateInfo):
-    """Where one complete version lies."""
+    """Location of one complete version."""
 
     path: str
     names: list[str]
@@ -77,7 +82,7 @@ class StagedFile(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     offsets_bytes: list[int]
     prepared: bool = False
-    """Whether it is the version last made ready, where one was."""
+    """Whether this is the version last prepared, if any was."""
 
 
 class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile]):
@@ -88,19 +93,19 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing to join: the file is the transport."""
+        """Do nothing: there is nothing to join, because the file is the transport."""
 
     def start_weight_update(self) -> None:
-        """Nothing: see `receive_weights`."""
+        """Do nothing: `receive_weights` does the whole update."""
 
     _mappings: Mappings | None = None
     _preparation: Preparation | None = None
     _portion_ended = 0.0
 
     def prepare(self, staged: StagedFile) -> bool:
-        """Begins to make a version ready, in place of any other; whether there is anything to go on with.
+        """Begin to prepare a version, in place of any other. Returns whether `go_on` has work to do.
 
-        Without that, all is done by `receive_weights`, as it is where `go_on` raised.
+        If not, `receive_weights` does everything, as it does after `go_on` raised.
         """
         self.leave_preparation()
         mapped = self._open(staged)
@@ -108,19 +113,21 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         if reason is None and not has_room(len(mapped)):
             reason = "there is no room for a second copy"
         if reason is not None:
-            logger.info("weights are not made ready ahead: %s", reason)
+            logger.info("not preparing weights ahead of the switch: %s", reason)
             return False
         self._preparation = Preparation(self.model, tensors_of(staged, mapped))
         self._portion_ended = time.monotonic()
         return True
 
     def go_on(self) -> bool:
-        """Goes on for as long as the step before this took, but not less than `PORTION_SECONDS`; whether
-        there is more to do. Raises what loading raises, after which nothing is being made ready."""
+        """Continue for as long as the previous step took, but at least `PORTION_SECONDS`.
+
+        Returns whether there is more to do. Raises what loading raises, and then gives the preparation up.
+        """
         if self._preparation is None:
             return False
         began = time.monotonic()
-        # Else a model with long steps would get its weights hundreds of steps late.
+        # Otherwise a model with long steps would get its weights hundreds of steps late.
         limit = began + max(PORTION_SECONDS, began - self._portion_ended)
         try:
             while more := self._preparation.go_on():
@@ -133,7 +140,7 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         return more
 
     def leave_preparation(self) -> None:
-        """Gives up what was made ready and not put in place."""
+        """Discard what was prepared and not put in place."""
         if self._preparation is not None:
             self._preparation.end()
             self._preparation = None
@@ -154,10 +161,10 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         return self._mappings.open(Path(staged.path))
 
     def finish_weight_update(self) -> None:
-        """Nothing: see `receive_weights`."""
+        """Do nothing: `receive_weights` does the whole update."""
 
     def shutdown(self) -> None:
-        """Lets go of the files."""
+        """Discard the preparation and close the files."""
         self.leave_preparation()
         self._mappings = None
 
@@ -172,21 +179,21 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
 
 
 class Mappings:
-    """Files mapped for reading. Versions come in the same few files again and again, and a fresh mapping
-    costs a tenth of a load, while generation stands still."""
+    """Files mapped for reading. The same few files carry versions again and again, and a fresh
+    mapping costs a tenth of a load, during which generation stands still."""
 
     def __init__(self) -> None:
-        # By device, inode and length; what is mapped keeps its inode.
+        # By device, inode and length; a mapped file keeps its inode.
         self._kept: OrderedDict[tuple[int, int, int], mmap.mmap] = OrderedDict()
 
     def open(self, path: Path) -> mmap.mmap:
-        """The whole file."""
+        """Map the whole file."""
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             key = (status.st_dev, status.st_ino, status.st_size)
             mapped = self._kept.pop(key, None)
             if mapped is None:
-                # Every page at once, which costs a fraction of as many faults.
+                # Populating every page at once costs a fraction of faulting them in.
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
         self._kept[key] = mapped
@@ -196,7 +203,7 @@ class Mappings:
 
 
 def tensors_of(staged: StagedFile, mapped: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
-    """The staged tensors, without a copy: their memory is the file's."""
+    """The staged tensors, without a copy: they share the memory of the file."""
     for name, dtype_name, shape, offset in zip(
         staged.names, staged.dtypes, staged.shapes, staged.offsets_bytes, strict=True
     ):
@@ -215,13 +222,13 @@ class JoinInfo(WeightTransferInitInfo):
 
     backend: str
     rendezvous: dict[str, object]
-    """The backend's own fields."""
+    """Fields that the backend defines."""
     seconds: float
-    """Longest time that anything may take."""
+    """Maximum duration of each operation."""
 
 
 class WeightEngine(StagedFileEngine):
-    """Loads complete versions from a file in memory, and lets at most one other backend do its work."""
+    """Loads complete versions from a file in memory, or delegates to at most one other backend."""
 
     init_info_cls = JoinInfo
 
@@ -229,11 +236,11 @@ class WeightEngine(StagedFileEngine):
     _begun = False
     """Whether the other backend is in the middle of an update."""
     _changed = False
-    """Whether the model is not what it was before that update."""
+    """Whether that update has changed the model."""
     _problem: BaseException | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Joins, and leaves what was joined before."""
+        """Join a collective, and leave the previous one."""
         assert isinstance(init_info, JoinInfo)
         self.shutdown()
         if init_info.backend == BACKEND:
@@ -253,12 +260,12 @@ class WeightEngine(StagedFileEngine):
         self._other = other
 
     def start_weight_update(self) -> None:
-        """Nothing yet: only what comes says where it comes from."""
+        """Reset the state only: the first update shows which backend it is for."""
         self._begun = self._changed = False
         self._problem = None
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """One staged file, or one round of a collective."""
+        """Load one staged file, or one round of a collective."""
         if ROUND not in update_info:
             super().update_weights(update_info)
             return
@@ -271,7 +278,7 @@ class WeightEngine(StagedFileEngine):
             other.update_weights(cast("dict[str, object]", update_info[ROUND]))
 
     def finish_weight_update(self) -> None:
-        """Makes what a collective brought the model's weights."""
+        """Make what a collective brought the model's weights."""
         if self._begun:
             with self._noting_problems() as other:
                 self._changed = True
@@ -280,7 +287,7 @@ class WeightEngine(StagedFileEngine):
             self._begun = False
 
     def abandon(self) -> dict[str, object]:
-        """Ends an update that will not be finished, and leaves the collective; says what became of it."""
+        """End an update that will not be finished, and leave the collective. Returns the outcome."""
         if self._begun and self._changed:
             forget_reload(self.model)
         outcome: dict[str, object] = {"changed": self._begun and self._changed}
@@ -295,7 +302,6 @@ class WeightEngine(StagedFileEngine):
         return outcome
 
     def shutdown(self) -> None:
-        """Leaves the collective."""
         other, self._other = self._other, None
         if other is not None:
             other.shutdown()
@@ -307,13 +313,13 @@ class WeightEngine(StagedFileEngine):
         try:
             yield self._other
         except BaseException as error:
-            # vLLM hands on its text only.
+            # vLLM passes on the text only.
             self._problem = error
             raise
 
 
 def _within_seconds(engine: OtherEngine, join: JoinInfo) -> dict[str, object]:
-    """The rendezvous; a backend that has a deadline of its own waits no longer than this server."""
+    """The rendezvous, with the backend's own deadline, if it has one, capped at this server's."""
     fields = {field.name: field.default for field in dataclasses.fields(engine.init_info_cls)}
     if "timeout_seconds" not in fields:
         return join.rendezvous
@@ -323,7 +329,7 @@ def _within_seconds(engine: OtherEngine, join: JoinInfo) -> dict[str, object]:
 
 
 class _Worker(Protocol):
-    """vLLM's worker, as far as an update that failed goes."""
+    """The parts of vLLM's worker that a failed update needs."""
 
     weight_transfer_engine: WeightEngine
     vllm_config: VllmConfig
@@ -331,12 +337,12 @@ class _Worker(Protocol):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker."""
+    """Methods mixed into vLLM's worker."""
 
     def prepare_weights(self, update: dict[str, object] | None) -> bool:
-        """One portion of making a version ready: the first, of the file described, or the next.
+        """Prepare one portion of a version: the first one of the given file, or the next one for None.
 
-        Returns whether there is more to do. Raises as `StagedFileEngine.go_on`.
+        Returns whether there is more to do. Raises what `StagedFileEngine.go_on` raises.
         """
         worker = cast(_Worker, self)
         engine = worker.weight_transfer_engine
@@ -349,7 +355,7 @@ class WorkerExtension:
             return engine.go_on()
 
     def abandon_collective(self) -> Mapping[str, object]:
-        """See `WeightEngine.abandon`; vLLM itself has no way to end a session without finishing it."""
+        """Call `WeightEngine.abandon`. vLLM itself has no way to end a session without finishing it."""
         worker = cast(_Worker, self)
         worker._weight_update_active = False  # pyright: ignore[reportPrivateUsage]
         return worker.weight_transfer_engine.abandon()

@@ -1,7 +1,8 @@
-"""Puts one complete version together, tensor by tensor, from wherever its bytes are.
+"""Assembles one complete version, tensor by tensor, from its sources.
 
-A delta is assembled from a payload and its base, a checkpoint from its files, a version to be held from the
-file its uploader shares. What comes out is always the same: every tensor in full, one after the other.
+A delta is assembled from a payload and its base, a checkpoint from its files, and a version to be held from
+the file its uploader shares. The result always has the same layout: every tensor in full, one after
+another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from penstock.wire.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What changes a copy of the base into the tensor."""
+    """The changes that turn a copy of the base into the tensor."""
 
     source: Buffer
     offset_bytes: int
@@ -31,26 +32,26 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where one tensor comes from, and where it goes."""
+    """Source and destination of one tensor."""
 
     tensor: StagedTensor
-    """Its place in what is assembled."""
+    """Its position in the assembled version."""
     source: Buffer
-    """What has its bytes, or those of the base."""
+    """Holds its bytes, or those of the base."""
     offset_bytes: int
     xxh3: int | None
-    """XXH3-64 of the result, which then also has to be finite; None is not checked."""
+    """XXH3-64 of the result, which must also be finite. None skips both checks."""
     patch: Patch | None = None
 
 
 def lay_out(
     tensors: Iterable[tuple[str, tuple[int, ...], str, int]],
 ) -> tuple[tuple[StagedTensor, ...], int]:
-    """Tensors (name, shape, dtype, length) one after the other, and the length of the whole."""
+    """Place tensors (name, shape, dtype, length) one after another. Returns them and the total length."""
     placed: list[StagedTensor] = []
     offset = 0
     for name, shape, dtype, length in tensors:
-        # Some dtypes are narrower than others, where a base model mixes them.
+        # Align, because a base model may mix dtypes of different widths.
         offset += -offset % 8
         placed.append(StagedTensor(name, shape, dtype, offset, length))
         offset += length
@@ -58,12 +59,12 @@ def lay_out(
 
 
 def assemble(target: Buffer, parts: Sequence[Part]) -> None:
-    """Writes every part into `target`, which is the server's own, and checks it there. Blocks.
+    """Write every part into `target`, memory that the server owns, and verify it there. Blocks.
 
-    Raises WeightRefused, which names the tensor.
+    Raises WeightRefused with the tensor's name.
     """
     if target.view is None:
-        raise RuntimeError("only memory of the server's own can be written to")
+        raise RuntimeError("only memory owned by the server can be written to")
     for part in parts:
         begin = part.tensor.offset_bytes
         _write(target.view[begin : begin + part.tensor.length_bytes], part)
@@ -78,7 +79,7 @@ def _write(place: memoryview, part: Part) -> None:
         read_into(piece, part.source, offset, name)
         offset += len(piece)
         if check is not None and not whole:
-            # While it is in the cache.
+            # While the piece is in the cache.
             check.update(piece)
     if part.patch is not None:
         _apply(place, part.patch, part.tensor)

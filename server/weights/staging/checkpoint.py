@@ -1,4 +1,4 @@
-"""A folder of safetensors files as the source of a version: single, or sharded with an index."""
+"""A folder of safetensors files as the source of a version: a single file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from penstock.wire.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint: its files, and which of them has which tensor."""
+    """An open checkpoint: its files and the tensors in them."""
 
     descriptors: tuple[int, ...]
     tensors: Mapping[str, tuple[int, StoredTensor]]
-    """Name -> (descriptor, where it is)."""
+    """Name -> (descriptor of the file, position in it)."""
 
     def find(self, wanted: ManifestTensor) -> tuple[int, StoredTensor]:
-        """The tensor that is announced. Raises WeightRefused where there is none like it."""
+        """Find an announced tensor. Raises WeightRefused unless name, shape and dtype match."""
         found = self.tensors.get(wanted.name)
         if found is None:
             raise WeightRefused(
@@ -45,19 +45,18 @@ class Checkpoint:
     def find_all(
         self, manifest: Sequence[ManifestTensor]
     ) -> list[tuple[ManifestTensor, int, StoredTensor]]:
-        """Every announced tensor with where it is. Raises WeightRefused."""
+        """Find every announced tensor. Raises WeightRefused."""
         return [(wanted, *self.find(wanted)) for wanted in manifest]
 
     def close(self) -> None:
-        """Closes its files."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Opens every file of a checkpoint and reads what is in it. Blocks.
+    """Open every file of a checkpoint and read its list of tensors. Blocks.
 
-    Raises WeightRefused where the folder is not there, not absolute, or broken.
+    Raises WeightRefused if the folder is missing or broken.
     """
     descriptors: list[int] = []
     tensors: dict[str, tuple[int, StoredTensor]] = {}
@@ -81,8 +80,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise CheckpointUnreadable(f"{folder} is no folder")
+        raise CheckpointUnreadable(f"{folder} is not a folder")
     files = checkpoint_tensors.weight_files(folder)
     if not files:
-        raise CheckpointUnreadable(f"{folder} holds no safetensors file")
+        raise CheckpointUnreadable(f"{folder} contains no safetensors file")
     return files

@@ -1,16 +1,16 @@
-"""Verifies shared memory while its uploader fills it: both sides at work at the same time.
+"""Verifies shared memory while its uploader fills it, so that both sides work at the same time.
 
-    header -> a thread follows the progress word -> commit, with the checksums -> the thread goes on to the
-    end, whatever the word says -> every tensor's verdict, in the header's order
+    header -> a thread follows the progress word -> commit, with the checksums -> the thread continues to
+    the end, whatever the word is -> every tensor's verdict, in the header's order
 
-The thread reads the word, looks at what is new, an XXH3 and a search for what is not finite, and reads the
-word again; bytes are looked at once. Following closely it has them from the cache, into which the uploader
-has just brought them, and that is all that the word is for: one that lies, goes back or never moves is
-seen at the commit, as bytes that are not those announced or in the time that it takes. While nothing is
-new the thread sleeps, the longer the longer that lasts.
+The thread reads the word, verifies the new bytes (XXH3 and a search for values that are not finite), and
+reads the word again. It reads every byte once. If it follows closely, it finds the bytes in the
+cache, where the uploader has just put them. That is the word's only purpose. If the word is wrong,
+goes back or never moves, the commit shows it: the checksums differ, or verification takes longer.
+While there are no new bytes the thread sleeps, for longer the longer that lasts.
 
-`end` has to be awaited before the memory is given away: it tells the thread to leave, which it does after
-at most one piece, and waits for it.
+Await `end` before releasing the memory. It makes the thread stop, which takes at most one piece, and waits
+for that.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefus
 from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.server.weights.staging.verify import Reader, begin_check, read_word, whole_elements
 
-# A copy brings some hundred KB in that time.
+# A copy writes some hundred KB in that time.
 SHORTEST_PAUSE_SECONDS = 50e-6
-# A uploader that was away for long is not missed for longer than this.
+# Upper bound on the delay after an uploader has paused for long.
 LONGEST_PAUSE_SECONDS = 5e-3
-# Of the time for which nothing was new: so much later than it could be does the thread notice.
+# Fraction of the time without new bytes that the thread sleeps, and thus by which it can be late.
 PAUSE_RATIO = 1 / 8
 
 
 class _Looked:
-    """How far one tensor has been looked at."""
+    """How far one tensor has been verified."""
 
     def __init__(self, tensor: ManifestTensor) -> None:
         self.tensor = tensor
@@ -45,12 +45,12 @@ class _Looked:
 
 
 class Filling:
-    """One payload that is being filled; on the event loop, with a thread of its own beside it."""
+    """One payload that is being filled. Lives on the event loop and owns a thread."""
 
     def __init__(
         self, source: Buffer, manifest: Sequence[ManifestTensor], progress_offset_bytes: int
     ) -> None:
-        """Begins to follow; a word at zero is none."""
+        """Start to follow. An offset of zero means that there is no progress word."""
         self._source = source
         self._reader = Reader(source)
         self._progress_offset_bytes = progress_offset_bytes
@@ -64,7 +64,7 @@ class Filling:
         self._following = asyncio.get_running_loop().run_in_executor(None, self._follow)
 
     async def finish(self, xxh3: Sequence[int]) -> None:
-        """The uploader says that all is there: every tensor has its checksum, and is finite.
+        """Verify that every tensor has its checksum and is finite; the uploader has filled everything.
 
         Raises WeightRefused.
         """
@@ -77,7 +77,7 @@ class Filling:
             looked.check.finish(announced)
 
     async def end(self) -> None:
-        """Returns when nothing is read any more, even where the caller is cancelled meanwhile."""
+        """Return when the thread no longer reads, even if the caller is cancelled meanwhile."""
         self._ended = True
         self._wake.set()
         cancelled: asyncio.CancelledError | None = None
@@ -89,12 +89,12 @@ class Filling:
         if cancelled is not None:
             raise cancelled
 
-    # In the thread.
+    # The rest runs in the thread.
 
     def _follow(self) -> None:
         place, moved = 0, time.monotonic()
         while not self._ended and place < len(self._by_offset):
-            # Before the word is read: what comes after a commit does not change any more.
+            # Check for the commit before reading the word, because nothing changes after a commit.
             filled = self._by_offset[-1].end if self._committed else self._filled()
             looked = self._by_offset[place]
             if whole_elements(looked.tensor, filled) <= looked.position:
@@ -107,13 +107,13 @@ class Filling:
             moved = time.monotonic()
 
     def _filled(self) -> int:
-        """What the word says."""
+        """Bytes filled so far, according to the progress word."""
         if not self._progress_offset_bytes:
             return 0
         return read_word(self._source, self._progress_offset_bytes)
 
     def _look_at(self, looked: _Looked, filled: int) -> bool:
-        """Looks at what is new of a tensor; whether that was the last of it."""
+        """Verify the new bytes of a tensor. Returns whether the tensor is finished."""
         stop = whole_elements(looked.tensor, filled)
         with contextlib.closing(
             self._reader.read(looked.position, stop, looked.tensor.name)

@@ -1,10 +1,10 @@
-"""One weight version on its way in, from its first byte to being verified.
+"""One weight version being received, from its first byte until it is verified.
 
-    write_chunk   a slice of an inline payload            )
-    (nothing)     what is there already, is read then, or ) -> verify -> Staged
-                  has been filled and looked at meanwhile )
+    write_chunk   a slice of an inline payload                  )
+    (nothing)     other payloads are there already, or were     ) -> verify -> Staged
+                  verified while their uploader filled them     )
 
-Whatever is refused, and whoever is cancelled, `end` gives the memory back once nobody reads it any more.
+After a refusal or a cancellation, `end` releases the memory once no thread reads it any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.wire.reasons import Reason
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """One complete, verified version, and the memory it lies in."""
+    """One complete, verified version and its memory."""
 
     weights: StagedWeights
     hashes: Mapping[str, int]
@@ -37,21 +37,20 @@ class Staged:
 
     @property
     def weight_version(self) -> int:
-        """The version."""
         return self.weights.weight_version
 
     def retain(self) -> Staged:
-        """One more holder, who has to release it."""
+        """Add a holder, which must `release` it."""
         self.buffer.retain()
         return self
 
     def release(self) -> None:
-        """One holder less; the last one gives the memory back."""
+        """Remove a holder. The last one releases the memory."""
         self.buffer.release()
 
 
 class Upload:
-    """One version on its way in; made by `WeightStage`. A refusal releases it."""
+    """One version being received; created by `WeightStage`. A refusal releases its memory."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Upload:
     ) -> None:
         """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
         self.manifest = manifest
-        """As it was announced."""
+        """The tensors as announced."""
         self._payload = payload
         self._target = target
         self._parts = parts
@@ -81,7 +80,7 @@ class Upload:
         self._progress = Broadcast()
         self.weight_version = weight_version
         self.length_bytes = (payload or target).length_bytes
-        """What travels, or is read."""
+        """Bytes that are sent or read."""
 
     @classmethod
     def filling(
@@ -91,14 +90,14 @@ class Upload:
         payload: Buffer,
         progress_offset_bytes: int,
     ) -> Upload:
-        """One whose payload somebody else is still filling, which has to be ended."""
+        """An upload whose payload the uploader is still filling; it must be ended with `end`."""
         filling = Filling(payload, manifest, progress_offset_bytes)
         return cls(
             weight_version, manifest, payload, payload, None, (), inline=False, filling=filling
         )
 
     def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
-        """Takes one slice of an inline payload, in any order but each byte once.
+        """Take one slice of an inline payload, in any order but each byte once.
 
         Raises WeightRefused.
         """
@@ -109,22 +108,22 @@ class Upload:
             raise
 
     def arriving(self) -> tuple[Buffer, memoryview] | None:
-        """Where the bytes of a full version lie that comes in chunks; None for any other upload."""
+        """Memory of a full version that arrives in chunks; None for any other upload."""
         payload = self._payload
         if not self._inline or self._parts is not None or payload is None or payload.view is None:
             return None
         return payload, payload.view
 
     async def come(self, length_bytes: int) -> bool:
-        """Returns once so many bytes from the beginning on are there; False where they never will be."""
+        """Return when the first `length_bytes` bytes are there. False means that they never will be."""
         while self._in_order_bytes < length_bytes and not self._released:
             await self._progress.wait()
         return self._in_order_bytes >= length_bytes
 
     async def verify(self, xxh3: Sequence[int] = ()) -> Staged:
-        """The complete version: nothing missing, each tensor with its checksum, and finite.
+        """Verify that the version is complete and finite, and that each tensor has its checksum.
 
-        `xxh3` has the checksums where the manifest does not. The event loop stays free. Raises
+        `xxh3` has the checksums if the manifest does not. Does not block the event loop. Raises
         WeightRefused.
         """
         hashes = dict(
@@ -137,7 +136,7 @@ class Upload:
         try:
             self.check_complete()
             if self._inline:
-                # Also where chunks came in another order than that of the payload.
+                # Also correct if chunks arrived in another order than that of the payload.
                 self._in_order_bytes = self.length_bytes
                 self._progress.notify()
             if self._filling is not None:
@@ -152,7 +151,7 @@ class Upload:
         return Staged(weights, hashes, self._target)
 
     async def end(self) -> None:
-        """As `release`, once nobody reads the payload."""
+        """Release the memory once no thread reads the payload."""
         try:
             if self._filling is not None:
                 await self._filling.end()
@@ -160,7 +159,7 @@ class Upload:
             self.release()
 
     def release(self) -> None:
-        """Gives the memory back, unless it was staged; safe to repeat."""
+        """Release the memory unless the version was staged. Safe to repeat."""
         if not self._released:
             self._released = True
             release_all([self._target, *self._sources])
@@ -180,19 +179,22 @@ class Upload:
         return tuple(part.tensor for part in parts)
 
     def check_complete(self) -> None:
-        """That every byte of an inline payload has come. Raises WeightRefused."""
+        """Raise WeightRefused if bytes of an inline payload are missing."""
         if self._inline and (gap := self._received.first_gap(self.length_bytes)):
             raise WeightRefused(
                 Reason.FIELD_INVALID,
-                f"chunks: bytes {gap[0]} to {gap[1]} of the payload never came",
+                f"chunks: bytes {gap[0]} to {gap[1]} of the payload are missing",
                 field="chunk.offset_bytes",
                 begin=gap[0],
                 end=gap[1],
             )
 
     def _take_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> None:
-        """Checksum, copy and the tensors' own checks by piece, each of which is read from memory once and
-        then from the cache. What is written of a chunk that is refused goes with the upload."""
+        """Copy a chunk and update its checksum and its tensors' checks.
+
+        This goes by pieces, so that each is read from memory once and then from the cache. A refused
+        chunk may be partly written, but its upload is released.
+        """
         room = self._room_for(offset, len(data))
         in_order = offset == self._in_order_bytes and self._parts is None
         digest = xxhash.xxh3_64()
@@ -215,12 +217,12 @@ class Upload:
             self._progress.notify()
 
     def _room_for(self, offset: int, length: int) -> memoryview:
-        """The payload that a chunk may be written to."""
+        """The payload, if the chunk may be written to it. Raises WeightRefused."""
         end = offset + length
         room = self._payload.view if self._payload is not None else None
         if not self._inline or self._released or room is None:
             raise WeightRefused(
-                Reason.FIELD_INVALID, "chunk: this upload takes none", field="chunk"
+                Reason.FIELD_INVALID, "chunk: this upload takes no chunks", field="chunk"
             )
         if offset < 0 or end > self.length_bytes or not length:
             raise WeightRefused(
@@ -232,7 +234,7 @@ class Upload:
         if not self._received.add(offset, end):
             raise WeightRefused(
                 Reason.FIELD_INVALID,
-                f"chunk: some of bytes {offset} to {end} had come before",
+                f"chunk: some of bytes {offset} to {end} were sent before",
                 field="chunk.offset_bytes",
                 got=offset,
             )
@@ -240,6 +242,6 @@ class Upload:
 
 
 def release_all(buffers: Sequence[Buffer]) -> None:
-    """Gives back one reference to each."""
+    """Release one reference to each buffer."""
     for buffer in buffers:
         buffer.release()

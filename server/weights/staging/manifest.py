@@ -1,9 +1,9 @@
-"""What an upload announces, and whether it is a version of this model; all before any byte of it.
+"""The tensors an upload announces, and checks against the model before any byte of them is sent.
 
 check_full         a payload that is the version itself
 check_delta        a payload of differences from a version whose bytes are held
-check_checkpoint   a folder of safetensors files, which say themselves where their tensors are
-check_collective   what a collective is about to bring, which has no payload
+check_checkpoint   a folder of safetensors files, which contain the positions of their tensors
+check_collective   tensors that a collective will bring, without a payload
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.wire.sparse import SparseCoding
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """How a dtype is laid out, as far as telling finite numbers goes."""
+    """Layout of a dtype, as needed to find numbers that are not finite."""
 
     bits: np.dtype[np.unsignedinteger]
     magnitude: int
-    """Every bit but the sign."""
+    """Mask of every bit but the sign."""
     infinity: int
     """Smallest magnitude that is not finite."""
 
@@ -40,19 +40,19 @@ FLOATS: Mapping[str, Float] = {
 
 
 FRAME_BYTES = 4096
-"""Room for what compression adds to a payload that does not compress."""
+"""Allowance for what compression adds to a payload that does not compress."""
 
 
-# What a payload may be longer than its tensors, so that it can end on a page.
+# How much longer than its tensors a payload may be, so that it can end on a page.
 PADDING_BYTES = 4096
 
 
-# A progress word.
+# Size of a progress word.
 PROGRESS_BYTES = 8
 
 
 class WeightRefused(Exception):
-    """An upload is refused; what serves is as it was."""
+    """An upload was refused. The weights that serve are unchanged."""
 
     def __init__(self, reason: Reason, message: str, **metadata: object) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class ManifestTensor:
     dtype: str
     offset_bytes: int
     length_bytes: int
-    """In the payload, after encoding."""
+    """Length in the payload, after encoding."""
     xxh3: int
     """XXH3-64 of its decoded bytes."""
     encoding: Encoding = Encoding.RAW
@@ -92,7 +92,6 @@ class ManifestTensor:
 
     @property
     def decoded_bytes(self) -> int:
-        """Its length once decoded."""
         return self.element_count * FLOATS[self.dtype].bits.itemsize
 
 
@@ -102,7 +101,7 @@ def check_full(
     weight_dtype: str,
     length_bytes: int,
 ) -> None:
-    """That a full upload of this model is announced, inside a payload of this length.
+    """Check that a full upload of this model is announced, within a payload of `length_bytes`.
 
     Raises WeightRefused.
     """
@@ -113,7 +112,7 @@ def check_full(
         _check_raw(tensor, length_bytes)
         itemsize = FLOATS[weight_dtype].bits.itemsize
         if tensor.offset_bytes % itemsize:
-            problem = f"is no multiple of {itemsize}"
+            problem = f"is not a multiple of {itemsize}"
             raise invalid(tensor, "offset_bytes", problem, tensor.offset_bytes)
     _check_apart(manifest)
 
@@ -125,7 +124,7 @@ def check_delta(
     length_bytes: int,
     base: Mapping[str, int],
 ) -> None:
-    """That every tensor of this model is announced as its difference from a base, or in full.
+    """Check that every tensor of this model is announced, in full or as a difference from the base.
 
     `base` has the XXH3-64 of each tensor of the base. Raises WeightRefused.
     """
@@ -137,7 +136,7 @@ def check_delta(
         if tensor.encoding is Encoding.SPARSE:
             _check_sparse(tensor, length_bytes)
         elif tensor.length_bytes:
-            raise invalid(tensor, "length_bytes", "has to be 0", tensor.length_bytes)
+            raise invalid(tensor, "length_bytes", "must be 0", tensor.length_bytes)
         found = base.get(tensor.name)
         if found is None or (tensor.encoding is Encoding.SAME and found != tensor.xxh3):
             raise _not_the_base(tensor, found)
@@ -145,7 +144,7 @@ def check_delta(
 
 
 def check_length(manifest: Sequence[ManifestTensor], length_bytes: int) -> None:
-    """That no memory is asked for that no tensor needs. Raises WeightRefused."""
+    """Raise WeightRefused if an upload asks for memory that no tensor needs."""
     end = max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
     if length_bytes > end + PADDING_BYTES:
         raise WeightRefused(
@@ -159,7 +158,7 @@ def check_length(manifest: Sequence[ManifestTensor], length_bytes: int) -> None:
 def check_progress(
     manifest: Sequence[ManifestTensor], progress_offset_bytes: int, length_bytes: int
 ) -> None:
-    """That the progress word of a payload, where there is one, is no part of a tensor.
+    """Check that the progress word of a payload, if it has one, does not overlap a tensor.
 
     Raises WeightRefused.
     """
@@ -168,7 +167,7 @@ def check_progress(
     if progress_offset_bytes and not (inside and progress_offset_bytes % PROGRESS_BYTES == 0):
         raise WeightRefused(
             Reason.FIELD_INVALID,
-            f"shared_memory.progress_offset_bytes is {progress_offset_bytes}: it has to be a multiple of "
+            f"shared_memory.progress_offset_bytes is {progress_offset_bytes}; it must be a multiple of "
             f"{PROGRESS_BYTES} between the last tensor, which ends at {end}, and the end at {length_bytes}",
             field="header.shared_memory.progress_offset_bytes",
             got=progress_offset_bytes,
@@ -178,7 +177,7 @@ def check_progress(
 def check_checkpoint(
     manifest: Sequence[ManifestTensor], expected: Mapping[str, TensorMeta], weight_dtype: str
 ) -> None:
-    """That a full version of this model is announced, without a place in any payload.
+    """Check that a full version of this model is announced, without offsets into a payload.
 
     Raises WeightRefused.
     """
@@ -193,7 +192,7 @@ def check_collective(
     *,
     whole: bool,
 ) -> None:
-    """That tensors of this model are announced, and, for a `whole` version, all of them.
+    """Check that only tensors of this model are announced, and for a `whole` version all of them.
 
     Raises WeightRefused.
     """
@@ -204,10 +203,10 @@ def check_collective(
 def _check_unplaced(manifest: Sequence[ManifestTensor], where: str) -> None:
     for tensor in manifest:
         if tensor.encoding is not Encoding.RAW:
-            raise invalid(tensor, "encoding", "has to be raw", tensor.encoding.value)
+            raise invalid(tensor, "encoding", "must be raw", tensor.encoding.value)
         for field, got in (("offset", tensor.offset_bytes), ("length", tensor.length_bytes)):
             if got:
-                raise invalid(tensor, f"{field}_bytes", f"has to be 0 {where}", got)
+                raise invalid(tensor, f"{field}_bytes", f"must be 0 {where}", got)
 
 
 def _check_listed(
@@ -245,7 +244,7 @@ def _check_type(tensor: ManifestTensor, expected: TensorMeta | None, weight_dtyp
 
 def _check_raw(tensor: ManifestTensor, length_bytes: int) -> None:
     if tensor.length_bytes != tensor.decoded_bytes:
-        problem = f"has to be {tensor.decoded_bytes}"
+        problem = f"must be {tensor.decoded_bytes}"
         raise invalid(tensor, "length_bytes", problem, tensor.length_bytes)
     _check_inside(tensor, length_bytes)
 
@@ -253,18 +252,18 @@ def _check_raw(tensor: ManifestTensor, length_bytes: int) -> None:
 def _check_sparse(tensor: ManifestTensor, length_bytes: int) -> None:
     coding = tensor.coding
     if coding is None:
-        raise invalid(tensor, "sparse", "has to be set with this encoding", "nothing")
-    # More than this no coding can take: a byte of position and the element for each, and a frame's head.
+        raise invalid(tensor, "sparse", "must be set with this encoding", "nothing")
+    # Upper bound of every coding: a byte of position and the element for each, and a frame's header.
     longest = tensor.element_count + tensor.decoded_bytes + FRAME_BYTES
     if not 0 <= tensor.length_bytes <= longest:
-        problem = f"has to be from 0 to {longest}"
+        problem = f"must be from 0 to {longest}"
         raise invalid(tensor, "length_bytes", problem, tensor.length_bytes)
     _check_inside(tensor, length_bytes)
     if not 0 <= coding.changed_element_count <= tensor.element_count:
-        problem = f"has to be from 0 to {tensor.element_count}"
+        problem = f"must be from 0 to {tensor.element_count}"
         raise invalid(tensor, "sparse", problem, coding.changed_element_count)
     if not 0 <= coding.index_length_bytes <= tensor.length_bytes:
-        problem = f"has positions that are not inside {tensor.length_bytes} bytes"
+        problem = f"has positions outside its {tensor.length_bytes} bytes"
         raise invalid(tensor, "sparse", problem, coding.index_length_bytes)
 
 
@@ -282,7 +281,7 @@ def _check_apart(manifest: Sequence[ManifestTensor]) -> None:
 
 
 def invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> WeightRefused:
-    """A field of one tensor that cannot be."""
+    """Error for an invalid field of one tensor."""
     return WeightRefused(
         Reason.FIELD_INVALID,
         f"{tensor.name}: {field} {problem}, got {got}",
@@ -293,7 +292,7 @@ def invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> We
 
 
 def shape_mismatch(name: str, expected: Sequence[int], got: Sequence[int]) -> WeightRefused:
-    """A tensor of another shape than the model's."""
+    """Error for a tensor whose shape differs from the model's."""
     return WeightRefused(
         Reason.SHAPE_MISMATCH,
         f"{name} has shape {list(expected)}, got {list(got)}",
@@ -304,10 +303,10 @@ def shape_mismatch(name: str, expected: Sequence[int], got: Sequence[int]) -> We
 
 
 def dtype_mismatch(name: str, expected: str, got: str) -> WeightRefused:
-    """A tensor of another dtype than uploads have."""
+    """Error for a tensor whose dtype differs from that of uploads."""
     return WeightRefused(
         Reason.DTYPE_MISMATCH,
-        f"{name} has to be {expected}, got {got!r}",
+        f"{name} must be {expected}, got {got!r}",
         tensor=name,
         expected=expected,
         got=got,
@@ -315,7 +314,7 @@ def dtype_mismatch(name: str, expected: str, got: str) -> WeightRefused:
 
 
 def checksum_mismatch(name: str, announced: int, got: int) -> WeightRefused:
-    """A tensor whose bytes are not those announced."""
+    """Error for a tensor whose bytes differ from the announced ones."""
     return WeightRefused(
         Reason.CHECKSUM_MISMATCH,
         f"{name}: XXH3 is {got:016x}, announced {announced:016x}",
@@ -327,7 +326,7 @@ def _not_the_base(tensor: ManifestTensor, found: int | None) -> WeightRefused:
     held = "nothing" if found is None else f"{found:016x}"
     return WeightRefused(
         Reason.BASE_VERSION_MISMATCH,
-        f"{tensor.name} is not what the base holds of it: {held}, announced {tensor.xxh3:016x}",
+        f"{tensor.name} differs from the base: the base has {held}, announced {tensor.xxh3:016x}",
         tensor=tensor.name,
         base_xxh3=held,
         got=f"{tensor.xxh3:016x}",

@@ -1,8 +1,8 @@
-"""Opening a file that an uploader shares: in memory, of this host, and nothing but a file.
+"""Opening a file that an uploader shares. It must be a regular file in memory of this host.
 
-It stays the uploader's. One that is sealed can never become shorter, so it is mapped, and stays mapped for
-the versions that follow in it: to map it anew costs as much as to read it. Any other is read with `pread`,
-so that one cut short under our hands is a refusal and not a SIGBUS.
+The file remains the uploader's. A sealed file can never become shorter, so it is mapped. It stays
+mapped for later versions in the same file, because mapping it again costs as much as reading it.
+Any other file is read with `pread`, so that truncating it leads to a refusal and not to a SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Where shm_open(3) keeps what it names.
+# Folder of the segments that shm_open(3) names.
 SEGMENTS = Path("/dev/shm")
-# A file without a name, as another process of this host reaches it.
+# An unnamed file, as another process on this host reaches it.
 DESCRIPTOR_PATH = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
-# statfs(2) f_type of file systems that live in memory: tmpfs, which memfd is too, ramfs, hugetlbfs.
+# statfs(2) f_type of file systems in memory: tmpfs (also used by memfd), ramfs, hugetlbfs.
 TMPFS = 0x01021994
 MEMORY_FILE_SYSTEMS = (TMPFS, 0x858458F6, 0x958458F6)
 SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# An uploader that sends differences takes turns with two.
+# An uploader that sends deltas alternates between two files.
 KEPT_MAPPINGS = 2
 
 
 class SharedFiles:
-    """Opens files that uploaders share, and keeps those it has mapped."""
+    """Opens files that uploaders share, and keeps the mapped ones."""
 
     def __init__(self) -> None:
-        # By device, inode and length, the one used last at the end. As long as it is mapped its inode
-        # is not another file's.
+        # By device, inode and length; the one used last is at the end. While a file is mapped, its inode
+        # cannot be reused for another file.
         self._mapped: dict[tuple[int, int, int], memoryview] = {}
 
     def open(self, name: str, host_namespace: str) -> tuple[int, int, memoryview | None]:
-        """A descriptor of our own, its length, and its bytes where it can be mapped.
+        """Open a file. Returns a new descriptor, its length, and its bytes if it can be mapped.
 
         Raises WeightRefused.
         """
@@ -52,7 +52,7 @@ class SharedFiles:
             raise _unavailable(name, f"cannot be mapped: {error}") from error
 
     def forget(self) -> None:
-        """Keeps nothing; what is in use stays mapped until it is not."""
+        """Drop all mappings; those in use stay mapped until they are not."""
         self._mapped.clear()
 
     def _view(self, descriptor: int, length: int) -> memoryview | None:
@@ -70,32 +70,32 @@ class SharedFiles:
 
 
 def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
-    """A descriptor of our own for the file an uploader shares, and its length.
+    """Open a file that an uploader shares. Returns a new descriptor and the file's length.
 
-    The file has to live in memory of this host, and be named by its path, as a POSIX segment (without
-    a slash), or as another process's descriptor. Links are not followed. Raises WeightRefused.
+    The file must be in memory of this host. It is named by its path, as a POSIX segment (without a slash),
+    or as another process's descriptor. Links are not followed. Raises WeightRefused.
     """
     if name and "/" not in name:
         name = str(SEGMENTS / name)
     if not name.startswith("/"):
         raise WeightRefused(
             Reason.FIELD_INVALID,
-            f"shared_memory.name has to be an absolute path or a segment's name, got {name!r}",
+            f"shared_memory.name must be an absolute path or a segment's name, got {name!r}",
             field="header.shared_memory.name",
             got=name,
         )
     follow = 0 if DESCRIPTOR_PATH.fullmatch(name) else os.O_NOFOLLOW
     try:
-        # Only a handle at first: opening what turns out to be a device may have effects of its own.
+        # Only a handle at first, because opening a device could have side effects.
         handle = os.open(name, os.O_PATH | os.O_CLOEXEC | follow)
     except (OSError, ValueError) as error:
         raise _unavailable(name, f"cannot be opened: {error}") from error
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise _unavailable(name, "is no regular file")
+            raise _unavailable(name, "is not a regular file")
         if _file_system(handle) not in MEMORY_FILE_SYSTEMS:
-            raise _unavailable(name, "does not live in memory")
+            raise _unavailable(name, "is not in memory")
         here = f"{BOOT_ID.read_text().strip()}:{status.st_dev}"
         if host_namespace != here:
             raise _unavailable(name, f"is of another host: {host_namespace!r}, here {here!r}")
@@ -107,12 +107,12 @@ def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
 
 
 def _is_sealed(descriptor: int) -> bool:
-    """Whether its length can never change, and each of its pages can be had."""
+    """Whether its length can never change and all of its pages are available."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
-        return False  # Its file system has none.
-    # A huge page that was punched out of a file may not come back.
+        return False  # Its file system does not support seals.
+    # A page that was punched out of a hugetlbfs file may not come back.
     return seals & SEALED == SEALED and _file_system(descriptor) == TMPFS
 
 

@@ -1,11 +1,11 @@
-"""Takes in one weight version and verifies it, before anything is touched that serves.
+"""Receiving and verifying one weight version, without touching what serves.
 
     begin_inline      chunks of the stream      )
     begin_shared      a file the uploader shares ) -> Upload -> verify -> Staged
     begin_checkpoint  a folder of safetensors   )
 
-Given a base, what arrives is a delta, and what is staged is the base with it applied. So a `Staged` is
-always one complete, dense, verified version, whatever it travelled as, and nothing behind it knows.
+With a base, the payload is a delta, and the base with the delta applied is staged. So a `Staged` is always
+one complete, dense, verified version. Later code does not depend on how it was sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.wire.reasons import Reason
 
 
 class WeightStage:
-    """Takes in uploads for one model."""
+    """Receives uploads for one model."""
 
     def __init__(
         self, folder: Path | None, expected: Mapping[str, TensorMeta], weight_dtype: str
@@ -52,7 +52,7 @@ class WeightStage:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of everything not yet released that this server pays for."""
+        """Bytes of this server's memory not yet released."""
         return self._memory.held_bytes
 
     async def begin_inline(
@@ -63,13 +63,13 @@ class WeightStage:
         base: Staged | None = None,
         expected: Mapping[str, TensorMeta] | None = None,
     ) -> Upload:
-        """An upload whose payload of this length arrives in chunks. Raises WeightRefused.
+        """Begin an upload whose payload of `length_bytes` arrives in chunks. Raises WeightRefused.
 
-        `expected` is what it consists of, where that is not the model itself.
+        `expected` lists its tensors if they are not those of the model itself.
         """
         self._check(manifest, length_bytes, base, expected)
         check_length(manifest, length_bytes)
-        # Before anything is waited for: a switch may let go of the base meanwhile.
+        # Before the first await, because a switch may release the base meanwhile.
         kept = None if base is None else base.retain()
         try:
             payload = await self._memory.allocate(length_bytes)
@@ -90,8 +90,11 @@ class WeightStage:
         *,
         progress_offset_bytes: int | None = None,
     ) -> Upload:
-        """An upload whose payload is a file in memory of this host; see `begin_inline`. One that is still
-        being filled is a full upload, and has its progress word there; zero is nowhere."""
+        """Begin an upload whose payload is a file in memory of this host; see `begin_inline`.
+
+        With `progress_offset_bytes` the file is still being filled, and the upload must be full. The value
+        is the offset of its progress word; zero means that it has none.
+        """
         descriptor, length, view = self._shared.open(name, host_namespace)
         payload = self._memory.adopt(descriptor, length, view)
         try:
@@ -109,11 +112,11 @@ class WeightStage:
     async def begin_checkpoint(
         self, weight_version: int, manifest: Sequence[ManifestTensor], folder: str
     ) -> Upload:
-        """An upload whose bytes are in a folder of safetensors files. Raises WeightRefused."""
+        """Begin an upload whose bytes are in a folder of safetensors files. Raises WeightRefused."""
         if not folder.startswith("/"):
             raise WeightRefused(
                 Reason.FIELD_INVALID,
-                f"checkpoint.path has to be absolute, got {folder!r}",
+                f"checkpoint.path must be absolute, got {folder!r}",
                 field="header.checkpoint.path",
                 got=folder,
             )
@@ -135,9 +138,9 @@ class WeightStage:
         return Upload(weight_version, manifest, None, target, parts, sources, inline=False)
 
     async def hold(self, staged: Staged) -> Staged:
-        """The same version in memory of this server; takes over what it is given.
+        """Return the same version in this server's own memory. Takes over the reference to `staged`.
 
-        What an uploader shares is copied and checked once more, since the uploader may write to it again.
+        Memory that an uploader shares is copied and verified again, because the uploader may write to it.
         Raises WeightRefused.
         """
         if staged.buffer.owned:
@@ -157,14 +160,14 @@ class WeightStage:
         return Staged(weights, staged.hashes, target)
 
     async def check_again(self, staged: Staged) -> None:
-        """That nobody has written to a version since it was verified. Raises WeightRefused."""
+        """Verify that a version was not written to since it was verified. Raises WeightRefused."""
         if not staged.buffer.owned:
             await run_to_its_end(
                 lambda: verify_again(staged.buffer, staged.weights.tensors, staged.hashes)
             )
 
     async def read_base_model(self, weight_version: int, folder: Path) -> Staged:
-        """What the engine began with, from the folder it read, in the dtypes it has there.
+        """Read the model that the engine started with from its folder, in the dtypes stored there.
 
         Raises WeightRefused.
         """
@@ -185,11 +188,11 @@ class WeightStage:
         return Staged(StagedWeights(weight_version, target.path, places), {}, target)
 
     def forget_shared(self) -> None:
-        """Lets go of what uploaders shared, but for what is in use."""
+        """Release what uploaders shared, except what is in use."""
         self._shared.forget()
 
     def close(self) -> None:
-        """Releases everything."""
+        """Release all memory, including buffers still in use."""
         self._memory.close()
         self._shared.forget()
 
@@ -215,7 +218,7 @@ class WeightStage:
         *,
         inline: bool,
     ) -> Upload:
-        """`base` is retained for it."""
+        """`base` was retained for this upload."""
         if base is None:
             return Upload(weight_version, manifest, payload, payload, None, (), inline=inline)
         try:
@@ -254,7 +257,7 @@ def _delta_parts(
 
 
 async def _assembled(target: Buffer, parts: Sequence[Part]) -> None:
-    """Fills a buffer, or gives it back."""
+    """Fill a buffer, or release it on failure."""
     try:
         await run_to_its_end(lambda: assemble(target, parts))
     except BaseException:

@@ -1,10 +1,11 @@
-"""Memory for weights: files without a name, which another process of this host can map.
+"""Memory for weights: unnamed files, which other processes on this host can map.
 
-A buffer is reached as `/proc/<pid>/fd/<n>`. What is released, or left by a killed server, is gone.
-References are counted, because a version can be held, be the base of a delta and be loaded again, all at
-once.
+A buffer is reached as `/proc/<pid>/fd/<n>`. Its memory disappears when it is released, and also when the
+server is killed. References are counted, because a version can be held, be the base of a delta and be
+loaded again, all at once.
 
-Here a buffer is mapped once, for as long as its memory lives: to map it anew costs more than to fill it.
+This process maps a buffer once, for as long as its memory lives. Mapping it again costs more than
+filling it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Buffer:
-    """A descriptor with the bytes behind it; made by `StageMemory`, with one reference."""
+    """A file descriptor with its bytes; created by `StageMemory`, with one reference."""
 
     def __init__(
         self,
@@ -39,38 +40,37 @@ class Buffer:
         self.descriptor = descriptor
         self.length_bytes = length_bytes
         self.owned = owned
-        """Whether the memory is this server's, so that nobody else writes to it."""
+        """Whether the memory is this server's, so that no other process writes to it."""
         self.view = view
-        """Its bytes, writable where it is owned; None where they can only be read from the file."""
+        """Its bytes, writable if owned; None if they can only be read from the file."""
         self._ended = ended
         self._references = 1
 
     @property
     def path(self) -> Path:
-        """The file, as any process of this host can open it."""
+        """A path that any process on this host can open."""
         return Path(f"/proc/{os.getpid()}/fd/{self.descriptor}")
 
     @property
     def host_namespace(self) -> str:
-        """Boot id and device of the file, as SharedMemorySource has them."""
+        """Boot id and device of the file, in the format of SharedMemorySource."""
         return host_namespace(self.descriptor)
 
     def retain(self) -> Buffer:
-        """One more reference."""
         if not self._references:
             raise RuntimeError("the buffer is released already")
         self._references += 1
         return self
 
     def release(self) -> None:
-        """Gives one reference back, and with the last one the memory."""
+        """Remove a reference. The last one releases the memory."""
         self._references -= 1
         if not self._references:
             self._ended(self)
 
 
 class _File:
-    """A file of ours, allocated in full, and its mapping."""
+    """A file of this server, allocated in full, and its mapping."""
 
     def __init__(self, descriptor: int, length_bytes: int) -> None:
         self.descriptor = descriptor
@@ -84,7 +84,7 @@ class _File:
             raise
 
     def resize(self, length_bytes: int) -> bool:
-        """Whether it could be; closed where it could not."""
+        """Resize the file. Returns False, with the file closed, if that fails."""
         if length_bytes == self.length_bytes:
             return True
         self._unmap()
@@ -109,7 +109,7 @@ class _File:
             self.view = memoryview(self._mapping)
 
     def _unmap(self) -> None:
-        # What an array still looks into, in a traceback, is unmapped when that is gone.
+        # If an array in a traceback still refers to it, it is unmapped when that array is gone.
         with contextlib.suppress(BufferError):
             self.view.release()
             if self._mapping is not None:
@@ -118,24 +118,25 @@ class _File:
 
 
 class StageMemory:
-    """Gives out buffers and takes them back."""
+    """Allocates buffers and takes them back."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is where buffers live. None means shared memory, and where that has no room the
-        folder for temporary files."""
+        """`folder` is where buffers live. None means shared memory, or the folder for temporary files if
+        shared memory has no room."""
         self._folders = [folder] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-        # Each live buffer, with its file where that is ours.
+        # Each live buffer, with its file if this server owns it.
         self._live: dict[Buffer, _File | None] = {}
-        # The largest buffer given back: its pages are there already, and new ones cost more than a copy.
+        # The largest buffer given back. Its pages are allocated already, and new ones cost more
+        # than a copy.
         self._spare: _File | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of every buffer not yet given back that this server pays for."""
+        """Bytes of all live buffers that this server owns."""
         return sum(buffer.length_bytes for buffer in self._live if buffer.owned)
 
     async def allocate(self, length_bytes: int) -> Buffer:
-        """A buffer of this length, allocated in full. Raises WeightRefused where there is no room."""
+        """Allocate a buffer of this length in full. Raises WeightRefused if there is no room."""
         spare = self._take_spare(length_bytes)
 
         def find() -> _File:
@@ -149,13 +150,13 @@ class StageMemory:
         return buffer
 
     def adopt(self, descriptor: int, length_bytes: int, view: memoryview | None = None) -> Buffer:
-        """A buffer around somebody else's file, by a descriptor of our own."""
+        """Wrap another process's file in a buffer. The buffer closes `descriptor`."""
         buffer = Buffer(descriptor, length_bytes, view, owned=False, ended=self._take_back)
         self._live[buffer] = None
         return buffer
 
     def close(self) -> None:
-        """Takes everything back, whoever still holds it."""
+        """Release all buffers, including those still referenced."""
         for buffer in list(self._live):
             self._close(buffer)
         if self._spare is not None:
@@ -163,13 +164,13 @@ class StageMemory:
             self._spare = None
 
     def _take_spare(self, length: int) -> _File | None:
-        """The spare, unless most of it would be lost or missing."""
+        """The spare file, unless it is much too large or much too small."""
         if self._spare is None or length < self._spare.length_bytes // 2:
             return None
         spare, self._spare = self._spare, None
         if length <= spare.length_bytes * 2:
             return spare
-        # It would only be in the way of the larger one.
+        # Too small: it would only take room from the larger one.
         spare.close()
         return None
 
@@ -186,7 +187,7 @@ class StageMemory:
 
     def _close(self, buffer: Buffer) -> None:
         if buffer not in self._live:
-            return  # Closed before.
+            return  # Closed already.
         buffer.view = None
         file = self._live.pop(buffer)
         if file is not None:
@@ -196,11 +197,11 @@ class StageMemory:
 
 
 def _new_file(folders: Iterable[Path], length: int) -> _File:
-    """A file without a name in the first of these folders that has room for it, allocated in full."""
+    """Create an unnamed file in the first folder that has room for it, allocated in full."""
     problems: list[str] = []
     for folder in folders:
         try:
-            # In its full size at once: a chunk that found the disk full would come too late.
+            # Allocate its full size at once. A disk found full by a later chunk would be too late.
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 if length:
                     os.posix_fallocate(file.fileno(), 0, length)

@@ -1,4 +1,4 @@
-"""Reading tensors and checking their bytes: those announced, and all finite."""
+"""Reading tensors and verifying their bytes: checksums, and whether all values are finite."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.wire.reasons import Reason
 
 PIECE_BYTES = 512 << 10
-"""Bytes looked at at a time: few enough to stay in the cache of a core from one look to the next. A
-multiple of every itemsize."""
+"""Bytes per piece. Few enough to stay in a core's cache from one pass to the next, and a multiple of every
+itemsize."""
 
 
 class Check:
-    """Follows one tensor's bytes as they come by."""
+    """Running verification of one tensor's bytes."""
 
     def __init__(self, name: str, dtype: str) -> None:
         self._name = name
@@ -35,24 +35,24 @@ class Check:
         self._finite = True
 
     def update(self, piece: memoryview) -> None:
-        """Takes the next bytes, a whole number of elements, and not none."""
+        """Add the next bytes: a whole number of elements, at least one."""
         self._digest.update(piece)
         self._finite = self._finite and self._is_finite(piece)
 
     def finish(self, xxh3: int) -> None:
-        """Raises WeightRefused where the whole is not what was announced, or not finite."""
+        """Raise WeightRefused if the checksum differs from the announced one or a value is not finite."""
         if (got := self._digest.intdigest()) != xxh3:
             raise checksum_mismatch(self._name, xxh3, got)
         if not self._finite:
             raise WeightRefused(
                 Reason.NOT_FINITE,
-                f"{self._name} holds a NaN or an infinity",
+                f"{self._name} contains a NaN or an infinity",
                 tensor=self._name,
             )
 
     def _is_finite(self, piece: memoryview) -> bool:
-        """Two looks without a copy: among signed numbers the positive are the largest, and among
-        unsigned ones the negative."""
+        """Check both signs without a copy: read as signed numbers the positive values are the largest,
+        read as unsigned numbers the negative ones are."""
         infinity, negative = self._layout.infinity, self._layout.magnitude + 1
         patterns = np.frombuffer(piece, self._layout.bits)
         return bool(
@@ -61,16 +61,16 @@ class Check:
 
 
 class RunningCheck:
-    """Checks the tensors of a payload while it comes in, as far as it comes in order."""
+    """Verifies the tensors of a payload while it is received, as far as it arrives in order."""
 
     def __init__(self, manifest: Iterable[ManifestTensor]) -> None:
         self._manifest = sorted(manifest, key=lambda tensor: tensor.offset_bytes)
         self._index = 0
         self.begun: dict[str, tuple[Check, int]] = {}
-        """By the tensor's name, its check and how far in the payload that has come."""
+        """For each tensor's name: its check, and how far in the payload that has come."""
 
     def follow(self, payload: memoryview, end: int) -> None:
-        """Looks at what is new; all bytes before `end` are there."""
+        """Verify the new bytes; all bytes before `end` have arrived."""
         while self._index < len(self._manifest):
             tensor = self._manifest[self._index]
             if end < tensor.offset_bytes:
@@ -86,13 +86,13 @@ class RunningCheck:
 
 
 def begin_check(tensor: ManifestTensor) -> tuple[Check, int]:
-    """The check of a tensor, and where in the payload it begins."""
+    """Create the check of a tensor. Returns it and the tensor's offset in the payload."""
     return Check(tensor.name, tensor.dtype), tensor.offset_bytes
 
 
 def whole_elements(tensor: ManifestTensor, end: int) -> int:
-    """How far in the payload a tensor can be looked at whose bytes are there up to `end`; what is left of
-    an element is looked at with its rest."""
+    """Offset up to which a tensor can be verified if bytes up to `end` have arrived. A partial element is
+    left for later."""
     stop = min(end, tensor.offset_bytes + tensor.length_bytes)
     return stop - (stop - tensor.offset_bytes) % FLOATS[tensor.dtype].bits.itemsize
 
@@ -102,9 +102,9 @@ def verify_tensors(
     manifest: Iterable[ManifestTensor],
     begun: Mapping[str, tuple[Check, int]],
 ) -> None:
-    """That the bytes are those announced, and all finite. Raises WeightRefused.
+    """Verify that the bytes have the announced checksums and are finite. Raises WeightRefused.
 
-    `begun` has what a `RunningCheck` looked at before.
+    `begun` has the checks that a `RunningCheck` started.
     """
     reader = Reader(source)
     for tensor in manifest:
@@ -117,7 +117,7 @@ def verify_tensors(
 def verify_again(
     source: Buffer, tensors: Iterable[StagedTensor], hashes: Mapping[str, int]
 ) -> None:
-    """That the bytes still are those that were verified. Raises WeightRefused."""
+    """Verify that the bytes have not changed since they were verified. Raises WeightRefused."""
     reader = Reader(source)
     for tensor in tensors:
         check, offset = Check(tensor.name, tensor.dtype), tensor.offset_bytes
@@ -127,17 +127,16 @@ def verify_again(
 
 
 class Reader:
-    """Reads a payload piece by piece: where it lies, or, where it cannot be mapped, into a room of its
-    own."""
+    """Reads a payload piece by piece: in place if it is mapped, else into a buffer of one piece."""
 
     def __init__(self, source: Buffer) -> None:
         self._source = source
         self._room = None if source.view is not None else memoryview(bytearray(PIECE_BYTES))
 
     def read(self, begin: int, end: int, name: str) -> Generator[memoryview]:
-        """The bytes from `begin` to `end`, of the tensor `name`; a piece is good until the next.
+        """Yield the bytes from `begin` to `end` of the tensor `name`. A piece is valid until the next.
 
-        Raises WeightRefused where they are not there.
+        Raises WeightRefused if the file ends before that.
         """
         if self._room is None:
             if self._source.view is not None:
@@ -151,7 +150,7 @@ class Reader:
 
 
 def read_word(source: Buffer, offset: int) -> int:
-    """A little-endian unsigned number of 8 bytes; zero where the file ends before it."""
+    """Read a little-endian unsigned number of 8 bytes; zero if the file ends before it."""
     if source.view is not None:
         return int.from_bytes(source.view[offset : offset + PROGRESS_BYTES], "little")
     try:
@@ -161,7 +160,8 @@ def read_word(source: Buffer, offset: int) -> int:
 
 
 def read_into(target: memoryview, source: Buffer, offset: int, name: str) -> None:
-    """Fills `target` from there. Raises WeightRefused, naming the tensor, where it ends before."""
+    """Fill `target` from `offset`. Raises WeightRefused, with the tensor's name, if the file is too
+    short."""
     if source.view is not None and target:
         # Unlike an assignment, this lets other threads run.
         found = np.frombuffer(source.view, np.uint8, len(target), offset)
@@ -180,7 +180,7 @@ def read_into(target: memoryview, source: Buffer, offset: int, name: str) -> Non
 
 
 def pieces(whole: memoryview) -> Iterator[memoryview]:
-    """What is in memory already, as `Check.update` takes it."""
+    """Cut bytes in memory into pieces for `Check.update`."""
     for start in range(0, len(whole), PIECE_BYTES):
         yield whole[start : start + PIECE_BYTES]
 

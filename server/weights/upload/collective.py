@@ -1,15 +1,15 @@
-"""Weights that come by a collective: the join, and the rounds of an upload while the engine is paused.
+"""Weights by a collective: joining it, and the rounds of an upload while the engine is paused.
 
-The bytes go from the trainer to the engine's workers, by a way that is theirs. What passes here is what the
-trainer says about them, and the order of events:
+The bytes go directly from the trainer to the engine's workers. Only the trainer's description of them, and
+the order of events, pass through here:
 
     join                                       -> READY, and the engine joins       -> the stream ends
     header -> gate closed, engine paused -> READY -> round -> READY -> ... -> commit -> finished, resumed
 
-So an upload is a load that lasts as long as its trainer takes, and everything in it has a deadline. An
-upload that ends in any way before its commit leaves the collective, which has to be joined again. Whether
-the weights are still what they were then is for the engine to say: a backend that keeps what it receives
-until the commit (gloo) has changed nothing, one that writes into the model (nccl) may have.
+An upload is therefore a load that lasts as long as its trainer takes, and every step has a deadline. If an
+upload ends in any way before its commit, the engine leaves the collective, which must be joined again. The
+engine decides whether its weights are unchanged then. A backend that keeps what it receives until
+the commit (gloo) has changed nothing; one that writes into the model (nccl) may have.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Chunk, Header, UploadMessage
 
 PATCHES_IN_PLACE = frozenset({"sparse_nccl"})
-"""Backends that change single elements. Any other replaces whole layers, and puts whatever lies in memory
-where a tensor was left out."""
+"""Backends that change single elements. All others replace whole layers, and fill tensors that were
+left out with arbitrary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What a trainer asks to join."""
+    """A trainer's request to join a collective."""
 
     backend: str
     rendezvous: Mapping[str, object]
-    """The backend's own fields."""
+    """Fields that the backend defines."""
     trainer_epoch: int
 
 
 class Collective:
-    """The one collective the engine is in, if any."""
+    """The collective that the engine is in, if any."""
 
     def __init__(self, engine: Engine, seconds: float) -> None:
-        """`seconds` is the longest time that joining may take, and each step of an upload."""
+        """`seconds` is the maximum duration of joining, and of each step of an upload."""
         self.engine = engine
         self.seconds = seconds
         self.backend: str | None = None
 
     async def join(self, join: Join) -> None:
-        """Joins, in place of what was joined before. Raises WeightRefused and EngineLost."""
+        """Join a collective in place of the previous one. Raises WeightRefused and EngineLost."""
         self.backend = None
         await self.engine.join_collective(join.backend, join.rendezvous, self.seconds)
         self.backend = join.backend
 
     def check_joined(self, backend: str) -> None:
-        """Raises WeightRefused where it is another one, or none."""
+        """Raise WeightRefused unless the engine has joined this backend."""
         if backend != self.backend:
             raise WeightRefused(
                 Reason.SOURCE_UNAVAILABLE,
@@ -85,7 +85,7 @@ class Collective:
 
 
 def read_join(join: weights_pb2.CollectiveJoin) -> Join:
-    """Raises FIELD_INVALID."""
+    """Read a join request. Raises FIELD_INVALID."""
     if not join.backend:
         raise FieldInvalid("join.backend", "must be set")
     rendezvous = _read_json("join.rendezvous_json", join.rendezvous_json)
@@ -100,14 +100,14 @@ def check_announced(
     description: EngineDescription,
     active_version: int | None,
 ) -> None:
-    """That an upload can be taken; `active_version` is None where it cannot be trusted.
+    """Check that an upload can be taken; `active_version` is None if the weights cannot be trusted.
 
     Raises DomainError and WeightRefused.
     """
     assert isinstance(announced.source, CollectiveSource)
     backend, base = announced.source.backend, announced.base_version
     if announced.adapter is not None:
-        raise FieldInvalid("header.adapter", "is not taken by a collective")
+        raise FieldInvalid("header.adapter", "cannot be sent by a collective")
     if base and backend not in PATCHES_IN_PLACE:
         raise FieldInvalid(
             "header.base_weight_version",
@@ -128,7 +128,7 @@ def check_announced(
 
 
 class Rounds:
-    """The rounds of one upload, as a load of the switch; the call that brings them runs elsewhere."""
+    """The rounds of one upload, run as a load of the switch. The call that brings them is another task."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Rounds:
         ready: Callable[[], Awaitable[None]],
         on_commit: Callable[[], None],
     ) -> None:
-        """`ready` tells the trainer to go on."""
+        """`ready` tells the trainer to send the next message."""
         self._collective = collective
         self._engine = collective.engine
         self._seconds = collective.seconds
@@ -153,11 +153,11 @@ class Rounds:
         """Whether an update is under way that the engine has not ended itself."""
 
     def break_off(self) -> None:
-        """Nobody is there any more to bring them; without effect after the commit."""
+        """End the rounds because their call is gone. Without effect after the commit."""
         self._lost.set()
 
     async def load(self) -> None:
-        """From the engine being paused to the weights being the new ones; see `weight_switch.Load`."""
+        """Load the new weights into the paused engine; see `weight_switch.Load`."""
         await self._engine.begin_collective()
         self._open = True
         try:
@@ -182,7 +182,7 @@ class Rounds:
             raise
 
     async def _next_update(self) -> CollectiveUpdate | None:
-        """The next round's; None at the commit. Raises DomainError and WeightRefused."""
+        """The update of the next round; None at the commit. Raises DomainError and WeightRefused."""
         request = await self._read()
         if isinstance(request, Header | Chunk):
             got = "header" if isinstance(request, Header) else "chunk"
@@ -198,7 +198,7 @@ class Rounds:
         return None
 
     async def _read(self) -> UploadMessage:
-        """The trainer's next message. Raises WeightRefused where none comes."""
+        """The trainer's next message. Raises WeightRefused if it does not arrive."""
         reading = asyncio.ensure_future(_next_of(self._requests))
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -211,8 +211,8 @@ class Rounds:
                 if reading.exception() is None and (request := reading.result()) is not None:
                     return request
             if lost.done() or reading.done():
-                raise _trainer_gone("the trainer is gone, or ended its stream before the commit")
-            raise _trainer_gone(f"nothing came from the trainer for {self._seconds:g} s")
+                raise _trainer_gone("the trainer is gone or ended its stream before the commit")
+            raise _trainer_gone(f"the trainer sent nothing for {self._seconds:g} s")
         finally:
             reading.cancel()
             lost.cancel()
@@ -223,7 +223,7 @@ class Rounds:
             async with asyncio.timeout(self._seconds):
                 await self._ready()
         except asyncio.CancelledError:
-            # What gRPC raises on a call that has ended, though nobody cancelled this task.
+            # gRPC raises this on a call that has ended, although this task was not cancelled.
             if task is None or task.cancelling():
                 raise
             raise _trainer_gone("the trainer is gone") from None
@@ -231,7 +231,7 @@ class Rounds:
             raise _trainer_gone("the trainer is gone") from error
 
     def _check_update(self, update: CollectiveUpdate) -> None:
-        """That a round brings what the header announced, as far as it says what it brings."""
+        """Check a round against the header, as far as the round describes its tensors."""
         announced = {tensor.name: tensor for tensor in self._announced.manifest}
         for part in [update] if isinstance(update, Mapping) else update:
             if "names" not in part:
@@ -246,7 +246,7 @@ class Rounds:
             first = next(iter(self._waiting))
             raise WeightRefused(
                 Reason.TENSOR_MISSING,
-                f"{len(self._waiting)} tensors that were announced never came, first {first}",
+                f"{len(self._waiting)} announced tensors were never sent, first {first}",
                 tensor=first,
                 count=len(self._waiting),
             )
@@ -254,7 +254,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tensor as a round describes it; None where it does not say."""
+    """A tensor as a round describes it. None means that the round leaves the field out."""
 
     name: str
     dtype: str | None
@@ -263,7 +263,7 @@ class _Described:
 
 
 def read_update(message: weights_pb2.CollectiveRound) -> CollectiveUpdate:
-    """A JSON object, or one for each worker. Raises FIELD_INVALID."""
+    """Read a JSON object, or one for each worker. Raises FIELD_INVALID."""
     field = "round.update_json"
     update = _read_json(field, message.update_json)
     if isinstance(update, dict):
@@ -276,7 +276,7 @@ def read_update(message: weights_pb2.CollectiveRound) -> CollectiveUpdate:
 
 
 def _described(update: Mapping[str, object]) -> list[_Described]:
-    """By the names that every backend of vLLM's uses. Raises FIELD_INVALID."""
+    """Read the field names that all of vLLM's backends use. Raises FIELD_INVALID."""
     columns: dict[str, list[object]] = {}
     for name in ("names", "dtype_names", "shapes", "xxh3"):
         column = update.get(name) or list[object]()
@@ -300,13 +300,15 @@ def _described(update: Mapping[str, object]) -> list[_Described]:
 
 def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise FieldInvalid("round.update_json", "has a shape that is no list", value)
+        raise FieldInvalid("round.update_json", "has a shape that is not a list", value)
     return tuple(_integer(size) for size in cast("list[object]", value))
 
 
 def _integer(value: object) -> int:
     if not isinstance(value, int):
-        raise FieldInvalid("round.update_json", "has a size or checksum that is no integer", value)
+        raise FieldInvalid(
+            "round.update_json", "has a size or checksum that is not an integer", value
+        )
     return value
 
 
@@ -330,7 +332,7 @@ def _read_json(field: str, text: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise FieldInvalid(field, f"is no JSON: {error}") from error
+        raise FieldInvalid(field, f"is not JSON: {error}") from error
     except RecursionError as error:
         raise FieldInvalid(field, "is nested too deeply") from error
 

@@ -1,14 +1,15 @@
-"""FetchWeights: a version that this server has, or is being given, handed on to another server.
+"""FetchWeights: hands a version that this server has, or is receiving, on to another server.
 
-Order: what is asked for compared with what is there, by name, length and checksum -> slices of the
-payload as the caller lays it out, in order. Of a version that is still on its way in, a slice goes out once
-its bytes have come: along a chain of servers the last has a version hardly later than the first.
+Order: the requested tensors are compared with the present ones by name, length and checksum ->
+slices of the payload in the caller's layout, in order. If the version is still being received, a
+slice is sent as soon as its bytes have arrived. Along a chain of servers, the last one has a
+version hardly later than the first.
 
-Nothing is verified on the way: who receives it does that, against checksums that it has from whoever
-sent it here.
+Nothing is verified on the way. The receiver verifies the bytes, against checksums from the header that
+referred it to this server.
 
-What a failure does. A version that is not here, or is other weights, is refused before a byte is sent. One
-whose upload ends without being verified ends those that follow it. Memory that is read from here is kept
+Failures: a version that is not here, or has other weights, is refused before a byte is sent. If the upload
+of a version ends without being verified, the calls that follow it end too. Memory that a call reads is kept
 until the call is over.
 """
 
@@ -25,44 +26,45 @@ from penstock.wire.reasons import Reason
 from penstock.wire.upload import CHUNK_BYTES, Piece, chunk_message
 
 EMPTY_BYTES = 16 << 20
-"""What a payload may leave empty between its tensors, beyond the length of the version."""
+"""How many bytes a payload may leave empty between its tensors, beyond the length of the version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A version that is here, or on its way in."""
+    """A version that is here or being received."""
 
     view: memoryview
     places: Mapping[str, tuple[int, int, int]]
-    """Of each tensor: where it begins in `view`, its length, its XXH3-64."""
+    """For each tensor: its offset in `view`, its length, its XXH3-64."""
     come: Callable[[int], Awaitable[bool]]
-    """Returns once that many bytes from the beginning of `view` on are there; False where they never will
-    be."""
+    """Returns once that many bytes from the beginning of `view` are there; False if they never will be."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A tensor, or what lies between two: `length` bytes from `begin` on, zeros where that is None."""
+    """A tensor or a gap between two: `length` bytes from `begin`, or zeros if `begin` is None."""
 
     begin: int | None
     length: int
 
 
 class WeightHandout:
-    """Hands out versions."""
+    """Serves FetchWeights from staged, held and arriving versions."""
 
     def __init__(
         self, find: Callable[[int], Staged | None], arriving: Callable[[], Upload | None]
     ) -> None:
-        """`find` has a verified version by its number, `arriving` the upload that is under way."""
+        """`find` returns a verified version by number, `arriving` the upload under way."""
         self._find = find
         self._arriving = arriving
 
     async def fetch_weights(
         self, request: weights_pb2.FetchWeightsRequest
     ) -> AsyncGenerator[bytes]:
-        """Serialized FetchWeightsResponse messages. Raises WEIGHT_VERSION_NOT_STAGED, TENSOR_UNKNOWN,
-        CHECKSUM_MISMATCH, FIELD_INVALID."""
+        """Yield serialized FetchWeightsResponse messages.
+
+        Raises WEIGHT_VERSION_NOT_STAGED, TENSOR_UNKNOWN, CHECKSUM_MISMATCH or FIELD_INVALID.
+        """
         if request.weight_version < 1:
             problem = "must be a version that was uploaded"
             raise FieldInvalid("weight_version", problem, request.weight_version)
@@ -113,7 +115,7 @@ async def _at_once(_: int) -> bool:
 
 
 def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> list[_Slice]:
-    """The payload that is asked for, from its beginning to the end of its last tensor."""
+    """Slices of the requested payload, from its beginning to the end of its last tensor."""
     slices: list[_Slice] = []
     end = 0
     for spec in sorted(request.tensors, key=lambda spec: spec.offset_bytes):
@@ -128,8 +130,8 @@ def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> lis
         if (spec.length_bytes, spec.xxh3) != (length, xxh3):
             raise DomainError(
                 Reason.CHECKSUM_MISMATCH,
-                f"{spec.name}: {length} bytes with XXH3 {xxh3:016x} are here as version "
-                f"{request.weight_version}, asked for are {spec.length_bytes} with {spec.xxh3:016x}",
+                f"{spec.name}: version {request.weight_version} here has {length} bytes with XXH3 "
+                f"{xxh3:016x}, requested were {spec.length_bytes} with {spec.xxh3:016x}",
                 {"tensor": spec.name},
             )
         if spec.offset_bytes < end:
@@ -141,14 +143,14 @@ def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> lis
     empty = sum(part.length for part in slices if part.begin is None)
     most = readable.view.nbytes + EMPTY_BYTES
     if empty > most:
-        # Zeros are sent for them, which whoever asks could have without end.
+        # Gaps are sent as zeros, so without a bound a caller could request them without limit.
         problem = f"leaves more than {most} bytes empty between tensors"
         raise FieldInvalid("tensors.offset_bytes", problem, empty)
     return slices
 
 
 def _cut(slices: Sequence[_Slice]) -> Generator[tuple[int | None, int]]:
-    """Each slice in pieces of at most CHUNK_BYTES: where it begins, and how long it is."""
+    """Cut slices into pieces of at most CHUNK_BYTES, each as (begin, length)."""
     for whole in slices:
         for done in range(0, whole.length, CHUNK_BYTES):
             begin = None if whole.begin is None else whole.begin + done

@@ -1,8 +1,8 @@
-"""Fetching a version from another server that has it, or is being given it.
+"""Fetching a version from another server that has it or is receiving it.
 
-connected -> asked for every tensor by name, length and checksum -> slices written into the upload as they
-come. Whatever goes wrong with the peer is SOURCE_UNAVAILABLE, and the upload is as if it had never been;
-who sent the header may send the bytes instead.
+Connect -> request every tensor by name, length and checksum -> write slices into the upload as they arrive.
+Any problem with the peer is SOURCE_UNAVAILABLE and leaves no trace of the upload. The sender of the header
+may then send the bytes instead.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FETCH_WEIGHTS = "/penstock.v1.RolloutService/FetchWeights"
 
 
 class Peers:
-    """Other servers, as this one asks them for weights."""
+    """Client for fetching weights from other servers."""
 
     def __init__(self, security: Security, silent_seconds: float) -> None:
-        """`silent_seconds` is how long a peer may send nothing, the time to connect included."""
+        """`silent_seconds` is how long a peer may send nothing, including the time to connect."""
         self._security = security
         self._silent_seconds = silent_seconds
 
     async def fetch(
         self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: Upload
     ) -> None:
-        """Writes the whole payload into `upload`. Raises WeightRefused: SOURCE_UNAVAILABLE."""
+        """Write the whole payload into `upload`. Raises WeightRefused: SOURCE_UNAVAILABLE."""
         try:
             await self._fetch(source, manifest, upload)
         except grpc.aio.AioRpcError as error:
@@ -49,7 +49,7 @@ class Peers:
         except CredentialsUnusable as error:
             raise _unavailable(source, str(error)) from error
         except (WeightRefused, codec.MalformedMessage) as error:
-            raise _unavailable(source, f"what it sent is refused: {error}") from error
+            raise _unavailable(source, f"it sent an invalid chunk: {error}") from error
 
     async def _fetch(
         self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: Upload
@@ -71,7 +71,7 @@ class Peers:
                     if answer is grpc.aio.EOF:
                         break
                     if not isinstance(answer, Chunk):
-                        raise _unavailable(source, "it sent something else than a chunk")
+                        raise _unavailable(source, "it sent something other than a chunk")
                     upload.write_chunk(answer.offset_bytes, answer.data, answer.xxh3)
             finally:
                 call.cancel()

@@ -1,17 +1,18 @@
 """UpdateWeights: header -> payload -> commit, verified.
 
-Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload (chunks of this
-stream, a shared file, a folder, or another server) -> commit -> every tensor verified, off the event loop,
-while generation goes on -> STAGED -> with immediate activation, switched to -> ACTIVE. What of a shared
-file its uploader is still filling is verified as it comes, and the commit has the checksums.
+Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload -> commit -> every
+tensor verified -> STAGED -> with immediate activation, switched to -> ACTIVE. The payload comes as chunks
+of this stream, or from a shared file, a folder or another server. Verification runs off the event
+loop while generation continues. If the uploader is still filling a shared file, its bytes are
+verified as they arrive and the commit carries the checksums.
 
-What a failure does: anything refused, and a stream that ends without a commit, releases what was
-staged and leaves the version in use exactly as it was. The same version and header again is answered with
-what became of it, at the commit where that has the checksums, which then have to be the same too. One
-upload runs at a time; an upload or switch of an older trainer is refused.
+Failures: a refused upload, or a stream that ends without a commit, releases what was staged and leaves the
+active version exactly as it was. A repeated version and header is answered with the outcome of the first.
+If the commit carries the checksums, that answer comes at the commit, and the checksums must match too.
+One upload runs at a time. An upload or switch of an older trainer is refused.
 
-By a collective (see `weight_collective`) no byte passes here: header -> gate closed, engine paused ->
-READY -> rounds -> commit -> ACTIVE. Nothing is staged, and nothing held afterwards.
+With a collective (see `weight_collective`) no byte passes through here: header -> gate closed, engine
+paused -> READY -> rounds -> commit -> ACTIVE. Nothing is staged or held afterwards.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ Requests = AsyncIterator[UploadMessage]
 
 
 class WeightUploads:
-    """Takes uploads, one at a time, of the newest trainer."""
+    """Takes uploads of the newest trainer, one at a time."""
 
     def __init__(
         self,
@@ -78,26 +79,26 @@ class WeightUploads:
         self._collective = collective
         self._description = description
         self._peers = peers
-        # A trainer that is gone would otherwise leave its memory taken.
+        # Otherwise the memory of a trainer that is gone would stay taken.
         self._slot = UploadSlot(stage.forget_shared)
         self._tasks = OwnTasks()
         self.arriving: Upload | None = None
-        """What is received just now."""
+        """The upload being received now."""
         self.on_trainer_version: Callable[[int], None] | None = None
-        """Called when an immediate upload says which version the trainer holds."""
+        """Called with the trainer's version when an upload activates it."""
 
     def fence(self, trainer_epoch: int) -> None:
-        """Refuses uploads of trainers older than this one from now on; one under way ends."""
+        """Refuse uploads of trainers with a lower epoch from now on, and end one under way."""
         self._slot.fence(trainer_epoch)
 
     async def close(self) -> None:
-        """Ends what is under way; no call is open any more and the engine is gone."""
+        """End what is under way. Requires that no call is open any more and the engine is closed."""
         await self._tasks.cancel()
         # A thread may still be reading what a cancelled upload left.
         await self._slot.wait_free()
 
     async def update_weights(self, requests: Requests, respond: Respond) -> None:
-        """Takes one upload; see the module's docstring."""
+        """Take one upload; see the module's docstring."""
         first = await anext(requests, None)
         with _refusals():
             if isinstance(first, Header):
@@ -114,7 +115,7 @@ class WeightUploads:
 
     async def _take(self, announced: Announced, requests: Requests, respond: Respond) -> None:
         if await self._repeated(announced, requests, respond):
-            # Its payload may come once more, from who does not wait to be told that it need not.
+            # The payload may follow anyway if the trainer did not wait for this answer.
             await self._activate_when_told(announced, requests, respond, skip_payload=True)
             return
         self._check_order(announced)
@@ -131,7 +132,7 @@ class WeightUploads:
     async def _activate_at_once(
         self, announced: Announced, accepted: Version, respond: Respond
     ) -> None:
-        """Switches to what was staged, unless its trainer was replaced meanwhile."""
+        """Switch to what was staged, unless its trainer was replaced meanwhile."""
         self._slot.check_epoch(announced.trainer_epoch)
         self._tell_trainer_version(announced.weight_version)
         await self._activate_and_tell(accepted, respond)
@@ -144,7 +145,7 @@ class WeightUploads:
         *,
         skip_payload: bool = False,
     ) -> None:
-        """Switches to what this stream has staged, where it goes on to say so."""
+        """Switch to what this stream has staged once it requests that."""
         if announced.immediate:
             return
         request = await anext(requests, None)
@@ -161,20 +162,20 @@ class WeightUploads:
             version, active = announced.weight_version, self._versions.active_version
             raise DomainError(
                 Reason.WEIGHT_VERSION_NOT_STAGED,
-                f"version {version} was let go of meanwhile",
+                f"version {version} was released meanwhile",
                 {"weight_version": version, "active": active},
             )
         self._tell_trainer_version(announced.weight_version)
         await self._activate_and_tell(accepted, respond, in_flight)
 
     async def _repeated(self, announced: Announced, requests: Requests, respond: Respond) -> bool:
-        """Whether this was taken before, and is answered."""
+        """Answer a repeated upload from the earlier one's outcome. Returns False if there is none."""
         earlier = self._versions.staged(announced) or self._versions.active(announced)
         if earlier is None:
             return False
         if not announced.filling:
             return await self._tell_what_became(announced, respond)
-        # Its bytes are not looked at again: that they are the same, their checksums say.
+        # Its bytes are not read again; the checksums show whether they are the same.
         version = announced.weight_version
         await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
         checksums = await self._payload(announced, None, requests)
@@ -183,11 +184,11 @@ class WeightUploads:
         same = checksums == tuple(earlier.hashes[tensor.name] for tensor in announced.manifest)
         if same and await self._tell_what_became(announced, respond):
             return True
-        # Other weights under the same number.
+        # Different weights under the same number.
         self._versions.check_order(version)
         raise DomainError(
             Reason.WEIGHT_VERSION_NOT_STAGED,
-            f"version {version} was let go of meanwhile",
+            f"version {version} was released meanwhile",
             {"weight_version": version, "active": self._versions.active_version},
         )
 
@@ -206,7 +207,7 @@ class WeightUploads:
     async def _exclusively(
         self, announced: Announced, requests: Requests, respond: Respond
     ) -> Version | None:
-        """Receives one upload while no other is received; that of an older trainer makes room."""
+        """Receive one upload while no other is received. An upload of an older trainer is ended for it."""
         await self._slot.take(_claim(announced), lambda: self._check_order(announced))
         uploader = asyncio.current_task()
         assert uploader is not None
@@ -241,7 +242,7 @@ class WeightUploads:
     async def _receive(
         self, announced: Announced, requests: Requests, respond: Respond
     ) -> Version | None:
-        """Stages and verifies one payload; None where the stream ended without a commit."""
+        """Stage and verify one payload. Returns None if the stream ended without a commit."""
         version = announced.weight_version
         upload = self.arriving = await self._begin(announced)
         try:
@@ -252,13 +253,13 @@ class WeightUploads:
             if checksums is None:
                 return None
             staged = await upload.verify(checksums)
-            # No await between the two: what arrives is handed on, and what was accepted.
+            # No await between these two, so that a version being handed out is always arriving or accepted.
             accepted = self._versions.accept(announced, staged, upload.length_bytes)
             self.arriving = None
             return accepted
         finally:
             self.arriving = None
-            # Nothing, once it is staged.
+            # Without effect once it is staged.
             await upload.end()
 
     async def _begin(self, announced: Announced) -> Upload:
@@ -271,7 +272,7 @@ class WeightUploads:
                 raise
             # A new version matters more than the way back from it.
             logger.warning(
-                "no room for version %s beside version %s, which is let go: %s",
+                "no room for version %s next to held version %s; releasing the held one: %s",
                 announced.weight_version,
                 held,
                 error,
@@ -303,7 +304,7 @@ class WeightUploads:
         return await self._stage.begin_checkpoint(version, manifest, source.path)
 
     def _base_of(self, announced: Announced) -> Staged | None:
-        """What a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
+        """The version a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
         if not announced.base_version:
             return None
         base = self._versions.delta_base()
@@ -322,8 +323,10 @@ class WeightUploads:
     async def _payload(
         self, announced: Announced, upload: Upload | None, requests: Requests
     ) -> tuple[int, ...] | None:
-        """Takes what comes up to the commit, for `upload` if there is one; returns the checksums of the
-        tensors, or None where the stream ends before it."""
+        """Read messages up to the commit, and write chunks to `upload` if there is one.
+
+        Returns the checksums of the tensors, or None if the stream ends before the commit.
+        """
         expected = "must be a chunk or the commit here"
         async for request in requests:
             if isinstance(request, Chunk):
@@ -343,13 +346,13 @@ class WeightUploads:
     # By a collective
 
     async def _join(self, join: Join, respond: Respond) -> None:
-        """Has the engine join a collective; the trainer hears at once that it may come too."""
+        """Make the engine join a collective. The trainer gets READY at once, so that it can join too."""
         epoch = join.trainer_epoch
         self._slot.check_epoch(epoch)
         doing = f"the collective {join.backend!r} is being joined"
         claim = Claim(epoch, doing, {"backend": join.backend})
         await self._slot.take(claim, lambda: self._slot.check_epoch(epoch))
-        # One that waits for a trainer that is gone has to end before anything else begins.
+        # A join that waits for a vanished trainer must end before anything else begins.
         joining = self._tasks.start(
             self._collective.join(join),
             f"joining the collective {join.backend!r}",
@@ -410,7 +413,7 @@ class WeightUploads:
         announced = accepted.announced
         version = announced.weight_version
         response = self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
-        # Any other is laid out as this server likes. A delta is put together by `lay_out`.
+        # Other sources leave the layout to this server. `lay_out` assembles a delta.
         told = isinstance(announced.source, InlineSource | PeerSource)
         memory = self._versions.memory_of(version) if told and not announced.adapter else None
         if memory is not None:
@@ -456,7 +459,7 @@ def _claim(announced: Announced) -> Claim:
 
 @contextlib.contextmanager
 def _refusals() -> Generator[None]:
-    """A payload that is refused is answered with the reason."""
+    """Turn the refusal of a payload into a status."""
     try:
         yield
     except WeightRefused as error:

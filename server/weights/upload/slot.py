@@ -1,4 +1,4 @@
-"""One upload at a time, of the newest trainer: who is at it, and how an older one is made to leave."""
+"""Admits one upload at a time, from the newest trainer, and ends an older trainer's upload."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.wire.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Somebody's wish to be the one."""
+    """A request to hold the slot."""
 
     trainer_epoch: int
     doing: str
-    """As another hears it who comes meanwhile."""
+    """Error message for another upload that arrives meanwhile."""
     metadata: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
@@ -24,9 +24,9 @@ class UploadSlot:
     """Held by at most one claim, from `take` to `free`."""
 
     def __init__(self, on_fence: Callable[[], None]) -> None:
-        """`on_fence` is called when a newer trainer has shown itself."""
+        """`on_fence` is called when a newer trainer appears."""
         self.epoch = 0
-        """Of the newest trainer."""
+        """Epoch of the newest trainer."""
         self._on_fence = on_fence
         self._holder: Claim | None = None
         self._end: Callable[[], object] | None = None
@@ -36,7 +36,7 @@ class UploadSlot:
         self._idle.set()
 
     def fence(self, trainer_epoch: int) -> None:
-        """Refuses trainers older than this one from now on; what one of them is at ends."""
+        """Refuse trainers with a lower epoch from now on, and end what one of them has under way."""
         self.epoch = trainer_epoch
         self._on_fence()
         if self._holder is not None and self._holder.trainer_epoch < trainer_epoch:
@@ -45,12 +45,12 @@ class UploadSlot:
                 self._end()
 
     def check_epoch(self, trainer_epoch: int) -> None:
-        """Raises STALE_EPOCH where a newer trainer has shown itself."""
+        """Raise STALE_EPOCH if a newer trainer has appeared."""
         if trainer_epoch < self.epoch:
             raise self.stale(trainer_epoch)
 
     def stale(self, trainer_epoch: int) -> DomainError:
-        """What an older trainer is refused with."""
+        """The error for an older trainer."""
         return DomainError(
             Reason.STALE_EPOCH,
             f"trainer epoch {trainer_epoch} is older than {self.epoch}",
@@ -58,9 +58,9 @@ class UploadSlot:
         )
 
     async def take(self, claim: Claim, check: Callable[[], None]) -> None:
-        """From here to `free` nobody else has it; an older trainer makes room.
+        """Hold the slot until `free`; waits for an outdated holder to leave.
 
-        `check` may refuse what had to wait for that. Raises UPLOAD_IN_PROGRESS.
+        After such a wait, `check` may refuse the claim. Raises UPLOAD_IN_PROGRESS if the slot is taken.
         """
         if claim.trainer_epoch > self.epoch:
             self.fence(claim.trainer_epoch)
@@ -78,15 +78,15 @@ class UploadSlot:
         self._idle.clear()
 
     def end_by(self, end: Callable[[], object]) -> None:
-        """Says how the holder is told to leave; without it, it is waited for."""
+        """Set the function that ends the holder. Without one, a newer trainer waits for the holder."""
         self._end = end
 
     def free(self) -> None:
-        """The holder has left."""
+        """Release the slot to the claims that wait."""
         self._holder = self._end = None
         self.outdated = False
         self._idle.set()
 
     async def wait_free(self) -> None:
-        """Returns when nobody has it."""
+        """Return when the slot is free."""
         await self._idle.wait()

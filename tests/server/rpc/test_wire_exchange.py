@@ -298,7 +298,7 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
     exchange = await hello(harness.wire, 5, start_id="second")
     notice = await exchange.receive("notice")
     assert notice.reason == "RUN_REPLACED"
-    assert notice.message == "run run begins anew: 0 tasks, 2 groups dropped"
+    assert notice.message == "run run was restarted from scratch: 0 tasks, 2 groups dropped"
     assert harness.serving.trainer.drops["RUN_REPLACED"] == 2
     exchange.send(demand={"group_count": 3})
     await finish_groups(harness, "a", "c", "d")

@@ -52,7 +52,7 @@ DEEP = '{"a": ' * 101 + "1" + "}" * 101
 MALFORMED = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "Expecting"),
     ("hermes", '<tool_call>{"name": "add", "arg', "Unterminated string"),
-    ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "no JSON object"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "not a JSON object"),
     ("hermes", "<tool_call></tool_call>", "Expecting value"),
     # JSON as Python reads and writes it, and nobody else.
     (
@@ -78,7 +78,7 @@ MALFORMED = [
     ),
     ("hermes", f"{CALL}<tool_call>[</tool_call>", "Expecting value"),
     ("qwen3_coder", "So <tool_call>\n<function=add>\n<para", "cut off"),
-    ("qwen3_coder", CALL, "no tool call as qwen3_coder reads it"),
+    ("qwen3_coder", CALL, "not a tool call that qwen3_coder can read"),
 ]
 
 

@@ -340,7 +340,7 @@ async def test_without_room_the_new_version_matters_more_than_the_old_one(
 
     stage._memory.allocate = room_for_one  # type: ignore[method-assign]
     await harness.upload(2)
-    assert "version 1, which is let go" in caplog.text
+    assert "next to held version 1; releasing the held one" in caplog.text
     assert held_bytes(harness) == MODEL_BYTES
     full = False
     assert (await send(harness, messages(*delta(3, 2))))[-1].active_weight_version == 3
