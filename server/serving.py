@@ -349,7 +349,7 @@ class Serving:
         await self.messages.hold(turn, attempt)
 
     async def _switched(self, switched: Switched) -> None:
-        self.metrics.weights_switched(switched)
+        self.metrics.weights_switched(switched.pause_seconds)
         recorded = self._journal.begin_append([weights_activated(switched.weight_version)])
         await self._release_turns()
         # Before the switch is answered. Without the record, a restarted server would sample with the

@@ -35,11 +35,13 @@ from penstock.common.section import Section
 from penstock.common.settings import SettingInvalid, apply_setting, read_table
 from penstock.common.token_file import redact
 from penstock.server.core.memory_budget import default_bytes
-from penstock.server.pool.routing import Policy
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security as ClientSecurity
+
+
+RoutingPolicy = Literal["sticky", "least_loaded", "round_robin"]
 
 
 class ConfigError(Exception):
@@ -268,7 +270,7 @@ class Pool(_Calling):
     stops everywhere; "all" switches all of them at once."""
     switch_part: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the engines that switch at the same time with "rolling"; at least one does."""
-    routing: Policy = "sticky"
+    routing: RoutingPolicy = "sticky"
     """Which engine takes a turn. With "sticky" it is the engine that has the turn's prefix in its
     cache, unless that engine is much busier than another. With "least_loaded" it is the least busy
     engine. With "round_robin" engines take turns."""

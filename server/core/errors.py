@@ -20,6 +20,9 @@ from penstock.wire.reasons import DOMAIN, Reason
 
 Rejection = twin(rejection_pb2.Rejection)
 
+MAX_ID_LENGTH = 256
+"""Most characters of an id or a reason that a caller chooses."""
+
 _CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (
         Reason.FIELD_INVALID,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.server.turns.requests import MAX_ID_LENGTH
+from penstock.server.core.errors import MAX_ID_LENGTH
 
 MOST_REASONS = 200
 """Beyond so many kinds, and of such a length, what comes is counted as OTHER."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from penstock.server.weights.switch import Switched
-
 Gauge = Callable[[], float]
 Breakdown = Callable[[], Mapping[str, float]]
 
@@ -74,9 +72,9 @@ class ServerMetrics:
         if not changed_tensors:
             self._unchanged.add(1)
 
-    def weights_switched(self, switched: Switched) -> None:
+    def weights_switched(self, pause_seconds: float) -> None:
         """Record the pause of a switch."""
-        self._pause.record(switched.pause_seconds)
+        self._pause.record(pause_seconds)
 
     def observe(self, name: str, unit: str, description: str, read: Gauge) -> None:
         """Export a value that is read on each export."""

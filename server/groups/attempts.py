@@ -8,9 +8,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.server.journal.records import JournalRecord, Record
+from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
+from penstock.wire.codec import twin
 
 logger = logging.getLogger(__name__)
+
+_GroupChanged = twin(journal_pb2.GroupChanged)
+_JournalAttempt = twin(journal_pb2.JournalAttempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +148,27 @@ class Settled:
     """Trajectories that the group was completed without, including their branches."""
     taken_back: tuple[str, ...] = ()
     """The trajectories in `left_out` that were leased."""
+
+
+def group_changed(group: Group) -> Record:
+    """A group under way, as it is now."""
+    return JournalRecord(
+        group_changed=_GroupChanged(
+            group_id=group.group_id,
+            task_id=group.task.task_id if group.task is not None else "",
+            group_size=group.size,
+            purpose=group.purpose,
+            admitted_weight_version=group.admitted_version,
+            whole=group.whole,
+            attempts=[
+                _JournalAttempt(
+                    trajectory_id=attempt.trajectory_id,
+                    retry_count=attempt.retry_count,
+                    leased=attempt.leased,
+                    final=attempt.final,
+                    failed=attempt.failed,
+                )
+                for attempt in group.attempts
+            ],
+        )
+    )

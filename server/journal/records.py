@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from penstock.server.groups.attempts import Group
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 
@@ -30,8 +29,6 @@ _WeightsActivated = twin(journal_pb2.WeightsActivated)
 _TaskAccepted = twin(journal_pb2.TaskAccepted)
 _TasksKnown = twin(journal_pb2.TasksKnown)
 _GroupsEnded = twin(journal_pb2.GroupsEnded)
-_GroupChanged = twin(journal_pb2.GroupChanged)
-_JournalAttempt = twin(journal_pb2.JournalAttempt)
 _TrajectoryClosed = twin(journal_pb2.TrajectoryClosed)
 _TrajectoriesForgotten = twin(journal_pb2.TrajectoriesForgotten)
 _LeasesExpired = twin(journal_pb2.LeasesExpired)
@@ -321,30 +318,6 @@ def tasks_known(task_ids: Iterable[str]) -> Record:
 def groups_ended(group_ids: Iterable[str]) -> Record:
     """Groups that are done with."""
     return JournalRecord(groups_ended=_GroupsEnded(group_ids=group_ids))
-
-
-def group_changed(group: Group) -> Record:
-    """A group under way, as it is now."""
-    return JournalRecord(
-        group_changed=_GroupChanged(
-            group_id=group.group_id,
-            task_id=group.task.task_id if group.task is not None else "",
-            group_size=group.size,
-            purpose=group.purpose,
-            admitted_weight_version=group.admitted_version,
-            whole=group.whole,
-            attempts=[
-                _JournalAttempt(
-                    trajectory_id=attempt.trajectory_id,
-                    retry_count=attempt.retry_count,
-                    leased=attempt.leased,
-                    final=attempt.final,
-                    failed=attempt.failed,
-                )
-                for attempt in group.attempts
-            ],
-        )
-    )
 
 
 def trajectory_closed(

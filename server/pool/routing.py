@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Policy = Literal["sticky", "least_loaded", "round_robin"]
+from penstock.server.config.settings import RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class RoutingRules:
 
     margin: float = 0.25
     """How much busier than the least busy engine home may be, as a part of its limit."""
-    policy: Policy = "sticky"
+    policy: RoutingPolicy = "sticky"
 
 
 def place(

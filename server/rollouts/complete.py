@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.common.failpoints import hit
-from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import Attempt, Group, Settled
+from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
 from penstock.server.groups.buffer import (
     BufferedGroup,
     DroppedGroup,
@@ -48,7 +48,6 @@ from penstock.server.journal.records import (
     Journal,
     Record,
     Stored,
-    group_changed,
     group_dropped,
     leases_expired,
     trajectories_forgotten,
@@ -63,7 +62,7 @@ from penstock.server.turns.group_bytes import (
     group_finished,
 )
 from penstock.server.turns.records import trajectory_opened
-from penstock.server.turns.requests import MAX_ID_LENGTH, check_depth
+from penstock.server.turns.requests import check_depth
 from penstock.server.turns.runner import TurnRunner, TurnSampling
 from penstock.server.turns.store import (
     PromptKind,

@@ -17,9 +17,9 @@ from penstock.common import telemetry
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import WHOLE, Engine
-from penstock.server.groups.attempts import Attempt
+from penstock.server.groups.attempts import Attempt, group_changed
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal, group_changed
+from penstock.server.journal.records import Journal
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests

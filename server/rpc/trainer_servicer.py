@@ -25,7 +25,7 @@ from typing import Protocol
 from penstock.common.failpoints import hit
 from penstock.common.memory_file import host_id
 from penstock.server.core.broadcast import Broadcast
-from penstock.server.core.errors import DomainError, FieldInvalid, to_rejection
+from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid, to_rejection
 from penstock.server.groups import places as group_places
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
@@ -67,7 +67,6 @@ LATE_POLICIES = {
 MAX_CREDIT = 1 << 20
 MAX_NOTICES = 1_000
 MAX_WAITING_SWITCHES = 4
-MAX_ID_LENGTH = 256
 
 Write = Callable[[trainer_service_pb2.ExchangeResponse | Delivery], Awaitable[None]]
 

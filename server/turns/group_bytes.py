@@ -31,7 +31,6 @@ from penstock.server.turns.encoded_trajectory import EncodedTrajectory, LeftOut
 from penstock.server.turns.store import SegmentRecord, TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire.codec import TOKEN, twin
-from penstock.wire.referred import put_together
 
 _Segment = twin(trajectory_pb2.Segment)
 _Trajectory = twin(trajectory_pb2.Trajectory)
@@ -321,19 +320,6 @@ def turn_changed(
         around = _around_arrays(_TURN_SEGMENTS, segment, tokens, logprobs)
         pieces.extend((around.begin, tokens, around.middle, logprobs), around.byte_count)
     return EncodedRecord(tuple(_field(_TURN_CHANGED, pieces).parts))
-
-
-def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:
-    """Expands a record that may be short. `turns` has the records it refers to, in order.
-
-    Raises ValueError if they are not the right records, and DecodeError.
-    """
-    record = JournalRecord.FromString(payload)
-    if not record.HasField("group_referred"):
-        return payload
-    found = (JournalRecord.FromString(turn).turn_changed for turn in turns)
-    finished = put_together(record.group_referred, found)
-    return JournalRecord(group_finished=finished).SerializeToString()
 
 
 def group_in(payload: bytes) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from google.protobuf import duration_pb2, json_format, struct_pb2
 
-from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.engine.protocol import Sampling
 from penstock.server.text.renderer import Message, Tool, ToolCall
 from penstock.server.turns.runner import TurnSampling
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
-MAX_ID_LENGTH = 256
 MAX_GROUP_SIZE = 4_096
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256

@@ -62,6 +62,7 @@ from penstock.server.journal.disk.segment import (
     SegmentCorrupt,
     payload_length,
     read_payload,
+    whole_record,
 )
 from penstock.server.journal.disk.snapshot import Written, payload_of, write_snapshot
 from penstock.server.journal.disk.writing import Durability, NoRoom, Segments
@@ -80,7 +81,6 @@ from penstock.server.journal.records import (
     Stored,
     no_way_to_give,
 )
-from penstock.server.turns.group_bytes import whole_record
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
 

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from penstock.common.folders import sync_folder
+from penstock.server.journal.records import JournalRecord
 from penstock.wire.frames import (
     ALIGNMENT,
     CLOSING_MARK,
@@ -42,6 +43,7 @@ from penstock.wire.frames import (
     read_head,
     read_payload_at,
 )
+from penstock.wire.referred import put_together
 
 MAGIC = b"PENSTOK2"
 HEADER = struct.Struct("<8sQQQQ")
@@ -234,3 +236,16 @@ def read_payload(path: Path, offset: int, length: int) -> bytes:
             return read_payload_at(file.fileno(), offset, length)
         except ValueError as error:
             raise SegmentCorrupt(path, offset, str(error)) from error
+
+
+def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:
+    """Expands a record that may be short. `turns` has the records it refers to, in order.
+
+    Raises ValueError if they are not the right records, and DecodeError.
+    """
+    record = JournalRecord.FromString(payload)
+    if not record.HasField("group_referred"):
+        return payload
+    found = (JournalRecord.FromString(turn).turn_changed for turn in turns)
+    finished = put_together(record.group_referred, found)
+    return JournalRecord(group_finished=finished).SerializeToString()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 if TYPE_CHECKING:
     from penstock.client.conversation import Observation, Tool
-    from penstock.client.external.result import ProcessRecord
+    from penstock.client.outcome import ProcessRecord
     from penstock.client.sampling import SamplingOptions
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory

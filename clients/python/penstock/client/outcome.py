@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.client.values import from_struct, to_struct
@@ -49,6 +51,35 @@ class Closed:
     """Whether this close completed its group."""
     retried: bool = False
     """Whether the attempt failed and will be made again, under another trajectory id."""
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """A process that has ended: `trajectory.process`, for reward functions."""
+
+    folder: Path
+    """Its own, as it left it; there until the attempt is scored."""
+    status: int | None
+    """Exit status; None where a signal or a limit ended it."""
+    signal: int | None
+    """Number of the signal that ended it."""
+    seconds: float
+    """From its start to the end of the last of its processes."""
+    peak_bytes: int
+    """Resident memory of its largest process."""
+    output: str
+    """The end of what it wrote to stdout and stderr, together."""
+    result: Mapping[str, Any] | None = None
+    """What the result file holds; None where there is none."""
+
+    def described(self) -> str:
+        """How it ended, for a person."""
+        if self.signal is None:
+            return f"exit status {self.status}"
+        try:
+            return f"ended by {signal.Signals(self.signal).name}"
+        except ValueError:
+            return f"ended by signal {self.signal}"
 
 
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:

@@ -19,7 +19,7 @@ from penstock.wire import codec
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    from penstock.client.external.result import ProcessRecord
+    from penstock.client.outcome import ProcessRecord
     from penstock.client.tasks import Task
 
 GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)

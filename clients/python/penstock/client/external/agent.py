@@ -45,7 +45,6 @@ from penstock.client.external.relay import Admitted, Relay
 from penstock.client.external.result import (
     ProcessMemory,
     ProcessNotStarted,
-    ProcessRecord,
     ProcessTimeout,
     ProcessTookNoTurn,
     ResultInvalid,
@@ -65,7 +64,7 @@ from penstock.client.external.settings import (
     Network,
     SandboxUse,
 )
-from penstock.client.outcome import Failed
+from penstock.client.outcome import Failed, ProcessRecord
 from penstock.client.scoring import Agent, RewardInvalid, as_outcome, as_outcomes, call
 from penstock.wire.security import Security
 

@@ -19,14 +19,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.client.outcome import Failed, Outcome
+from penstock.client.outcome import Failed, Outcome, ProcessRecord
 from penstock.client.scoring import AttemptFailed
 
 MAX_RESULT_BYTES = 1 << 20
@@ -58,35 +56,6 @@ class ProcessTookNoTurn(AttemptFailed):
 
 class ResultInvalid(AttemptFailed):
     """The result file is not there, or does not hold a result."""
-
-
-@dataclass(frozen=True)
-class ProcessRecord:
-    """A process that has ended: `trajectory.process`, for reward functions."""
-
-    folder: Path
-    """Its own, as it left it; there until the attempt is scored."""
-    status: int | None
-    """Exit status; None where a signal or a limit ended it."""
-    signal: int | None
-    """Number of the signal that ended it."""
-    seconds: float
-    """From its start to the end of the last of its processes."""
-    peak_bytes: int
-    """Resident memory of its largest process."""
-    output: str
-    """The end of what it wrote to stdout and stderr, together."""
-    result: Mapping[str, Any] | None = None
-    """What the result file holds; None where there is none."""
-
-    def described(self) -> str:
-        """How it ended, for a person."""
-        if self.signal is None:
-            return f"exit status {self.status}"
-        try:
-            return f"ended by {signal.Signals(self.signal).name}"
-        except ValueError:
-            return f"ended by signal {self.signal}"
 
 
 def with_output(text: str, output: str) -> str:
