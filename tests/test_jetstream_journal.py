@@ -98,7 +98,7 @@ def test_no_flipped_bit_is_read(data: st.DataObject) -> None:
 
 def test_a_message_in_another_place_is_corrupt() -> None:
     (message,), _ = PACKING.pack(7, [Entry(Kind.RECORD, (b"a",))])
-    with pytest.raises(FrameCorrupt, match="belongs into message 7"):
+    with pytest.raises(FrameCorrupt, match="belongs to message 7"):
         list(read_message(8, message.body))
 
 
@@ -427,7 +427,7 @@ async def test_a_stream_of_something_else_is_left_alone(
         await journal._log.connection._request(subject, json.dumps(other).encode())
     taken = JetStreamStore(nats)
     taken.stream = f"{store.stream}_OTHER"
-    with pytest.raises(JournalUnreadable, match="is no journal's"):
+    with pytest.raises(JournalUnreadable, match="is not a journal's"):
         await taken.make()
 
 
