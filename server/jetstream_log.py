@@ -212,8 +212,8 @@ class StreamLog:
         """Remove everything before the newest snapshot, except records outside the log that it
         refers to.
 
-                `carried` holds the first sequences of those. Then restore the stream's normal size. Raises
-                JetStreamError.
+        `carried` holds the first sequences of those. Then restore the stream's normal size. Raises
+        JetStreamError.
         """
         gone = {first for first in self._outside if first < self._begin} - carried
         await purge_log(self.connection, self._begin)

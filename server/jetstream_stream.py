@@ -120,7 +120,7 @@ async def why_not_synced(monitor: str, server_id: str) -> str | None:
     """Return None if the NATS server with this id syncs every write, else what the user must
     change.
 
-        Raises OSError if its monitor does not answer.
+    Raises OSError if its monitor does not answer.
     """
     try:
         server = await asyncio.to_thread(_read_monitor, f"{monitor.rstrip('/')}/varz")

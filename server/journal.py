@@ -158,7 +158,7 @@ class Journal(Protocol):
         """Smallest trajectory segment, in bytes, that a group's record may refer to instead of
         copying it.
 
-                None if groups are always written whole.
+        None if groups are always written whole.
         """
         ...
 

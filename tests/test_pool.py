@@ -613,7 +613,7 @@ async def test_a_hub_that_starts_again_trusts_no_weights_it_has_not_given(tmp_pa
             assert member.state is State.JOINING
             (replica,) = (await hub.wire.GetServerInfo(GetServerInfoRequest())).replicas
             assert replica.problem == (
-                "waits for the trainer's version; which version it samples is not known"
+                "waits for the trainer's version; the version it samples is not known"
             )
             exchange = await hello(hub.wire, weight_version=4, epoch=1 << 62)
             await hub.upload(4)
