@@ -1,10 +1,10 @@
 """One connection to NATS, and the journal's stream on it. The only module that imports nats.
 
 Writing: each message states the sequence it must get (`Nats-Expected-Last-Sequence`) and carries an
-id made of this writer and that sequence (`Nats-Msg-Id`). So the connection sends it again after any failure
-until it is acknowledged. NATS stores it once: either it still knows the id, or the message itself
-occupies the sequence. If another message occupies it, another server writes to the
-stream, and nothing more is sent.
+id made of this writer and that sequence (`Nats-Msg-Id`). So the connection sends it again after any
+failure until it is acknowledged. NATS stores it once: either it still knows the id, or the message
+itself occupies the sequence. If another message occupies it, another server writes to the stream,
+and nothing more is sent.
 
 Waiting: requests wait for an unreachable NATS until `patience` seconds have passed since its last
 answer.
@@ -410,7 +410,8 @@ class Connection:
             raise Refused(str(error.get("description")), int(error.get("err_code", 0)))
 
     async def _check_taken(self, sequence: int) -> None:
-        """Returns where a place that was refused holds the message that was meant for it already."""
+        """Returns where a place that was refused holds the message that was meant for it
+        already."""
         stream = self.subjects.stream
         found = await self.fetch(sequence)
         if found is not None:
@@ -433,9 +434,9 @@ class Connection:
     async def ask_owner(self, seconds: float, absent_seconds: float) -> str | None:
         """Ask which server writes to the stream; returns its answer, or None.
 
-        None means that a writer listens but did not answer within `seconds`, or that no writer listened for
-        `absent_seconds`. That time starts again if the connection is lost, because a writer has lost its
-        connection too and may come back later. Raises Unreachable.
+        None means that a writer listens but did not answer within `seconds`, or that no writer
+        listened for `absent_seconds`. That time starts again if the connection is lost, because a
+        writer has lost its connection too and may come back later. Raises Unreachable.
         """
         clock = asyncio.get_running_loop().time
         until = clock() + self._patience

@@ -2,8 +2,8 @@
 messages.
 
 Ownership. A server that opens the stream asks which server writes to it. If no writer answers, and
-none starts to listen for a while, the server writes OWNER to the next sequence. Every later message of
-another server then finds its sequence occupied.
+none starts to listen for a while, the server writes OWNER to the next sequence. Every later message
+of another server then finds its sequence occupied.
 
 The server counts the sequences itself, and NATS stores each message under its sequence or not at
 all. So no message is duplicated, and none is missing unless NATS lost power (see
@@ -129,9 +129,9 @@ class StreamLog:
     async def _own(self) -> StreamState:
         """Become the writer by storing OWNER in the next sequence; returns the state before that.
 
-        If the sequence is occupied meanwhile, there need not be another writer: NATS may store the last
-        messages of a killed server that late. So the server asks again, TRIES times in all. Raises
-        JournalInUse, JournalUnreadable and JetStreamError.
+        If the sequence is occupied meanwhile, there need not be another writer: NATS may store the
+        last messages of a killed server that late. So the server asks again, TRIES times in all.
+        Raises JournalInUse, JournalUnreadable and JetStreamError.
         """
         section, connection = self._section, self.connection
         tries = 0

@@ -86,8 +86,8 @@ async def fit_stream(
 ) -> None:
     """Set the stream's size to the larger of `max_bytes` and `byte_count`, plus slack.
 
-    A stream smaller than its content would lose its oldest messages. If NATS has no room for a larger one,
-    an overfull stream keeps its size. Raises Refused and Unreachable.
+    A stream smaller than its content would lose its oldest messages. If NATS has no room for a
+    larger one, an overfull stream keeps its size. Raises Refused and Unreachable.
     """
     room = max(byte_count, max_bytes) + SLACK_BYTES
     if state.config.get("max_bytes") == room:

@@ -183,8 +183,8 @@ class Journal(Protocol):
     async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
         """Append records; returns their locations once they are durable. Raises JOURNAL_FAILED.
 
-        Without records, it returns once all earlier appends are durable. With `hold_last`, the last record
-        is held from the moment it is written.
+        Without records, it returns once all earlier appends are durable. With `hold_last`, the last
+        record is held from the moment it is written.
         """
         ...
 

@@ -79,9 +79,9 @@ def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Store
 def forget_cached(path: Path) -> None:
     """Sync a file and drop it from the page cache, so that the next read comes from the disk.
 
-    Raises OSError if it cannot be synced. After a failed fsync, Linux marks the pages as written anyway:
-    they stay in memory, and a later fsync succeeds (Rebello et al., "Can Applications Recover from fsync
-    Failures?", 2020).
+    Raises OSError if it cannot be synced. After a failed fsync, Linux marks the pages as written
+    anyway: they stay in memory, and a later fsync succeeds (Rebello et al., "Can Applications
+    Recover from fsync Failures?", 2020).
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

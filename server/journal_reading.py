@@ -113,8 +113,8 @@ def _allow_descriptors() -> None:
 def find_writer(lock: Path) -> int | None:
     """Return the id of the process that holds a lock file.
 
-    Reads the kernel's list of locks, because testing the lock would mean taking it. Returns None if no
-    process holds it, or if the holder runs in another container.
+    Reads the kernel's list of locks, because testing the lock would mean taking it. Returns None if
+    no process holds it, or if the holder runs in another container.
     """
     try:
         found = lock.stat()

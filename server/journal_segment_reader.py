@@ -160,8 +160,8 @@ class SegmentReader:
     def _goes_on(self, problem: str) -> bool:
         """Return whether the frame at `end` has become valid meanwhile, so that reading continues.
 
-        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after `end` rule
-        out a torn tail.
+        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after
+        `end` rule out a torn tail.
         """
         written = 0
         for offset, marks, last in self._words(self.end):
@@ -186,8 +186,8 @@ class SegmentReader:
     def _words(self, begin: int) -> Iterator[tuple[int, list[int], int]]:
         """Scan from `begin` for data that is not zero, chunk by chunk.
 
-        Yields the chunk's offset, the indices of its words that hold a mark, and the end of its last
-        non-zero byte.
+        Yields the chunk's offset, the indices of its words that hold a mark, and the end of its
+        last non-zero byte.
         """
         while chunk := self._pread(begin, SCAN_BYTES):
             content = chunk.rstrip(b"\0")

@@ -66,7 +66,7 @@ def observe_load(
     counts(
         "penstock.calls.refused",
         "{call}",
-        "calls refused for their credential",
+        "refused calls",
         lambda: callers.refusals,
     )
     counts("penstock.attempts.failed", "{attempt}", "failed attempts", lambda: closing.failures)

@@ -194,7 +194,8 @@ class LogJournal:
     # Reading
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Yield every record that the previous server left. Raises JournalUnreadable and OSError."""
+        """Yield every record that the previous server left. Raises JournalUnreadable and
+        OSError."""
         reading = Reading()
         if self._files.segments:
             # Only the last one: a segment is durable before its successor begins.

@@ -3,11 +3,11 @@
     opened ──► open ──► closed ──► forgotten: for newer ones, or when the memory is needed
                  └────► expired: no call for `leases.own_seconds`
 
-- An open one counts toward the open trajectories and keeps its tokens in memory. Every call on it or on
-  a branch of it shows that its agent is alive, and so does a turn in flight. An expired one is forgotten
-  along with its branches; later calls get LEASE_EXPIRED.
-- A closed one stays readable for a while. Other uses of memory and journal have priority: the one closed
-  first makes room first.
+- An open one counts toward the open trajectories and keeps its tokens in memory. Every call on it
+  or on a branch of it shows that its agent is alive, and so does a turn in flight. An expired one
+  is forgotten along with its branches; later calls get LEASE_EXPIRED.
+- A closed one stays readable for a while. Other uses of memory and journal have priority: the one
+  closed first makes room first.
 - If the server itself stood still, each gets at least the grace period of leases.
 """
 

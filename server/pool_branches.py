@@ -32,7 +32,8 @@ class Branches:
     """The hosts that can hand one version on, in the order in which they got it."""
 
     most: int
-    """Number of hosts that each host, and the hub, hands it on to; with 0, the hub sends it to each."""
+    """Number of hosts that each host, and the hub, hands it on to; with 0, the hub sends it to
+    each."""
     spare_hub: bool = False
     """Whether the hub sends only if no other host can."""
     _hub_given: int = 0

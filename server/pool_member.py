@@ -320,8 +320,8 @@ class Member:
     def stands_still(self) -> bool:
         """Whether its process seems to hang, so that its turns continue elsewhere.
 
-        Excludes an engine that was switching when the timeouts began: it may stand still while it loads
-        weights, and only its silence limits for how long.
+        Excludes an engine that was switching when the timeouts began: it may stand still while it
+        loads weights, and only its silence limits for how long.
         """
         return self.misses >= MOST_MISSES and not self.missed_switching
 
@@ -340,7 +340,8 @@ class Member:
     def refused_at_limit(self) -> bool:
         """Record that it refused a turn because it has as many as it allows.
 
-        Returns whether it has other turns, and so can take the next one as soon as one of them ends.
+        Returns whether it has other turns, and so can take the next one as soon as one of them
+        ends.
         """
         others = len(self.turns) - 1
         if others:
@@ -399,8 +400,8 @@ class Member:
     def message(self) -> rollout_service_pb2.ReplicaInfo:
         """Return its entry in GetServerInfo.
 
-        Both an unknown version and the base model are reported as 0. In rotation, 0 is always the base
-        model; otherwise `problem` states whether the version is unknown.
+        Both an unknown version and the base model are reported as 0. In rotation, 0 is always the
+        base model; otherwise `problem` states whether the version is unknown.
         """
         problem = self.problem
         if self.version is None and self.answers:
@@ -435,8 +436,8 @@ def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescripti
 def difference(pool: EngineDescription, engine: EngineDescription) -> str:
     """Describe why an engine cannot join the pool; empty if it can.
 
-    Models are compared by their shapes, because a host may have the same model under another path. An
-    engine may offer a longer context and higher limits for adapters than the pool.
+    Models are compared by their shapes, because a host may have the same model under another path.
+    An engine may offer a longer context and higher limits for adapters than the pool.
     """
     for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
         ours, theirs = getattr(pool, name), getattr(engine, name)

@@ -20,9 +20,11 @@ class PoolRules:
     switch_part: float = 0.5
     """Otherwise, the fraction of engines that switch at the same time; at least one does."""
     branches: int = 2
-    """Number of hosts that each host hands a version on to; with 0, the hub sends it to each host."""
+    """Number of hosts that each host hands a version on to; with 0, the hub sends it to each
+    host."""
     differences: bool = True
-    """Whether hosts that hold the previous version are sent only what changed, if that is smaller."""
+    """Whether hosts that hold the previous version are sent only what changed, if that is
+    smaller."""
     look_seconds: float = 1.0
     """Interval between two looks at an engine."""
     flush_seconds: float = 0.2
@@ -38,15 +40,17 @@ class PoolRules:
     stage_seconds: float = 600.0
     """Longest time for an engine to receive all of a version before it is given up.
 
-    It runs from the request to switch, or from when the engine's bring-up begins. An engine waits half of
-    it for the leader of its host, and a tenth of it for a peer host to become ready."""
+    It runs from the request to switch, or from when the engine's bring-up begins. An engine waits
+    half of it for the leader of its host, and a tenth of it for a peer host to become ready."""
     switch_seconds: float = 600.0
-    """Longest time for an engine to switch, including its turns in flight, before it is given up."""
+    """Longest time for an engine to switch, including its turns in flight, before it is given
+    up."""
     silent_seconds: float = 600.0
-    """Longest time that an engine may have turns without sampling any token before they continue elsewhere.
+    """Longest time that an engine may have turns without sampling any token before they continue
+    elsewhere.
 
-    Switches do not count. Must exceed the time to the first token of the longest prompt, alone in the
-    engine."""
+    Switches do not count. Must exceed the time to the first token of the longest prompt, alone in
+    the engine."""
     bring_ups: int = 8
     """Number of joining engines that are given the pool's version at the same time.
 

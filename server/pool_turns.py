@@ -63,7 +63,8 @@ NOT_THE_TURN = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""Status codes of refusals that may be the engine's fault, so that another engine may take the turn."""
+"""Status codes of refusals that may be the engine's fault, so that another engine may take the
+turn."""
 MOST_REFUSALS = 3
 """Number of engines that may refuse a turn like that before the caller gets the error."""
 

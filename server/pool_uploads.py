@@ -160,8 +160,8 @@ class Fanout:
     ) -> None:
         """`epoch` is the hub's; engine servers then refuse uploads of hubs with a lower one.
 
-        `holders` already sample the version, and are asked for it before the hub sends it. `differing` is
-        the difference from the previous version, if it may be sent.
+        `holders` already sample the version, and are asked for it before the hub sends it.
+        `differing` is the difference from the previous version, if it may be sent.
         """
         self._payload = payload
         self._epoch = epoch

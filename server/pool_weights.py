@@ -263,8 +263,8 @@ class PoolWeights:
     ) -> Switched:
         """Switch, until every engine in rotation has the version.
 
-        `begin` is awaited before the first engine switches. Raises DomainError if engines could have taken
-        the version but none did.
+        `begin` is awaited before the first engine switches. Raises DomainError if engines could
+        have taken the version but none did.
         """
         version = update.weights.weight_version
         if self._staging is not None:

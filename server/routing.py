@@ -17,9 +17,9 @@ that needs twice as long per token as the others is as full with half as many tu
 A trajectory between two turns counts as a turn, because it will be back in a moment. Giving its
 room to another turn would leave the engine one turn over its limit while both run.
 
-A limit that was never found too high only shows the load tried so far, not what the engine can take.
-Compared by that limit, an engine with a low one would get fewer turns, and so never raise it. So
-all engines with unproven limits are compared by the highest of these limits.
+A limit that was never found too high only shows the load tried so far, not what the engine can
+take. Compared by that limit, an engine with a low one would get fewer turns, and so never raise it.
+So all engines with unproven limits are compared by the highest of these limits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class EngineLoad:
     limit: int
     """Maximum number of turns that it is given; at least 1."""
     slowness: float = 1.0
-    """Seconds per token relative to the pool's usual; at least 1, and 1 if it is to be tried again."""
+    """Seconds per token relative to the pool's usual; at least 1, and 1 if it is to be tried
+    again."""
     given: int = 0
     """Number of turns it was ever given."""
     between: int = 0
