@@ -410,8 +410,11 @@ class Connection:
             raise Refused(str(error.get("description")), int(error.get("err_code", 0)))
 
     async def _check_taken(self, sequence: int) -> None:
-        """Returns where a place that was refused holds the message that was meant for it
-        already."""
+        """Return if the refused sequence already holds this very message.
+
+        Otherwise raises Fenced, Refused, or ConnectionResetError if the message should be sent
+        again.
+        """
         stream = self.subjects.stream
         found = await self.fetch(sequence)
         if found is not None:
@@ -423,11 +426,11 @@ class Connection:
             raise Fenced(f"another server has cleared the stream {stream}")
         if last < sequence - 1:
             raise Refused(
-                f"the stream {stream} ends at message {last}, and {sequence - 1} were acknowledged: "
-                "NATS has lost what it had said was stored",
+                f"the stream {stream} ends at message {last}, but {sequence - 1} were acknowledged: "
+                "NATS has lost messages that it had acknowledged",
                 WRONG_LAST_SEQUENCE,
             )
-        raise ConnectionResetError("a message before it was lost with the connection")
+        raise ConnectionResetError("an earlier message was lost with the connection")
 
     # Ownership
 

@@ -89,7 +89,7 @@ class StreamLog:
         return self._next - 1 - self._snapshot_end
 
     async def _why_not_synced(self) -> str | None:
-        assert self._section.monitor is not None, "the configuration sees to it"
+        assert self._section.monitor is not None, "required by the configuration"
         return await why_not_synced(self._section.monitor, self.connection.server_id)
 
     # Opening

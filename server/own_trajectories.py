@@ -106,7 +106,7 @@ class OwnTrajectories:
     async def expire(self) -> None:
         """Expire open trajectories without calls. Runs as long as the server."""
         while True:
-            # Meanwhile, existing deadlines can only move back, and new ones are later.
+            # Meanwhile, existing deadlines can only become later, and new ones are later too.
             first = next(iter(self._open.values()), self._clock())
             deadline = first + self._seconds
             await asyncio.sleep(max(0.0, deadline - self._clock()))

@@ -55,7 +55,9 @@ class _Shared:
         self.unused = asyncio.Event()
         self.opened: asyncio.Future[Fanout | None] = asyncio.get_running_loop().create_future()
         self.opened.add_done_callback(_heard)
-        self.holding = asyncio.create_task(self._hold(opening), name="a version for who joins")
+        self.holding = asyncio.create_task(
+            self._hold(opening), name="a version for joining engines"
+        )
 
     async def _hold(self, opening: Opening) -> None:
         try:

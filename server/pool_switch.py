@@ -283,4 +283,4 @@ class PoolSwitch:
         await asyncio.gather(*left.values(), return_exceptions=True)
         for member in left:
             if member.state is State.SWITCHING:
-                self._lose(member, f"its switch to version {self.version} was broken off")
+                self._lose(member, f"its switch to version {self.version} was interrupted")

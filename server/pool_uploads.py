@@ -54,7 +54,7 @@ POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
 def not_taken(version: int, error: Refused) -> str:
     """Describe why an engine server did not take a version."""
     fenced = error.failure.reason == Reason.STALE_EPOCH
-    why = "takes weights from a hub that began later: it " if fenced else ""
+    why = "takes weights from a newer hub: it " if fenced else ""
     return f"{why}did not take version {version}: {error}"
 
 

@@ -147,7 +147,7 @@ async def test_what_nats_has_lost_is_noticed(store: JetStreamStore) -> None:
         await journal.append([record("a")])
         # As if it had been told so by a NATS whose disk was not synced.
         journal._log._next += 5
-        with pytest.raises(DomainError, match="NATS has lost what it had said was stored"):
+        with pytest.raises(DomainError, match="NATS has lost messages that it had acknowledged"):
             await journal.append([record("b")])
         assert "lost" in await journal.failed
 

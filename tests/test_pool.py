@@ -728,7 +728,7 @@ async def test_somebody_else_s_weights_are_noticed_and_replaced(tmp_path: Path) 
         await pool.engines[0].upload(50, trainer_epoch=epoch)
         await until(lambda: pool.member(0).state is not State.SERVING)
         # This hub is not the newest to that engine server any more.
-        await until(lambda: "from a hub that began later" in pool.member(0).problem)
+        await until(lambda: "from a newer hub" in pool.member(0).problem)
         assert "STALE_EPOCH" in pool.member(0).problem
         await pool.hub.wire.Abort(_all())
         turn = await turning

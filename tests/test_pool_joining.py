@@ -89,7 +89,7 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
         hung, other = await joining(stack, tmp_path, pool, 2)
         gate = hang(hung)
         listed(pool, hung)
-        await until(lambda: pool.member(1).problem.startswith("had not all"))
+        await until(lambda: pool.member(1).problem.startswith("did not have all"))
         # From now on it hangs for good.
         pool.engine.weights._rules = replace(rules, stage_seconds=600.0)
         await until(lambda: pool.member(1).problem.startswith("is being given"))
