@@ -1,4 +1,4 @@
-"""What is observed of a server while it runs: how full it is, and what it counted."""
+"""Metrics of a running server's load, and its counters."""
 
 from __future__ import annotations
 
@@ -21,44 +21,77 @@ def observe_load(
     adapters: AdapterVersions,
     stats: Callable[[], EngineStats],
 ) -> None:
-    """Exports each number as it is at the time."""
+    """Register the metrics; each is read when it is exported."""
     buffer, admission, closing = parts.buffer, parts.admission, parts.closing
     gauges: tuple[tuple[str, str, str, Gauge], ...] = (
-        ("groups.buffered", "{group}", "finished, not delivered", lambda: buffer.waiting_count),
-        ("groups.redelivered", "{group}", "delivered again", lambda: buffer.redeliveries),
-        ("groups.outstanding", "{group}", "admitted, not taken", lambda: admission.outstanding),
-        ("groups.target", "{group}", "most that may be outstanding", lambda: admission.target),
-        ("attempts.left_out", "{attempt}", "too slow for their groups", lambda: closing.left_out),
-        ("memory.used", "By", "of the memory budget", lambda: budget.used_bytes),
-        ("trajectories.open", "{trajectory}", "open", lambda: parts.store.open_count),
-        ("engine.running", "{turn}", "being sampled", lambda: stats().running),
-        ("engine.kv_cache_usage", "1", "part in use", lambda: stats().kv_cache_usage),
+        (
+            "groups.buffered",
+            "{group}",
+            "finished groups not yet delivered",
+            lambda: buffer.waiting_count,
+        ),
+        ("groups.redelivered", "{group}", "groups delivered again", lambda: buffer.redeliveries),
+        (
+            "groups.outstanding",
+            "{group}",
+            "groups admitted but not taken by the trainer",
+            lambda: admission.outstanding,
+        ),
+        ("groups.target", "{group}", "maximum of outstanding groups", lambda: admission.target),
+        (
+            "attempts.left_out",
+            "{attempt}",
+            "attempts too slow for their groups",
+            lambda: closing.left_out,
+        ),
+        ("memory.used", "By", "used part of the memory budget", lambda: budget.used_bytes),
+        ("trajectories.open", "{trajectory}", "open trajectories", lambda: parts.store.open_count),
+        ("engine.running", "{turn}", "turns being sampled", lambda: stats().running),
+        (
+            "engine.kv_cache_usage",
+            "1",
+            "fraction of the key-value cache in use",
+            lambda: stats().kv_cache_usage,
+        ),
     )
     for name, unit, description, read in gauges:
         metrics.observe(f"penstock.{name}", unit, description, read)
     counts = metrics.observe_counts
-    counts("penstock.groups.dropped", "{group}", "never trained", lambda: parts.trainer.drops)
-    counts("penstock.calls.refused", "{call}", "not let in", lambda: callers.refusals)
-    counts("penstock.attempts.failed", "{attempt}", "failed", lambda: closing.failures)
     counts(
-        "penstock.turns.moved", "{turn}", "went on under another adapter", lambda: adapters.moves
+        "penstock.groups.dropped",
+        "{group}",
+        "groups dropped without being trained",
+        lambda: parts.trainer.drops,
+    )
+    counts(
+        "penstock.calls.refused",
+        "{call}",
+        "refused calls",
+        lambda: callers.refusals,
+    )
+    counts("penstock.attempts.failed", "{attempt}", "failed attempts", lambda: closing.failures)
+    counts(
+        "penstock.turns.moved",
+        "{turn}",
+        "turns that continued under another adapter",
+        lambda: adapters.moves,
     )
 
 
 def observe_pool(metrics: ServerMetrics, pool: PoolEngine) -> None:
-    """The same of a pool: its engines, and what became of requests on the way to them."""
+    """Register the metrics of a pool: its engines and the placement of requests."""
     placing = pool.placing
     gauges: tuple[tuple[str, str, str, Gauge], ...] = (
-        ("pool.engines", "{engine}", "listed", lambda: len(pool.members)),
-        ("pool.engines_serving", "{engine}", "in rotation", lambda: pool.serving_count),
-        ("pool.waiting", "{turn}", "without a place", lambda: placing.waiting_count),
+        ("pool.engines", "{engine}", "listed engines", lambda: len(pool.members)),
+        ("pool.engines_serving", "{engine}", "engines in rotation", lambda: pool.serving_count),
+        ("pool.waiting", "{turn}", "turns waiting for an engine", lambda: placing.waiting_count),
     )
     for name, unit, description, read in gauges:
         metrics.observe(f"penstock.{name}", unit, description, read)
     metrics.observe_counts(
         "penstock.pool.requests",
         "{request}",
-        "by what became of them",
+        "requests by how they were placed",
         lambda: {
             "placed_again": pool.requests_lost,
             "kept_home": placing.kept_home,

@@ -1,4 +1,4 @@
-"""Which journal a server has: in memory, in a folder, or in a stream of NATS JetStream."""
+"""Opens the configured journal: in memory, in a folder, or in a stream of NATS JetStream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.server.journal.records import Journal, JournalUnreadable, MemoryJo
 
 
 async def open_journal(section: JournalSection) -> Journal:
-    """The journal that a server is configured with. Raises JournalInUse and JournalUnreadable."""
+    """Open the configured journal. Raises JournalInUse and JournalUnreadable."""
     if section.durability == "none":
         return MemoryJournal()
     if section.url is not None:
@@ -31,7 +31,7 @@ async def open_journal(section: JournalSection) -> Journal:
 
 async def _open_stream(section: JournalSection) -> Journal:
     try:
-        # An extra of its own.
+        # nats-py is an optional dependency, in the extra `jetstream`.
         from penstock.server.journal.jetstream.journal import JetStreamJournal
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "nats":

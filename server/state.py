@@ -1,4 +1,5 @@
-"""The parts of a server that the journal knows: filled from it at a start, and read for its snapshots."""
+"""The journaled components of a server: restored from the journal at start, read for its
+snapshots."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from penstock.server.rpc.trainer_servicer import TrainerServicer
 from penstock.server.turns.store import ClosedMark, TrajectoryStore
 from penstock.v1 import trajectory_pb2
 
-# Ids of deliveries are above every one that an earlier server gave.
+# Delivery ids start above all that an earlier server assigned.
 DELIVERY_IDS_PER_START = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What holds the state of a server."""
+    """The components that hold a server's state."""
 
     queue: TaskQueue
     store: TrajectoryStore
@@ -35,7 +36,7 @@ class Parts:
     trainer: TrainerServicer
 
     def restore(self, found: Recovered, journal: Journal) -> None:
-        """Fills them with what a journal says; they are empty."""
+        """Fill the empty components from a recovered journal."""
         self.queue.restore(
             [found.tasks[task_id] for task_id in found.pending],
             found.groups.values(),
@@ -49,13 +50,13 @@ class Parts:
         for record in found.trajectories.values():
             record.keep_written_from(journal.refers_from)
             root = self.store.root_of(record) if record.parent_trajectory_id else None
-            # Also of one whose lease ran out for good: it waits for its siblings.
+            # Includes attempts that failed with their lease: they wait for their siblings.
             attempt = None if root is None else self.queue.held(root.trajectory_id)
             if attempt is not None:
                 attempt.branches.add(record.trajectory_id)
         self.own.restore()
         groups = [_buffered(group, journal, self.buffer.kept) for group in found.finished.values()]
-        # Where nothing is left of an earlier server, a receipt of what that one delivered may still come.
+        # Without a journal, a receipt for a delivery of an earlier server may still arrive.
         last = found.starts * DELIVERY_IDS_PER_START if journal.on_disk else time.time_ns()
         self.buffer.restore(groups, last)
         self.admission.restore(
@@ -66,7 +67,7 @@ class Parts:
         self.trainer.restore(found.run_id, found.trainer_epoch, found.start_id)
 
     def snapshot(self, starts: int, weight_version: int) -> Iterator[SnapshotItem]:
-        """All of it, as records."""
+        """Return the whole state as snapshot items."""
         run_id, trainer_epoch, start_id = self.trainer.run
         return snapshot(
             ServerState(

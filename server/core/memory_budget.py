@@ -1,22 +1,23 @@
-"""How much memory trajectories, groups and tasks may take.
+"""Bounds the memory of trajectories, groups and tasks.
 
-    open trajectories    their tokens and log-probabilities, and, while a turn is in flight, those it may
+    open trajectories    their tokens and log-probabilities; while a turn is in flight, also those it may
                          still write; outcomes, until the group is complete
-    finished groups      where there is no journal on the disk, until nobody can ask for them again
+    finished groups      without a journal on disk, until they can no longer be requested
     tasks                until their group is complete
     answers              until their callers have read them
-    requests             over HTTP, until they are whole and read
-    own, closed          those that their callers opened for themselves, as long as nobody needs the memory
-    kept                 finished groups that lie in the journal as well, until they are first delivered:
-                         up to a sixteenth of the budget, and only what nobody else needs
+    requests             over HTTP, until they are complete and parsed
+    own, closed          unleased trajectories, until the memory is needed for something else
+    kept                 finished groups that are also in the journal, until their first delivery: up to a
+                         sixteenth of the budget, and only memory that nothing else needs
 
-Order: a call says what it is about to add -> refused with MEMORY_BUDGET, changing nothing, or added. A
-little before the bound no new group begins, so that those under way can be finished.
+Order: a call states how much it is about to add. It is then either refused with MEMORY_BUDGET,
+which changes nothing, or added. Shortly before the bound no new group begins, so that those under
+way can finish.
 
-Beside this the server takes what does not grow with its callers: the model, staged weights (`max_staged`
-and the one that is held), what is remembered of closed trajectories (some hundred bytes each, a bounded
-number); for each open call what its request says; and of requests over gRPC that are not whole yet what
-gRPC holds, which tells nobody: for `limits.stalled_seconds` at most.
+The budget does not include memory that does not grow with the callers. That is the model, staged
+weights (`max_staged` and the held one), and marks of closed trajectories (some hundred bytes each,
+a bounded number). Nor does it include each open call's request, or incomplete gRPC requests. gRPC
+does not report how much it holds of those, but holds them for at most `limits.stalled_seconds`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from typing import Protocol
 from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
-# No group begins beyond this part of the budget.
+# No group begins above this fraction of the budget.
 BEGIN_BELOW = 0.8
 OF_PHYSICAL_MEMORY = 4
-# What may be kept that lies on the disk as well: this part of the budget.
+# Divisor of the budget for groups that are kept in memory although they are on disk.
 KEPT_PART = 16
 
 
 class GivesWay(Protocol):
-    """What is in memory as long as nobody needs it for anything else."""
+    """State that is freed as far as other parts need its memory."""
 
     @property
     def byte_count(self) -> int: ...
@@ -45,7 +46,7 @@ class GivesWay(Protocol):
 
 
 class Kept(Protocol):
-    """What is in memory for speed only."""
+    """A cache, kept in memory only for speed."""
 
     @property
     def byte_count(self) -> int: ...
@@ -54,25 +55,25 @@ class Kept(Protocol):
 
 
 def default_bytes() -> int:
-    """A quarter of this machine's memory."""
+    """Return a quarter of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // OF_PHYSICAL_MEMORY
 
 
 class MemoryBudget:
-    """A bound on what several parts take together."""
+    """A bound on the memory of several parts together."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.parts: Sequence[Callable[[], int]] = ()
-        """Each says how many bytes it takes."""
+        """Functions that return how many bytes each part takes."""
         self.kept: Kept | None = None
-        """What gives way to any of them."""
+        """The cache that is cleared if any part needs memory."""
         self.last: GivesWay | None = None
-        """What is among the parts and gives way to the others, as far as they need it."""
+        """The part that is freed as far as the other parts need its memory."""
 
     @property
     def used_bytes(self) -> int:
-        """What all parts take, and what is kept."""
+        """Bytes of all parts and of the cache."""
         return self._needed + (0 if self.kept is None else self.kept.byte_count)
 
     @property
@@ -80,11 +81,11 @@ class MemoryBudget:
         return sum(part() for part in self.parts)
 
     def may_keep(self, byte_count: int) -> bool:
-        """Whether there is room for what is not needed."""
+        """Whether the cache may grow by `byte_count`."""
         return self.used_bytes + byte_count <= self.limit_bytes
 
     def check(self, byte_count: int) -> None:
-        """Raises MEMORY_BUDGET where so many bytes do not fit."""
+        """Make room for `byte_count` bytes; raises MEMORY_BUDGET if they do not fit."""
         used = self._needed
         if self.kept is not None and not self.may_keep(byte_count):
             self.kept.clear()
@@ -95,7 +96,7 @@ class MemoryBudget:
         if missing > 0:
             raise DomainError(
                 Reason.MEMORY_BUDGET,
-                f"{used} of {self.limit_bytes} bytes are in use, {byte_count} more do not fit",
+                f"{used} of {self.limit_bytes} bytes are in use; {byte_count} more do not fit",
                 {"used_bytes": used, "byte_count": byte_count, "limit": self.limit_bytes},
                 retry_after_seconds=1.0,
             )

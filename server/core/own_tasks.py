@@ -1,4 +1,4 @@
-"""Work that goes on to its end whether or not its caller is there to hear of it."""
+"""Work that runs to its end even if its caller goes away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OwnTasks:
-    """Tasks of the server's own; a caller waits for one behind `asyncio.shield`."""
+    """Tasks that belong to the server; callers wait for them with `asyncio.shield`."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -21,7 +21,8 @@ class OwnTasks:
     def start(
         self, work: Coroutine[Any, Any, T], name: str, on_end: Callable[[], None] | None = None
     ) -> asyncio.Task[T]:
-        """Begins; `on_end` is called when it ends, however early, and before anybody hears of it."""
+        """Start a task; `on_end` is called when it ends, even if cancelled, before any waiter
+        resumes."""
         task = asyncio.create_task(work, name=name)
         self._running.add(task)
         if on_end is not None:
@@ -35,11 +36,11 @@ class OwnTasks:
             logger.warning("%s: %s", task.get_name(), error)
 
     async def wait(self) -> None:
-        """Waits until all of them have ended."""
+        """Wait until all tasks have ended."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def cancel(self) -> None:
-        """Ends all of them and waits for that."""
+        """Cancel all tasks and wait until they have ended."""
         running = list(self._running)
         for task in running:
             task.cancel()

@@ -1,5 +1,7 @@
-"""Counts by reason, where others choose the reasons: each is kept for ever, and is a series of its own in
-metrics, so that there may be so many of them and no more."""
+"""Counts by reason, for reasons that callers choose.
+
+Each reason is kept forever and is a separate series in the metrics, so their number is limited.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from collections import Counter
 from penstock.server.core.errors import MAX_ID_LENGTH
 
 MOST_REASONS = 200
-"""Beyond so many kinds, and of such a length, what comes is counted as OTHER."""
+"""Maximum number of distinct reasons; further ones, and overlong ones, count as OTHER."""
 OTHER = "OTHER"
 
 
 class ReasonCounts(Counter[str]):
-    """How often each reason was given."""
+    """Number of occurrences of each reason."""
 
     def count(self, reason: str, times: int = 1) -> None:
-        """Counts one that somebody else chose."""
+        """Count a reason, or OTHER if it is one too many or too long."""
         known = reason in self or len(self) < MOST_REASONS
         self[reason if known and len(reason) <= MAX_ID_LENGTH else OTHER] += times

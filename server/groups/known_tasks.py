@@ -1,16 +1,17 @@
-"""Which tasks a run has had: those that `SubmitTasks` must not accept again.
+"""Remembers the tasks of a run, so that `SubmitTasks` does not accept one twice.
 
-States of a task's id:
+States of a task id:
 
     new --hold--> held --leave--> past --100,000 others left since--> forgotten
                    ^               |
-                   +-----hold------+   its group was thrown away, and it waits again
+                   +-----hold------+   its group was discarded, and it waits again
 
-Held is a task that waits, one whose group is under way, and one whose finished group the trainer may still
-ask for. Those are as many as wait and as the gate admits. Past is one whose group a durable checkpoint
-contains, or that was counted as dropped: a trainer submits no such task again, because its checkpoint says
-how far its data is consumed. What may still come is a call that was sent before, once more; so the newest
-are remembered, as the outcomes of trajectories are.
+A task is *held* while it waits, while its group is under way, and while the trainer may still
+request its finished group. The queue and the staleness gate bound their number. A task is *past* if
+a durable checkpoint contains its group, or if the group counts as dropped. A trainer does not
+submit such a task again, because its checkpoint records how far its data is consumed. Only a
+repeated call that was sent earlier may still arrive. So the newest past ids are remembered, like
+the outcomes of trajectories.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_PAST = 100_000
 
 
 class KnownTasks:
-    """Ids of tasks; bounded by what is held, and in what is remembered beyond that."""
+    """Ids of held tasks, and of up to `max_past` past ones."""
 
     def __init__(self, max_past: int = MAX_PAST) -> None:
         self._max_past = max_past
@@ -34,29 +35,29 @@ class KnownTasks:
         return task_id in self._held or task_id in self._past
 
     def __iter__(self) -> Iterator[str]:
-        """All, those that left first first."""
+        """All ids; past ones first, oldest first."""
         return chain(self._past, self._held)
 
     def restore(self, known: Iterable[str], held: Iterable[str]) -> None:
-        """Takes up what another server knew, in that order."""
+        """Load the ids that a previous server knew, oldest first."""
         self._held.update(held)
         for task_id in known:
             if task_id not in self._held:
                 self._remember(task_id)
 
     def hold(self, task_id: str) -> None:
-        """A task waits."""
+        """Hold a task, which may have been past."""
         self._past.pop(task_id, None)
         self._held.add(task_id)
 
     def leave(self, task_id: str) -> None:
-        """A task is done with, and so is its group. One that is not held stays as it is."""
+        """Move a held task, which has ended with its group, to past. Other ids are left alone."""
         if task_id in self._held:
             self._held.remove(task_id)
             self._remember(task_id)
 
     def clear(self) -> None:
-        """Another run begins, or the same one anew."""
+        """Forget everything, because another run begins or the same one starts over."""
         self._held.clear()
         self._past.clear()
 

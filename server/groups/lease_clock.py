@@ -1,14 +1,16 @@
-"""When leases run out, and which have.
+"""Deadlines of leases, and the memory of expired ones.
 
-- Every call on a trajectory renews its lease; while one is open the lease does not run.
-- When the agent's LeaseTasks stream is lost its leases run out after a short grace, unless renewed.
-- Where the server itself stood still every lease has the grace left: what renews it may be in a socket,
-  unread.
-- A caller's own group has no leases but one deadline: its siblings live as long as any of them is called.
-- The ids of leases that ran out are remembered, those of their branches too, so that whoever comes late
-  is told so.
+- Every call on a trajectory renews its lease; while a call is open the lease does not run.
+- When the worker's LeaseTasks stream is lost, its leases expire after a short grace period, unless
+  renewed.
+- If the server itself stood still, every lease gets at least the grace period. Calls that renew it
+  may be in a socket, unread.
+- A group opened by a caller has no leases but one deadline: a call on any sibling keeps all of them
+  alive.
+- The ids of expired leases and of their branches are remembered, so that late callers get
+  LEASE_EXPIRED.
 
-Pure but for the clock it is given; nothing here awaits.
+Pure apart from the injected clock; nothing here awaits.
 """
 
 from __future__ import annotations
@@ -40,39 +42,40 @@ class LeaseClock:
         self._armed: float | None = None
         self._expired: OrderedDict[str, bool] = OrderedDict()
         self.sooner = Broadcast()
-        """Notified when a lease runs out earlier than `next_deadline` last said."""
+        """Notified when a lease expires earlier than `next_deadline` last returned."""
 
     def touch(self, attempt: Attempt) -> None:
-        """The lease begins, or begins anew."""
+        """Start or restart a lease."""
         deadline = self._clock() + self.rules.seconds
-        # A caller's own group lives as a whole: siblings not yet opened have no call of their own.
+        # A caller's group expires as a whole, because siblings not yet opened cannot be called.
         siblings = [attempt] if attempt.group.task is not None else attempt.group.attempts
         for sibling in siblings:
             sibling.deadline = deadline
         self._arm(deadline)
 
     def renew(self, attempt: Attempt) -> None:
-        """A sign of life: the lease begins anew, whatever became of its stream."""
+        """Restart a lease after a sign of life, even if its stream is lost."""
         attempt.orphaned = False
         self.touch(attempt)
 
     def call_began(self, attempt: Attempt) -> None:
-        """A call on the trajectory is open: its lease does not run."""
+        """Stop the lease while a call on the trajectory is open."""
         attempt.open_calls += 1
         attempt.orphaned = False
 
     def call_ended(self, attempt: Attempt) -> None:
-        """The call is over: the lease runs from now, or what the grace leaves of it."""
+        """Let the lease run again after a call; only for the grace period if its stream was
+        lost."""
         attempt.open_calls = max(0, attempt.open_calls - 1)
         if attempt.orphaned:
-            # A call that broke off with the stream is no sign of life.
+            # A call that ended together with the stream is no sign of life.
             attempt.deadline = self._clock() + self.rules.grace_seconds
             self._arm(attempt.deadline)
         else:
             self.touch(attempt)
 
     def orphan(self, attempt: Attempt) -> None:
-        """The stream it was leased on is lost: only the grace is left, unless it is renewed."""
+        """Cut the lease to the grace period, because its stream is lost."""
         attempt.deadline = min(attempt.deadline, self._clock() + self.rules.grace_seconds)
         attempt.holder, attempt.orphaned = None, True
         self._arm(attempt.deadline)
@@ -83,28 +86,28 @@ class LeaseClock:
             self.sooner.notify()
 
     def next_deadline(self, groups: Iterable[Group]) -> float | None:
-        """When `due` should next be asked; None while no lease can run out."""
+        """Return when to call `due` next; None while no lease can expire."""
         self._armed = min(
             (attempt.deadline for group in groups for attempt in _running(group)), default=None
         )
         return self._armed
 
     def forgive(self, groups: Iterable[Group]) -> None:
-        """The server stood still: no lease runs out before the grace is over."""
+        """Give every lease at least the grace period, because the server stood still."""
         least = self._clock() + self.rules.grace_seconds
         for group in groups:
             for attempt in _running(group):
                 attempt.deadline = max(attempt.deadline, least)
 
     def due(self, groups: Iterable[Group]) -> list[Attempt]:
-        """Attempts whose lease has run out."""
+        """Return the attempts whose lease has expired."""
         now = self._clock()
         return [
             attempt for group in groups for attempt in _running(group) if attempt.deadline <= now
         ]
 
     def remember_expired(self, trajectory_ids: Iterable[str], *, retried: bool) -> None:
-        """Calls on these are refused from now on."""
+        """Remember expired leases; later calls on them are refused."""
         for trajectory_id in trajectory_ids:
             self._expired[trajectory_id] = retried
         while len(self._expired) > self._max_remembered:
@@ -112,16 +115,16 @@ class LeaseClock:
 
     @property
     def expired(self) -> Iterable[tuple[str, bool]]:
-        """Ids whose lease ran out, and whether the attempt is made again."""
+        """Ids of expired leases, and whether each attempt is made again."""
         return self._expired.items()
 
     def refuse_expired(self, trajectory_id: str) -> None:
-        """Raises LEASE_EXPIRED for an id whose lease, or whose root's, has run out."""
+        """Raise LEASE_EXPIRED if the lease of this trajectory or of its root has expired."""
         retried = self._expired.get(trajectory_id)
         if retried is not None:
             raise DomainError(
                 Reason.LEASE_EXPIRED,
-                f"the lease of {trajectory_id} is over; its attempt "
+                f"the lease of {trajectory_id} has expired; its attempt "
                 f"{'is made again' if retried else 'failed, or its group is complete without it'}",
                 {"trajectory_id": trajectory_id, "retried": str(retried).lower()},
             )
@@ -132,7 +135,7 @@ class LeaseClock:
 
 
 def _running(group: Group) -> list[Attempt]:
-    """Attempts of a group whose deadline counts now."""
+    """Return the attempts of a group whose deadlines are running."""
     if group.task is not None:
         return [a for a in group.attempts if a.leased and not a.final and not a.open_calls]
     if any(attempt.open_calls for attempt in group.attempts):

@@ -1,16 +1,17 @@
-"""What a journal says, as the state of a server; and the state of a server, as records.
+"""Rebuilds a server's state from its journal, and turns a server's state into records for a
+snapshot.
 
-Every record says what something is from now on, so the state after reading them is the state that the last
-server answered from: what it had acknowledged, and at most a little more. What a record is about may be
-gone already where the journal was compacted meanwhile; then it says nothing.
+Every record describes the new state of one thing. So after all records have been read, the state is
+that of the last server: everything it had acknowledged, and at most a little more. Compaction may
+have removed the thing that a record is about; such a record is ignored.
 
-At a start: records -> `Recovered` -> queue, store, buffer, admission. What becomes of
+At a start: records -> `Recovered` -> queue, store, buffer, admission. After it:
 
-    a task that waited              waits
-    a group under way               goes on; whoever holds its leases has to call within the grace
-    a trajectory that was open      is open as far as its last record; a turn that was cut off is ABORTED
-    a finished group                waits, is delivered again, or is kept until its step is final
-    an outcome                      is answered the same way when it is repeated
+    a waiting task             waits
+    a group under way          continues; the holders of its leases must call within the grace period
+    an open trajectory         is open up to its last record; a turn that was cut off is ABORTED
+    a finished group           waits, is delivered again, or is kept until its step is final
+    an outcome                 gets the same answer when it is repeated
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 
 @dataclass(slots=True, eq=False)
 class FinishedGroup:
-    """A group in the journal, complete and not gone."""
+    """A complete group that the journal still holds."""
 
     group_id: str
     task_id: str
@@ -57,36 +58,36 @@ class FinishedGroup:
 
 @dataclass(eq=False)
 class Recovered:
-    """What a journal says."""
+    """The state described by a journal's records."""
 
     starts: int = 0
-    """Servers that wrote to it."""
+    """Number of servers that have written to the journal."""
     run_id: str = ""
     trainer_epoch: int = 0
     start_id: str = ""
     weight_version: int = 0
-    """The last that was active, also where only what came of it was recorded in time."""
+    """The last active version, even if only its effects were recorded and not the switch itself."""
     tasks: dict[str, task_service_pb2.Task] = field(
         default_factory=dict[str, task_service_pb2.Task]
     )
-    """Tasks that wait, and those of the groups under way."""
+    """Waiting tasks and the tasks of groups under way, by id."""
     pending: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
-    """Ids of those that wait, in order."""
+    """Ids of waiting tasks, in order."""
     known: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
-    """Ids of tasks that must not be accepted again, in the order in which they were done with."""
+    """Ids of tasks that must not be accepted again, in the order in which they ended."""
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
-    """Groups under way."""
+    """Groups under way, by id."""
     finished: dict[str, FinishedGroup] = field(default_factory=dict[str, FinishedGroup])
     trajectories: dict[str, TrajectoryRecord] = field(default_factory=dict[str, TrajectoryRecord])
-    """Open ones, and closed ones whose group is not complete."""
+    """Open trajectories, and closed ones whose group is not complete."""
     closed: OrderedDict[str, ClosedMark] = field(default_factory=OrderedDict[str, ClosedMark])
     expired: dict[str, bool] = field(default_factory=dict[str, bool])
-    """Whether the attempt of a lease that ran out is made again."""
+    """Trajectories whose lease expired, and whether their attempt is made again."""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
-    """Ids of groups that are complete."""
+    """Ids of groups that are no longer under way."""
 
     def apply(self, record: Record, stored: Stored) -> None:
-        """Reads one record. Raises ValueError where it does not fit what came before."""
+        """Apply one record. Raises ValueError if it contradicts earlier records."""
         kind = record.WhichOneof("record")
         if kind == "server_started":
             self.starts = record.server_started.start
@@ -106,7 +107,7 @@ class Recovered:
             opened = record.trajectory_opened
             if opened.trajectory_id not in self.trajectories:
                 parent = self.trajectories.get(opened.parent_trajectory_id)
-                # Without what it shares with its parent it would be of no use: both are gone.
+                # A branch whose parent is gone lacks the shared prefix, and is gone as well.
                 if parent is not None or not opened.parent_token_count:
                     self.trajectories[opened.trajectory_id] = open_record(opened, parent)
         elif kind == "turn_changed":
@@ -140,7 +141,7 @@ class Recovered:
             raise ValueError(f"a record of a kind that this server does not know: {kind}")
 
     def _saw(self, *weight_versions: int) -> None:
-        # Versions sample before the record of their switch: what is kept of the weights is put away first.
+        # A version samples before its switch is recorded, because its weights are saved in between.
         self.weight_version = max((self.weight_version, *weight_versions))
 
     def _session(self, began: journal_pb2.SessionBegan) -> None:
@@ -162,7 +163,7 @@ class Recovered:
     def _group(self, changed: journal_pb2.GroupChanged) -> None:
         group_id = changed.group_id
         if group_id in self.ended or (changed.task_id and changed.task_id not in self.tasks):
-            # It was complete when the journal was compacted, and a later record says so too.
+            # The group was complete when the journal was compacted.
             return
         self._saw(changed.admitted_weight_version)
         self.pending.pop(changed.task_id, None)
@@ -217,7 +218,7 @@ class Recovered:
             )
             if turn is None:
                 raise ValueError(
-                    f"no turn of {name} has the {place.token_count} tokens at {place.token_position}"
+                    f"no turn of {name} holds the {place.token_count} tokens at {place.token_position}"
                 )
             turns.append(turn)
         stored.turns = tuple(turns)
@@ -229,7 +230,7 @@ class Recovered:
         group = finished.group
         group_id = group.group_id
         self._leave(group_id, group.task_id)
-        # A copy: the record, with all its tokens, is not kept.
+        # Copied, so that the record with all its tokens is not kept in memory.
         task = type(finished.task).FromString(finished.task.SerializeToString())
         ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
         for trajectory_id in ids:
@@ -247,7 +248,7 @@ class Recovered:
         )
 
     def _leave(self, group_id: str, task_id: str) -> None:
-        """A group is no longer under way."""
+        """Record that a group is no longer under way."""
         self.pending.pop(task_id, None)
         self.tasks.pop(task_id, None)
         self.groups.pop(group_id, None)
@@ -278,8 +279,11 @@ class Recovered:
                 group.step = receipted.step
 
     def undo_unanswered(self) -> None:
-        """Has closes as if they had never been, of which the last record is missing: what became of their
-        attempts. One append is several records, and nobody was answered before all of them were durable."""
+        """Undo closes whose last record, the fate of their attempt, is missing.
+
+        A close is one append of several records. The caller is answered only once all of them are
+        durable, so an incomplete close was never acknowledged.
+        """
         leased = {
             attempt.trajectory_id
             for group in self.groups.values()
@@ -291,7 +295,8 @@ class Recovered:
             members = [r for r in self.trajectories.values() if self._root(r) == root]
             for trajectory_id in (root, *(member.trajectory_id for member in members)):
                 mark = self.closed.get(trajectory_id)
-                # Branches that were closed before it stay so, and those that were closed with it do not.
+                # Reopen only the branches that were closed together with the root: they share its
+                # outcome.
                 if mark is not None and mark.outcome_digest == digest:
                     del self.closed[trajectory_id]
                     self.expired.pop(trajectory_id, None)
@@ -322,7 +327,7 @@ class Recovered:
 
 
 def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
-    """The state after all records. Raises JournalUnreadable."""
+    """Return the state after all records. Raises JournalUnreadable."""
     state = Recovered()
     for record, stored in found:
         _apply(state, record, stored)
@@ -331,7 +336,7 @@ def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
 
 
 async def recover_from(journal: Journal) -> Recovered:
-    """The state that the last server left. Raises JournalUnreadable."""
+    """Replay a journal and return the state that the last server left. Raises JournalUnreadable."""
     state = Recovered()
     async for record, stored in journal.replay():
         _apply(state, record, stored)
@@ -344,12 +349,12 @@ def _apply(state: Recovered, record: Record, stored: Stored) -> None:
         state.apply(record, stored)
     except ValueError as error:
         where = f"record at {stored.offset} of segment {stored.segment}"
-        raise JournalUnreadable(f"the journal does not fit together: {where}: {error}") from error
+        raise JournalUnreadable(f"the journal is inconsistent: {where}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What a snapshot is made of."""
+    """The server state that goes into a snapshot."""
 
     starts: int
     run_id: str
@@ -361,23 +366,23 @@ class ServerState:
     pending_tasks: Iterable[task_service_pb2.Task]
     groups: Iterable[Group]
     finished: Iterable[tuple[Stored, str, int]]
-    """Record, group id and the step that used it, or zero."""
+    """Location of the record, group id, and the step that trained the group or zero."""
     trajectories: Iterable[TrajectoryRecord]
     closed: Iterable[tuple[str, ClosedMark, trajectory_pb2.Outcome | None]]
-    """Trajectory id, what is remembered, and the outcome where it is still there."""
+    """Trajectory id, its mark, and its outcome if that is still in memory."""
     expired: Iterable[tuple[str, bool]]
 
 
 def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
-    """A server's state, as records that `Recovered` makes it from again."""
+    """Yield a server's state as records from which `Recovered` rebuilds it."""
     yield records.server_started(state.starts)
     if state.run_id:
-        # Before any group: which of them wait is said by their own records.
+        # Before any group, because replaying it would make all groups wait again.
         yield records.session_began(state.run_id, state.trainer_epoch, state.start_id, 0)
     if state.weight_version:
         yield records.weights_activated(state.weight_version)
     known, ended = list(state.known_tasks), list(state.ended_groups)
-    # Before any group: what is done with is not put under way again.
+    # Before any group, so that ended groups are not put under way again.
     yield Deferred(lambda: (records.tasks_known(known), records.groups_ended(ended)))
     for stored, group_id, step in state.finished:
         yield stored
@@ -397,7 +402,7 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
             gone.append((trajectory_id, mark))
         else:
             yield _closed(trajectory_id, mark, outcome)
-    # Many, and of no use to anything that is still open.
+    # Deferred, because there are many of them and nothing that is still open needs them.
     yield Deferred(lambda: (_closed(name, mark, mark.outcome_digest) for name, mark in gone))
     for retried in (False, True):
         ids = [

@@ -1,13 +1,13 @@
-"""Durability: what must survive is appended here before it is acknowledged.
+"""Durability: state that must survive is appended to the journal before it is acknowledged.
 
-A record says what something is from now on (`penstock/v1/journal.proto`); whoever changes state makes the
-record of it, with the functions below. Order: room asked for, where much is about to be written ->
-state changed in memory -> record appended -> answered. Whoever asks for the same again meanwhile waits
-for the same append.
+A record describes the new state of one thing (`penstock/v1/journal.proto`). The module that changes
+the state makes the record with the functions below. Order: ask for room, if the change is large ->
+change the state in memory -> append the record -> answer. A caller that repeats the request
+meanwhile waits for the same append.
 
-`MemoryJournal` keeps nothing beyond the process: what it is handed is as durable as the process itself.
-The one on disk is `log_journal`, the one on another machine `jetstream_journal`; which one a server has
-says `journal_opening`, and what becomes of the records when it starts `recovery`.
+`MemoryJournal` keeps nothing beyond the process. `log_journal` writes to disk, `jetstream_journal`
+to another machine. `journal_opening` chooses one of them from the configuration, and `recovery`
+reads the records at start.
 """
 
 from __future__ import annotations
@@ -42,172 +42,181 @@ Part = bytes | bytearray
 
 @dataclass(frozen=True, slots=True)
 class EncodedRecord:
-    """A record that is bytes already, in pieces that nobody changes any more."""
+    """A record that is already encoded, as a sequence of byte strings that never change again."""
 
     parts: tuple[Part, ...]
     short: ShortRecord | None = None
-    """What may be written in its place."""
+    """A shorter form that a journal on disk may write instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShortRecord:
-    """The same, but for what records say that were written before, and are where they were."""
+    """A group record without the tokens that earlier records of its turns already hold."""
 
     parts: tuple[Part, ...]
     turns: tuple[Stored, ...]
-    """Those, in the order of what is left to them."""
+    """The records referred to, in the order in which the group refers to them."""
 
 
 Appended = Record | EncodedRecord
 
 
 class JournalInUse(Exception):
-    """Another server writes to it."""
+    """Another server writes to this journal."""
 
 
 class JournalUnreadable(Exception):
-    """What another server left cannot be relied on."""
+    """The journal that a previous server left is corrupt, incomplete or cannot be opened."""
 
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """Where a record lies; changed in place when the journal is compacted."""
+    """The location of a record; compaction updates it in place."""
 
     segment: int
     offset: int
-    """Of its frame, in bytes."""
+    """Of the frame, in bytes."""
     length: int
-    """Of its frame, in bytes."""
+    """Of the frame, in bytes."""
     turns: tuple[Stored, ...] = field(default=(), kw_only=True)
-    """Records that it leaves something to, in the order of what that is: it is short."""
+    """Records that a short record refers to, in order; empty for a whole record."""
 
     @property
     def byte_count(self) -> int:
-        """What it keeps from being removed: its frame, and those of these records."""
+        """Bytes of its frame and of the distinct frames that it refers to."""
         return self.length + sum(turn.length for turn in dict.fromkeys(self.turns))
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Files that another process of this host may be able to read."""
+    """The journal's folder, as another process on this host can identify it."""
 
     path: Path
     """Absolute."""
     device: int
-    """Of its LOCK."""
+    """Of the LOCK file, like `inode`."""
     inode: int
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """A record in a file of that folder."""
+    """The location of a record in a file of a `Folder`."""
 
     file: str
     offset: int
-    """Of its frame, in bytes."""
+    """Of the frame, in bytes."""
     length: int
-    """Of its frame, in bytes."""
+    """Of the frame, in bytes."""
     turns: tuple[FilePlace, ...] = ()
-    """Of a short one: where the records are that it leaves something to."""
+    """The locations of the records that a short record refers to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """Records that are made only where they are written, in another thread: of what cannot change."""
+    """Records of immutable state, encoded only when written, in the thread that writes."""
 
     make: Callable[[], Iterable[Appended]]
     stored: Stored | None = None
-    """Is told where it lies once the snapshot counts, if it is one record and the journal can say so."""
+    """Updated with the record's location once the snapshot is authoritative. Only for a single record,
+        and only by a journal with locations."""
 
 
 SnapshotItem = Record | Stored | Deferred
 Snapshot = Callable[[], Iterable[SnapshotItem]]
-"""Everything that counts now, as records, or by where it lies already."""
+"""Returns the whole current state: records, or locations of records already stored."""
 
 
 OnFull = Callable[[int], None]
 
 
 def no_way_to_give(byte_count: int) -> None:
-    """Where nothing can be given up for so many bytes."""
+    """Default `on_full`: frees nothing."""
 
 
 class Journal(Protocol):
-    """An append-only record of what was accepted."""
+    """An append-only log of accepted changes."""
 
     on_full: OnFull
-    """Called where records of so many bytes are refused: to give up what is kept for convenience alone."""
+    """Called with the bytes that were refused, so that the server drops records it keeps only for
+        convenience."""
 
     @property
     def on_disk(self) -> bool:
-        """Whether what is appended can be read again, and need not be kept in memory."""
+        """Whether appended records can be read again, so that they need not stay in memory."""
         ...
 
     @property
     def folder(self) -> Folder | None:
-        """Where its files are, if it has any."""
+        """The folder of its files; None if it has no files on this host."""
         ...
 
     @property
     def refers_from(self) -> int | None:
-        """Bytes of the smallest segment that a group's record may leave to its turn's; None where a group
-        is always written whole."""
+        """Smallest trajectory segment, in bytes, that a group's record may refer to instead of
+        copying it.
+
+        None if groups are always written whole.
+        """
         ...
 
     @property
     def failed(self) -> asyncio.Future[str]:
-        """Ends, with the reason, when nothing can be appended any more."""
+        """Completes with the reason once nothing can be appended any more."""
         ...
 
     def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Every record, oldest first, as the last server left them. Raises JournalUnreadable."""
+        """Yield every record that the previous server left, oldest first. Raises
+        JournalUnreadable."""
         ...
 
     async def start(self, snapshot: Snapshot) -> None:
-        """Begins to write, once everything was replayed. Raises OSError."""
+        """Begin to write, once everything was replayed. Raises OSError."""
         ...
 
     def check_room(self, byte_count: int) -> None:
-        """Raises DISK_FULL where records of so many bytes may not fit."""
+        """Raise DISK_FULL if records of `byte_count` bytes may not fit."""
         ...
 
     async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        """Returns once the records are durable, with where they lie. Raises JOURNAL_FAILED.
+        """Append records; returns their locations once they are durable. Raises JOURNAL_FAILED.
 
-        Without records: once everything is durable that was appended before. With `hold_last` the last
-        one is held from the moment it is written.
+        Without records, it returns once all earlier appends are durable. With `hold_last`, the last
+        record is held from the moment it is written.
         """
         ...
 
     def begin_append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
-        """The same, in its place in the order at once. Raises JOURNAL_FAILED."""
+        """Like `append`, but takes its place in the order before returning. Raises
+        JOURNAL_FAILED."""
         ...
 
     async def read(self, stored: Stored) -> bytes:
-        """A record again, as bytes, and whole. Raises JOURNAL_CORRUPT."""
+        """Read a record again; returns the bytes of its whole form. Raises JOURNAL_CORRUPT."""
         ...
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Where another process finds a record within the next seconds; None where it cannot."""
+        """Return where another process can read a record for the next seconds; None if it
+        cannot."""
         ...
 
     def hold(self, stored: Stored) -> None:
-        """A record that was replayed is kept until `release`, in whatever place."""
+        """Keep a replayed record until `release`, even if compaction moves it."""
         ...
 
     def release(self, stored: Stored) -> None:
-        """Nobody reads it again."""
+        """Stop keeping a record, which will not be read again."""
         ...
 
     async def close(self) -> None:
-        """Writes what is queued."""
+        """Write what is queued, then close."""
         ...
 
 
 class MemoryJournal:
-    """Durable as far as the process is: its state is the store, the queue and the buffer themselves."""
+    """Keeps nothing: the state lives only in the process's store, queue and buffer, and ends with
+    it."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -218,73 +227,66 @@ class MemoryJournal:
 
     @property
     def on_disk(self) -> bool:
-        """Nothing is."""
         return False
 
     @property
     def folder(self) -> Folder | None:
-        """None."""
         return None
 
     @property
     def refers_from(self) -> int | None:
-        """Nothing is written."""
         return None
 
     @property
     def failed(self) -> asyncio.Future[str]:
-        """Never."""
+        """Never completes: nothing is written."""
         return self._failed
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Nothing was left."""
         for found in ():
             yield found
 
     async def start(self, snapshot: Snapshot) -> None:
-        """Nothing to do."""
+        pass
 
     def check_room(self, byte_count: int) -> None:
-        """Memory is bounded elsewhere."""
+        """Never refuse: `memory_budget` bounds memory."""
 
     async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        """Nothing to do."""
         return []
 
     def begin_append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
-        """Nothing to do."""
         return self._appended
 
     async def read(self, stored: Stored) -> bytes:
-        """Nothing was stored."""
-        raise LookupError("nothing is kept in memory")
+        raise LookupError("a journal in memory stores no records to read again")
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Nothing was stored."""
         return None
 
     def hold(self, stored: Stored) -> None:
-        """Nothing was stored."""
+        pass
 
     def release(self, stored: Stored) -> None:
-        """Nothing was stored."""
+        pass
 
     async def close(self) -> None:
-        """Nothing is queued."""
+        pass
 
 
-# Records. Those of trajectories and turns are in `trajectory_records`, that of a group in `group_bytes`.
+# Records. `trajectory_records` makes those of trajectories and turns, `group_bytes` that of a
+# group.
 
 
 def server_started(start: int) -> Record:
-    """A server begins to write, as the `start`-th."""
+    """A server began to write; `start` counts the servers so far."""
     return JournalRecord(server_started=_ServerStarted(start=start))
 
 
 def session_began(run_id: str, trainer_epoch: int, start_id: str, resume_step: int) -> Record:
-    """A trainer began a session; groups that were used after `resume_step` wait again."""
+    """A trainer began a session; groups trained after `resume_step` wait again."""
     return JournalRecord(
         session_began=_SessionBegan(
             run_id=run_id,
@@ -296,28 +298,52 @@ def session_began(run_id: str, trainer_epoch: int, start_id: str, resume_step: i
 
 
 def run_replaced(run_id: str) -> Record:
-    """Everything of a run is gone."""
+    """All state of a run was discarded."""
     return JournalRecord(run_replaced=_RunReplaced(run_id=run_id))
 
 
 def weights_activated(weight_version: int) -> Record:
-    """Other weights sample."""
+    """The engines switched to this weight version."""
     return JournalRecord(weights_activated=_WeightsActivated(weight_version=weight_version))
 
 
 def task_accepted(task: task_service_pb2.Task, *, first: bool = False) -> Record:
-    """A task waits, `first` before all others."""
+    """A task was accepted and waits; with `first`, ahead of all others."""
     return JournalRecord(task_accepted=_TaskAccepted(task=task, first=first))
 
 
 def tasks_known(task_ids: Iterable[str]) -> Record:
-    """Tasks that are done with."""
+    """Ids of tasks that are finished; a repeated submission is recognised by them."""
     return JournalRecord(tasks_known=_TasksKnown(task_ids=task_ids))
 
 
 def groups_ended(group_ids: Iterable[str]) -> Record:
-    """Groups that are done with."""
+    """Ids of groups that have ended."""
     return JournalRecord(groups_ended=_GroupsEnded(group_ids=group_ids))
+
+
+def group_changed(group: Group) -> Record:
+    """The current state of a group under way."""
+    return JournalRecord(
+        group_changed=_GroupChanged(
+            group_id=group.group_id,
+            task_id=group.task.task_id if group.task is not None else "",
+            group_size=group.size,
+            purpose=group.purpose,
+            admitted_weight_version=group.admitted_version,
+            whole=group.whole,
+            attempts=[
+                _JournalAttempt(
+                    trajectory_id=attempt.trajectory_id,
+                    retry_count=attempt.retry_count,
+                    leased=attempt.leased,
+                    final=attempt.final,
+                    failed=attempt.failed,
+                )
+                for attempt in group.attempts
+            ],
+        )
+    )
 
 
 def trajectory_closed(
@@ -328,7 +354,7 @@ def trajectory_closed(
     group_completed: bool = False,
     retried: bool = False,
 ) -> Record:
-    """A trajectory was closed, with this outcome or one of this SHA-256."""
+    """A trajectory was closed with this outcome, given whole or as its SHA-256."""
     digest = outcome if isinstance(outcome, bytes) else b""
     return JournalRecord(
         trajectory_closed=_TrajectoryClosed(
@@ -343,26 +369,26 @@ def trajectory_closed(
 
 
 def trajectories_forgotten(trajectory_ids: Iterable[str]) -> Record:
-    """Trajectories are of no use any more."""
+    """Trajectories that are no longer needed."""
     return JournalRecord(
         trajectories_forgotten=_TrajectoriesForgotten(trajectory_ids=trajectory_ids)
     )
 
 
 def leases_expired(trajectory_ids: Iterable[str], *, retried: bool) -> Record:
-    """Leases ran out; `retried` is whether the attempt is made again."""
+    """Leases expired; `retried` says whether their attempts are made again."""
     return JournalRecord(
         leases_expired=_LeasesExpired(trajectory_ids=trajectory_ids, retried=retried)
     )
 
 
 def group_dropped(group_id: str, reason: str) -> Record:
-    """A group left without being trained."""
+    """A group was dropped without being trained."""
     return JournalRecord(group_dropped=_GroupDropped(group_id=group_id, reason=reason))
 
 
 def groups_receipted(group_ids: Iterable[str], step: int) -> Record:
-    """Groups were used by a step, or refused where it is zero."""
+    """A step trained these groups; step zero means that the trainer refused them."""
     return JournalRecord(groups_receipted=_GroupsReceipted(group_ids=group_ids, step=step))
 
 

@@ -1,14 +1,15 @@
-"""What changed from the version that a pool samples to the next one, for engine servers that hold the
+"""Computes what changed from the active version to the next one, for engine servers that hold the
 former.
 
-A hub has both whole: what its trainer sent last, and the version before, which it holds for who joins. So
-it compares them itself, however the new one came, once for each version and only when the first engine
-server could take it. A pool whose engines are all on the hub's own host never asks: they read the hub's
-memory.
+A hub has both whole: the trainer's last upload, and the previous version, which it holds for
+joining engines. So it compares them itself, however the new one was uploaded. It does so once for
+each version, and only when the first engine server could use the difference. If all engines are on
+the hub's own host, it never does, because they read the hub's memory.
 
-What a failure does. Where there is no difference (the base is not held, is an adapter's, or is of other
-tensors), or so much changed that the tree carries fewer bytes out of the hub, the version travels whole. An
-engine server that has not the base after all is sent the whole.
+What a failure does. Without a difference, the version is sent whole. There is no difference if the
+hub does not hold the base, or if the base is an adapter or has other tensors. The difference is
+also not sent if the tree would carry fewer bytes out of the hub. An engine server that turns out
+not to have the base is sent the whole version.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sendable:
-    """A version as its difference from another one."""
+    """A version, encoded as its difference from another one."""
 
     base_version: int
-    """The pool's number."""
+    """As the pool's number."""
     tensors: Sequence[weights_pb2.TensorSpec]
     payload: memoryview
 
 
 class Differing:
-    """The difference of one version from the one before, made when it is first asked for."""
+    """The difference of one version from the previous one, computed on first use."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Differing:
         open_base: Callable[[], AbstractAsyncContextManager[StagedWeights | None]],
         most_bytes: int,
     ) -> None:
-        """`most_bytes` is how long it may be to be worth sending to every host."""
+        """`most_bytes` is the size up to which it is worth sending to every host."""
         self.base_version = base_version
         self._open_base = open_base
         self._most_bytes = most_bytes
@@ -60,7 +61,10 @@ class Differing:
     async def get(
         self, specs: Sequence[weights_pb2.TensorSpec], version: memoryview
     ) -> Sendable | None:
-        """Of the version whose full upload says `specs` of its bytes; None where it is sent whole."""
+        """Return the difference; None if the version is to be sent whole.
+
+        `specs` and `version` are the tensors and bytes of the version's full upload.
+        """
         if self._making is None:
             self._making = asyncio.create_task(
                 self._make(specs, version), name=f"the difference from version {self.base_version}"
@@ -68,9 +72,9 @@ class Differing:
         return await asyncio.shield(self._making)
 
     async def close(self) -> None:
-        """Nobody asks any more. Returns once nothing of the version is read from here."""
+        """Return once the comparison no longer reads the version. Not to be used afterwards."""
         if self._making is not None:
-            # What is under way in a thread goes on to its end, whoever waits for it.
+            # Work in a thread cannot be cancelled, so it runs to its end.
             await asyncio.wait([self._making])
 
     async def _make(
@@ -82,13 +86,17 @@ class Differing:
             try:
                 found = await asyncio.to_thread(_compare, specs, version, base)
             except OSError as error:
-                logger.error("version %d cannot be compared with: %s", self.base_version, error)
+                logger.error(
+                    "cannot read version %d to compare, sending whole weights: %s",
+                    self.base_version,
+                    error,
+                )
                 return None
         length = found.length_bytes
         if length > self._most_bytes:
-            logger.info("a difference of %d bytes is not worth sending", length)
+            logger.info("sending whole weights, the difference would take %d bytes", length)
             return None
-        # One after the other, and not as views of the version, which may be gone before it has been sent.
+        # Copied, because the version's memory may be released before the difference has been sent.
         return Sendable(self.base_version, found.specs, memoryview(b"".join(found.pieces)))
 
 
@@ -109,7 +117,7 @@ def _compare(
         os.close(descriptor)
         view = memoryview(mapped)
         with view:
-            # Every view of the base has to be gone before it can be unmapped.
+            # In a separate function: the base can be unmapped only after every view of it is gone.
             return _compared(specs, version, base, view)
 
 

@@ -1,11 +1,11 @@
-"""Many engine servers behind the seam of one engine; docs/pool.md is the design.
+"""Many engine servers behind the interface of one engine; docs/pool.md describes the design.
 
-`PoolEngine` is what `Serving` is given in the place of vLLM's engine. It wires its parts:
+A hub gives `PoolEngine` to `Serving` instead of vLLM's engine. It connects these parts:
 
-    pool_roster   who is listed, who answers, who is in rotation
-    pool_placing  which of those takes a request
+    pool_roster   which engines are listed, answer, and are in rotation
+    pool_placing  which engine takes a request
     pool_turns    the requests themselves
-    pool_weights  which version is sampled, and how each engine comes to it
+    pool_weights  which version is sampled, and how each engine gets it
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PoolEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises CredentialsUnusable."""
+        """Begin to look at the engines. Raises CredentialsUnusable."""
         self._rules = rules = rules or PoolRules()
         self._roster = Roster(security or Security(), rules, clock)
         self.placing = Placing(lambda: self._roster.rotation, rules.routing)
@@ -73,26 +73,28 @@ class PoolEngine:
 
     @property
     def members(self) -> list[Member]:
-        """Every engine that is listed."""
+        """All listed engines, in rotation or not."""
         return self._roster.members
 
     @property
     def serving_count(self) -> int:
-        """Engines in rotation."""
+        """Number of engines in rotation."""
         return len(self._roster.rotation)
 
     @property
     def requests_lost(self) -> int:
-        """Requests that were made again elsewhere."""
+        """Number of requests that had to continue on another engine."""
         return self.turns.lost_count
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """The engines that are listed from now on; one that is not any more takes no turns, and those
-        it has go on to their ends. Raises CredentialsUnusable."""
+        """Replace the list of engines. Raises CredentialsUnusable.
+
+        An engine that is no longer listed gets no new turns; those it has run to their ends.
+        """
         self._roster.set_addresses(addresses)
 
     async def described(self) -> EngineDescription:
-        """Waits for the first engine that answers; the pool is what it is."""
+        """Wait for the first engine that answers, whose description becomes the pool's."""
         return await self._roster.described()
 
     @property
@@ -100,7 +102,7 @@ class PoolEngine:
         return self._roster.description
 
     def replicas(self) -> list[rollout_service_pb2.ReplicaInfo]:
-        """As GetServerInfo has them."""
+        """Return the engines' entries in GetServerInfo."""
         return [member.message() for member in self.members]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
@@ -123,7 +125,8 @@ class PoolEngine:
         return self._rules.switches_at_once
 
     def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
-        """Begins to stage a version everywhere; what was staged and not switched to is left."""
+        """Begin to stage a version on all engines; a version staged before and not activated is
+        dropped."""
         self.weights.stage(staged, probe, adapter)
 
     async def switch(
@@ -132,50 +135,50 @@ class PoolEngine:
         return await self.weights.switch(update, policy, begin)
 
     async def pause(self, *, drop_cache: bool) -> None:
-        raise RuntimeError("a pool switches by itself")
+        raise RuntimeError("a pool switches its engines itself; use switch()")
 
     async def prepare(self, weights: StagedWeights) -> None:
-        raise RuntimeError("a pool switches by itself")
+        raise RuntimeError("a pool switches its engines itself; use switch()")
 
     async def load(self, weights: StagedWeights) -> None:
-        raise RuntimeError("a pool switches by itself")
+        raise RuntimeError("a pool switches its engines itself; use switch()")
 
     async def resume(self) -> None:
-        raise RuntimeError("a pool switches by itself")
+        raise RuntimeError("a pool switches its engines itself; use switch()")
 
     async def score(
         self, token_ids: NDArray[np.int32], adapter_version: int | None = None
     ) -> NDArray[np.float32]:
-        raise RuntimeError("a pool's engines score their probes by themselves")
+        raise RuntimeError("a pool's engines score their probes themselves")
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        raise RuntimeError("a pool's engines take adapters by themselves")
+        raise RuntimeError("a pool's engines take adapters themselves")
 
     async def remove_adapter(self, weight_version: int) -> None:
-        raise RuntimeError("a pool's engines free adapters by themselves")
+        raise RuntimeError("a pool's engines free adapters themselves")
 
     async def join_collective(
         self, backend: str, rendezvous: Mapping[str, object], seconds: float
     ) -> None:
         raise WeightRefused(
             Reason.SOURCE_UNAVAILABLE,
-            "a hub has no engine of its own that could join a collective; upload through the stream",
+            "a hub has no local engine to join a collective; upload through the stream",
         )
 
     async def begin_collective(self) -> None:
-        raise RuntimeError("nobody joined a collective")
+        raise RuntimeError("no engine has joined a collective")
 
     async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
-        raise RuntimeError("nobody joined a collective")
+        raise RuntimeError("no engine has joined a collective")
 
     async def finish_collective(self, weight_version: int, seconds: float) -> None:
-        raise RuntimeError("nobody joined a collective")
+        raise RuntimeError("no engine has joined a collective")
 
     async def abandon_collective(self, seconds: float) -> bool:
         return True
 
     async def lost(self) -> str:
-        """Never: a pool without engines waits for one."""
+        """Never return: a pool without engines waits for one."""
         return await asyncio.shield(self._lost)
 
     async def close(self) -> None:

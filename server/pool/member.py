@@ -1,24 +1,26 @@
-"""One engine of a pool: whether it is in rotation, which weights it has, how much it is given.
+"""One engine of a pool: whether it is in rotation, which weights it has, how many turns it may
+have.
 
-States, and what moves it (docs/pool.md has the picture):
+States and transitions (docs/pool.md has a diagram):
 
-    JOINING    answers, and has not the pool's weights            -> SERVING, once it was given them
+    JOINING    answers, but does not have the pool's weights      -> SERVING, once it was given them
     SERVING    in rotation                                        -> SWITCHING, JOINING, DRAINING, LOST
-    SWITCHING  is being given the next version                    -> SERVING, JOINING where it refused
-    DRAINING   was told to stop; another process may follow it    -> LOST
-    REFUSED    is not the model of this pool, or knows too little -> JOINING, as another process
-               is in the pool by another address                 -> JOINING, once it is not
-    LOST       nobody answers, or it answers and samples nothing  -> JOINING
+    SWITCHING  is activating the next version                     -> SERVING, JOINING if it refused
+    DRAINING   is stopping; another process may replace it        -> LOST
+    REFUSED    another model than the pool's, or lacks a feature  -> JOINING, as another process
+               also in the pool under another address             -> JOINING, once it is not
+    LOST       does not answer, or answers but samples nothing    -> JOINING
 
-State only, and the arithmetic of it: what asks the engine server, and when, is in `pool_roster`.
+This module holds only state and arithmetic. `pool_roster` contacts the engine server and decides
+when.
 
-Version numbers: `wire_versions` maps what the engine server calls a version to what the pool calls it. An
-engine server that was never given weights by anybody samples the model as it was loaded, which is version 0
-on both sides.
+Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine
+server that was never given weights samples the model as loaded, which is version 0 on both sides.
 
-Weights: what it samples is full weights, or an adapter on full weights that stay there below it. An engine
-server takes adapter after adapter, and no full weights any more once it has one: so those below have to be
-the pool's before it is given the pool's adapter, and `full_version` says whether they are.
+Weights: an engine samples full weights, or an adapter on top of full weights. An engine server
+takes any number of adapters in a row, but no full weights while it has an adapter. So the full
+weights below must be the pool's before it is given the pool's adapter; `full_version` tells whether
+they are.
 """
 
 from __future__ import annotations
@@ -40,15 +42,19 @@ ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
 MOST_MISSES = 2
-"""Looks in a row that run out of time before the turns go on elsewhere. One may be a hub that stood still
-itself, and has the answer, or tokens, still to read."""
+"""Consecutive looks that may time out before the turns continue elsewhere.
+
+A single timeout may only mean that the hub itself stood still, with the answer or tokens still
+unread.
+"""
 LONGEST_OFFER_SECONDS = 60.0
-"""Between two offers of a version that it did not take: each may be all of its bytes."""
-UNKNOWN_VERSION = "which version it samples is not known"
+"""Longest delay between two offers of a refused version; each offer may transfer all of its
+bytes."""
+UNKNOWN_VERSION = "the version it samples is not known"
 
 
 class State(Enum):
-    """Of an engine of the pool."""
+    """State of an engine of the pool."""
 
     JOINING = rollout_service_pb2.REPLICA_STATE_JOINING
     SERVING = rollout_service_pb2.REPLICA_STATE_SERVING
@@ -59,7 +65,7 @@ class State(Enum):
 
     @property
     def message(self) -> rollout_service_pb2.ReplicaState.ValueType:
-        """As GetServerInfo names it."""
+        """The state in GetServerInfo, which has no REFUSED and reports it as unavailable."""
         value = self.LOST.value if self is State.REFUSED else self.value
         return rollout_service_pb2.ReplicaState.ValueType(value)
 
@@ -71,7 +77,7 @@ class Declined:
     version: int
     times: int
     until: float
-    """When it is offered again, on the clock."""
+    """Clock time at which it is offered again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,87 +89,88 @@ class Member:
     clock: Callable[[], float]
     state: State = State.LOST
     problem: str = "has not answered yet"
-    """Why it is not in rotation, or what it refused turns with."""
+    """Why it is not in rotation, or the error with which it last refused a turn."""
     setback: str = ""
-    """Why it left the rotation, or was not brought up to date, the last time."""
+    """Why it last left the rotation or was not brought up to date."""
     hung: bool = False
-    """Whether it took too long over the last version that it was given."""
+    """Whether it took too long with the last version that it was given."""
     refusal: str = ""
-    """Why its process cannot be one of the pool; empty where it can."""
+    """Why its process cannot join the pool; empty if it can."""
     server_id: str = ""
-    """Its process; empty before the first answer."""
+    """Id of its process; empty before the first answer."""
     host_id: str = ""
     hands_on: bool = False
-    """Whether it takes versions from other engine servers, and gives them."""
+    """Whether it can receive versions from other engine servers and pass them on."""
     version: int | None = None
-    """The pool's number of what it samples; None where that is not known."""
+    """Version that it samples, as the pool's number; None if not known."""
     full_version: int | None = None
-    """That of its full weights: the same, unless what it samples is an adapter."""
+    """Version of its full weights; equal to `version` unless that is an adapter."""
     delta_base: int | None = None
-    """The pool's number of the version that a difference can be put on there, as it said last; None for
-    none."""
+    """Version, as the pool's number, to which it last reported that a difference can be applied."""
     wire_adapters: tuple[int, ...] = ()
-    """Adapters that it said it still samples with."""
+    """Adapters that it reported to be still sampling with, by its own numbers."""
     changes: int = 0
-    """How often its weights were changed from here: what it said of them before counts no more."""
+    """Number of weight changes made by this hub. An answer from before a change is outdated."""
     newest_wire_version: int = 0
-    """Newest version that its process has accepted."""
+    """Newest version number that its process has accepted."""
     reserved: set[int] = field(default_factory=set[int])
-    """Versions on their way there."""
+    """Version numbers of uploads under way."""
     wire_versions: dict[int, int] = field(default_factory=dict[int, int])
     turns: set[str] = field(default_factory=set[str])
-    """Requests that it has."""
+    """Ids of the requests that it has."""
     between: int = 0
-    """Trajectories between two turns, which `Placing` counts."""
+    """Number of its trajectories between two turns; maintained by `Placing`."""
     given: int = 0
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     refusals: int = 0
-    """Turns in a row that it refused, and another engine may take, or times in a row that it lost some."""
+    """Consecutive turns that it refused although another engine may take them, or lost."""
     declined: Declined | None = None
-    """The version that it was to be given, and did not take the last time."""
+    """The last version that it did not take."""
     closed_until: float = 0.0
-    """No turns go there before this time, on the clock, for it was full or failed."""
+    """Clock time before which it gets no turns, because it was full or failed."""
     limit: TurnLimit = field(init=False)
     load: rollout_service_pb2.ServerLoad = field(default_factory=ServerLoad)
     pace: Pace = field(default_factory=Pace)
     silence: Silence = field(default_factory=Silence)
     silent: bool = False
-    """Whether it had turns, and sampled nothing for so long that it lost them. It is LOST until it has
-    sampled a token again."""
+    """Whether it lost its turns because it sampled nothing for too long.
+
+    It is then LOST until it samples a token again."""
     misses: int = 0
-    """Looks in a row that ran out of time, while it sampled nothing either."""
+    """Consecutive looks that timed out, with no token sampled in between."""
     missed_switching: bool = False
-    """Whether the first of them did while it switched."""
+    """Whether the first of those looks happened during a switch."""
     usual_pace: float = 0.0
-    """Seconds per token in its pool; 0 where that is not known."""
+    """Usual seconds per token in the pool; 0 if not known."""
 
     def __post_init__(self) -> None:
         self.limit = TurnLimit.begin(self.rules)
 
     @property
     def address(self) -> str:
-        """Where it is, which is its name."""
+        """Its address, which is also its name."""
         return self.server.address
 
     @property
     def answers(self) -> bool:
-        """Whether a process of the pool's model is there."""
+        """Whether a process with the pool's model answers at the address."""
         return self.state not in (State.LOST, State.REFUSED)
 
     def takes_turns(self, version: int = 0) -> bool:
-        """Whether it is in rotation and not left alone just now; with a version, that it samples it."""
+        """Whether it is in rotation and not closed for now; with `version`, whether it samples that
+        too."""
         if self.state is not State.SERVING or self.clock() < self.closed_until:
             return False
         return not version or self.version == version
 
     @property
     def stays(self) -> bool:
-        """Whether it takes turns, or will once it has switched."""
+        """Whether it takes turns now, or will after its switch."""
         return self.state in (State.SERVING, State.SWITCHING)
 
     def as_load(self) -> EngineLoad:
-        """As the routing sees it."""
+        """Return its load in the form that `routing` needs."""
         turns = len(self.turns)
         slowness = self.pace.slowness(self.usual_pace, turns, self.clock())
         limit = self.limit
@@ -171,10 +178,10 @@ class Member:
             self.address, turns, limit.value, slowness, self.given, self.between, limit.proven
         )
 
-    # What it says of itself
+    # Its own reports
 
     def heard(self, info: rollout_service_pb2.GetServerInfoResponse) -> bool:
-        """Takes in an answer; returns whether it is of another process than before."""
+        """Take in an answer of the engine server; returns whether it comes from a new process."""
         other = info.server_id != self.server_id
         self.misses = 0
         if other:
@@ -189,7 +196,8 @@ class Member:
             self.declined = None
             self.state, self.problem = State.JOINING, ""
         elif self.state is State.LOST and not self.silent:
-            # It was out of reach; what it samples is what it did, unless it says otherwise.
+            # It was unreachable. It samples the same version as before, unless it reports
+            # otherwise.
             self.state, self.problem = State.JOINING, ""
         self.host_id = info.host_id
         self.hands_on = weights_pb2.WEIGHT_SOURCE_KIND_PEER in info.weight_sources
@@ -214,30 +222,33 @@ class Member:
         return other
 
     def pool_version(self, wire_version: int) -> int | None:
-        """What the pool calls what the engine server calls so; None where that is not known."""
+        """Return the pool's number for an engine server's version number; None if not known."""
         if wire_version == 0:
             return 0
         return self.wire_versions.get(wire_version)
 
     def wire_version(self, pool_version: int) -> int | None:
-        """Newest number under which it was given a version of the pool's."""
+        """Return the newest number under which it was given a version of the pool; None if
+        never."""
         found = [wire for wire, pool in self.wire_versions.items() if pool == pool_version]
         return max(found, default=None)
 
     def reserve(self, pool_version: int) -> int:
-        """A number under which the engine server takes a version: larger than any it has accepted or is
-        being given."""
+        """Reserve a number for a version's upload.
+
+        It is larger than any that the engine server has accepted or is being given.
+        """
         number = max(pool_version, self.newest_wire_version + 1, *(n + 1 for n in self.reserved))
         self.reserved.add(number)
         self.wire_versions[number] = pool_version
-        # While adapters come and go, turns go on under the full weights for as long as they like.
+        # Keep the full weights' number: turns may sample them while any number of adapters pass.
         full = None if self.full_version is None else self.wire_version(self.full_version)
         for wire in [wire for wire in self.wire_versions if wire != full][:-KNOWN_VERSIONS]:
             del self.wire_versions[wire]
         return number
 
     def forget(self, pool_version: int) -> None:
-        """What it may have of this version is not the pool's: it is as if it had somebody else's."""
+        """Treat this version on the engine as foreign, because the pool refused it."""
         for wire in [wire for wire, pool in self.wire_versions.items() if pool == pool_version]:
             del self.wire_versions[wire]
         if self.version == pool_version:
@@ -248,122 +259,128 @@ class Member:
             self.delta_base = None
 
     def settle(self, wire_version: int, *, accepted: bool) -> None:
-        """What came of a number; one that was not accepted may be used again."""
+        """End a reservation; a number that was not accepted may be used again."""
         self.reserved.discard(wire_version)
         if accepted:
             self.newest_wire_version = max(self.newest_wire_version, wire_version)
 
     def has(self, pool_version: int, *, adapter: bool) -> None:
-        """It samples this version now; an adapter leaves the full weights what they were."""
+        """Record that it samples this version now; an adapter leaves the full weights unchanged."""
         self.version = pool_version
         self.declined = None
         if not adapter:
             self.full_version = pool_version
-            # Until it says that it holds this one.
+            # Unknown until it reports that it holds this version.
             self.delta_base = None
         self.changes += 1
         self.speak()
 
     @property
     def adapter_versions(self) -> list[int]:
-        """The pool's numbers of the adapters that it still samples with, as far as they are the pool's."""
+        """Adapters of the pool that it still samples with, as the pool's numbers."""
         known = (self.pool_version(wire) for wire in self.wire_adapters)
         return [version for version in known if version is not None] if self.answers else []
 
-    # What becomes of its turns
+    # Its turns
 
     def took(self, request_id: str) -> None:
-        """It is given a request."""
+        """Record that it was given a request."""
         self.turns.add(request_id)
         self.given += 1
         self.silence = self.silence.given(self.clock())
 
     def left(self, request_id: str) -> None:
-        """It has a request no more."""
+        """Record that it no longer has a request."""
         self.turns.discard(request_id)
         if not self.turns:
             self.silence = self.silence.left(self.clock())
 
     def sampled(self) -> None:
-        """It has sampled tokens of a turn."""
+        """Record that it sampled tokens of a turn."""
         self.misses = 0
         self.silence = self.silence.broken(self.clock())
 
     @property
     def silent_seconds(self) -> float:
-        """How long it has had turns, and sampled nothing."""
+        """Seconds for which it has had turns but sampled nothing."""
         return self.silence.seconds(self.clock())
 
     def speak(self) -> None:
-        """It samples again, has taken weights, or is another process."""
+        """End its silence: it sampled again, took weights, or is another process."""
         self.silent, self.silence = False, self.silence.broken(self.clock())
         self.misses = 0
 
     def miss(self) -> None:
-        """A look at it ran out of time."""
+        """Record a look that timed out."""
         if not self.misses:
             self.missed_switching = self.state is State.SWITCHING
         self.misses += 1
 
     @property
     def stands_still(self) -> bool:
-        """Whether its process is there and does nothing, as far as looks can tell, so that its turns go on
-        elsewhere. One that switched as that began may stand still for its weights: how long, its silence
-        says."""
+        """Whether its process seems to hang, so that its turns continue elsewhere.
+
+        Excludes an engine that was switching when the timeouts began: it may stand still while it
+        loads weights, and only its silence limits for how long.
+        """
         return self.misses >= MOST_MISSES and not self.missed_switching
 
     def paced(self, seconds: float, token_count: int) -> None:
-        """A turn of so many tokens took so long."""
+        """Record how long a turn of `token_count` tokens took."""
         if token_count:
             self.pace = self.pace.after(seconds, token_count, self.clock(), self.usual_pace)
 
     def worked(self) -> None:
-        """A turn came to its end there."""
+        """Record that a turn completed there."""
         if self.refusals:
             self.refusals = 0
             if self.state is State.SERVING:
                 self.problem = ""
 
     def refused_at_limit(self) -> bool:
-        """It refused one of its turns for having as many as it may; returns whether it has others, and so
-        takes the next one as soon as one of them ends."""
+        """Record that it refused a turn because it has as many as it allows.
+
+        Returns whether it has other turns, and so can take the next one as soon as one of them
+        ends.
+        """
         others = len(self.turns) - 1
         if others:
             self.limit = self.limit.bounded(others, self.rules)
         return others > 0
 
     def refuse(self, problem: str) -> float:
-        """It refused a turn that another one may take; returns for how many seconds to leave it alone."""
+        """Record a refused turn that another engine may take; returns the seconds to leave it
+        alone."""
         self.refusals += 1
         if self.state is State.SERVING:
             self.problem = problem
         return retry_seconds(self.refusals)
 
     def decline(self, version: int) -> None:
-        """It did not take a version that it was to be given."""
+        """Record that it did not take a version."""
         last = self.declined
         times = last.times + 1 if last is not None and last.version == version else 1
         seconds = retry_seconds(times, longest=LONGEST_OFFER_SECONDS)
         self.declined = Declined(version, times, self.clock() + seconds)
 
     def may_be_offered(self, version: int) -> bool:
-        """Whether a version that it did not take is worth another upload by now."""
+        """Whether a version may be uploaded, considering the back-off after it was not taken."""
         last = self.declined
         return last is None or last.version != version or self.clock() >= last.until
 
     def close_for(self, seconds: float) -> None:
-        """It is left alone for so long."""
+        """Give it no new turns for this many seconds."""
         self.closed_until = max(self.closed_until, self.clock() + seconds)
 
     def fail(self, problem: str) -> None:
-        """It does not answer, or cannot serve."""
+        """Mark it LOST: it does not answer or cannot serve."""
         self.failures += 1
         self.state, self.problem = State.LOST, problem
 
     def leave_rotation(self, problem: str) -> None:
-        """It answers, and has not what it should."""
+        """Mark it JOINING: it answers, but does not have the weights it should."""
         if self.state is State.SWITCHING:
-            # It stood still for what it did not take.
+            # Its silence was due to the failed switch.
             self.silence = self.silence.broken(self.clock())
         if self.state in (State.SERVING, State.SWITCHING, State.JOINING):
             self.failures += 1
@@ -371,20 +388,20 @@ class Member:
             self.state, self.problem = State.JOINING, problem
 
     def serve(self) -> None:
-        """It has what it should, and takes turns."""
+        """Mark it SERVING: it has the right weights and takes turns."""
         self.failures, self.setback = 0, ""
         self.state, self.problem = State.SERVING, ""
 
     @property
     def retry_seconds(self) -> float:
-        """How long it is left alone after what failed so often."""
+        """Back-off in seconds after its consecutive failures."""
         return retry_seconds(self.failures)
 
     def message(self) -> rollout_service_pb2.ReplicaInfo:
-        """As GetServerInfo has it.
+        """Return its entry in GetServerInfo.
 
-        A version that is not known is 0 there, as is the base model's. One in rotation has the latter; of
-        another one that answers, `problem` says which it is.
+        Both an unknown version and the base model are reported as 0. In rotation, 0 is always the
+        base model; otherwise `problem` states whether the version is unknown.
         """
         problem = self.problem
         if self.version is None and self.answers:
@@ -401,7 +418,8 @@ class Member:
 
 
 def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescription:
-    """What an engine server says that does not change; asked with its tensors."""
+    """Return the constant properties of an engine server, from an answer that includes its
+    tensors."""
     return EngineDescription(
         model=info.model,
         vocab_size=info.vocab_size,
@@ -416,10 +434,10 @@ def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescripti
 
 
 def difference(pool: EngineDescription, engine: EngineDescription) -> str:
-    """How an engine differs from its pool, in words; empty where it can be one of it.
+    """Describe why an engine cannot join the pool; empty if it can.
 
-    Models are known by their shapes: the same one may be under another path on another host. An engine may
-    offer a longer context, and more for adapters, than its pool does.
+    Models are compared by their shapes, because a host may have the same model under another path.
+    An engine may offer a longer context and higher limits for adapters than the pool.
     """
     for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
         ours, theirs = getattr(pool, name), getattr(engine, name)
@@ -431,14 +449,14 @@ def difference(pool: EngineDescription, engine: EngineDescription) -> str:
             for name in pool.tensors.keys() | engine.tensors.keys()
             if pool.tensors.get(name) != engine.tensors.get(name)
         )
-        return f"{len(names)} tensors differ from the pool's, {names[0]} among them"
+        return f"{len(names)} tensors differ from the pool's, for example {names[0]}"
     return _lacks(pool.adapters, engine.adapters) if pool.adapters is not None else ""
 
 
 def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
-    """How an engine offers less for adapters than its pool does; empty where it does not."""
+    """Describe how an engine's limits for adapters are below the pool's; empty if they are not."""
     if engine is None:
-        return "it takes no LoRA adapters, as the pool does: start it with --enable-lora"
+        return "it takes no LoRA adapters, but the pool does: start it with --enable-lora"
     for name in ("max_rank", "max_adapters"):
         ours, theirs = getattr(pool, name), getattr(engine, name)
         if theirs < ours:

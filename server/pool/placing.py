@@ -1,16 +1,17 @@
-"""Which engine of a pool takes a request, now or when one has room.
+"""Chooses the engine of a pool that takes a request, now or when one has room.
 
-    place -> an engine at once, or the request waits; those that wait are served by priority, then in order
-    wake  -> room has come to be somewhere
-    leave -> a request that waits is not wanted any more
-    ended -> an engine has a request no more. Its trajectory is *between turns* there, and counts as a turn
-             until it is placed again, `closed`, or has stayed away for BETWEEN_SECONDS
+    place   return an engine at once, or wait; waiting requests are served by priority, then in order
+    wake    an engine has room again
+    leave   a waiting request is no longer wanted
+    ended   an engine no longer has a request. Its trajectory is then *between turns* there. It counts as a
+            turn until it is placed again, `closed`, or has stayed away for BETWEEN_SECONDS
 
-Those that one version alone may sample wait in a queue of their own, and are in nobody's way where no
-engine has it. A queue whose first one finds no place is looked at no further: however many wait, a `wake`
-asks for as many places as it gives, and one for each queue.
+Requests that only one version may sample wait in a separate queue, so that they block no others
+while no engine has that version. If the first request of a queue finds no place, the rest of the
+queue is not tried. So a `wake` costs one attempt per request it places, plus one per queue, however
+many requests wait.
 
-Who may take it, and who of those does, is `routing`'s.
+`routing` decides which engines may take a request, and which of them does.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from penstock.server.pool.member import Member
 from penstock.server.pool.routing import RoutingRules, place
 
 HOMES = 200_000
-"""Trajectories and groups whose engine is remembered."""
+"""Number of trajectories and groups whose engine is remembered."""
 BETWEEN_SECONDS = 1.0
-"""An agent that stays away for longer, as with a tool, is not expected at once."""
+"""An agent that stays away for longer, for example in a tool, no longer counts as a turn."""
 LOOKED_AT = 32
-"""Engines that a request is compared between: more of them hardly find a better one, and cost time with
-each request of a large pool."""
+"""Number of engines compared for a request. In a large pool, more cost time and hardly improve the
+choice."""
 
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """A request without a place; the first of a queue is the least."""
+    """A waiting request; the smallest is the first of its queue."""
 
     priority: int
     order: int
     request: EngineRequest = field(compare=False)
     future: asyncio.Future[Member | None] = field(compare=False)
-    """None where it was left."""
+    """Completes with the engine, or with None if the request is no longer wanted."""
 
 
 class Placing:
@@ -57,31 +58,33 @@ class Placing:
         *,
         rng: random.Random | None = None,
     ) -> None:
-        """`serving` has the engines in rotation."""
+        """`serving` returns the engines in rotation."""
         self._serving = serving
         self._rules = rules
         self._rng = rng or random.Random()
         self._homes: OrderedDict[str, Member] = OrderedDict()
         self._order = itertools.count()
         self._queues: dict[int, list[_Waiting]] = {}
-        """By the version that each takes, zero for any; those that were left lie in them for a while."""
+        """Queues by required version, zero for any; requests that are done stay in them for a
+        while."""
         self._left: Counter[int] = Counter()
-        """How many of each queue were placed or left since it was cleared."""
+        """Number of requests per queue that were placed or left since the queue was cleared."""
         self._futures: dict[str, asyncio.Future[Member | None]] = {}
         self._between: OrderedDict[str, tuple[Member, float]] = OrderedDict()
-        """Trajectories between turns, by when their last one ended: where, and when that was."""
+        """Trajectories between turns, oldest first: the engine, and when their last turn ended."""
         self.kept_home = 0
-        """Requests that went where their cache is."""
+        """Number of requests placed on the engine that has their prefix cache."""
         self.left_home = 0
-        """Requests that had such a place and went elsewhere."""
+        """Number of requests placed elsewhere although an engine had their prefix cache."""
 
     @property
     def waiting_count(self) -> int:
-        """Requests without a place."""
+        """Number of waiting requests."""
         return len(self._futures)
 
     async def place(self, request: EngineRequest) -> Member | None:
-        """The engine that takes it, which counts it from now on; None where it was left."""
+        """Wait for the engine that takes the request, and count it there; None if `leave` ended the
+        wait."""
         queue = self._first_that_wait(request.required_weight_version)
         if not queue and (member := self._find(request)) is not None:
             return member
@@ -102,7 +105,7 @@ class Placing:
             self._clear(request.required_weight_version)
 
     def leave(self, request_id: str) -> bool:
-        """A request is not wanted any more; whether it waited."""
+        """End the wait of a request that is no longer wanted; returns whether it was waiting."""
         future = self._futures.get(request_id)
         if future is None or future.done():
             return False
@@ -110,7 +113,7 @@ class Placing:
         return True
 
     def ended(self, member: Member, request: EngineRequest) -> None:
-        """An engine has a request no more; `wake` is the caller's to call."""
+        """Record that an engine no longer has a request. The caller then calls `wake`."""
         member.left(request.request_id)
         if request.trajectory_id and member.stays:
             self.closed(request.trajectory_id)
@@ -118,7 +121,7 @@ class Placing:
             member.between += 1
 
     def closed(self, trajectory_id: str) -> None:
-        """No turn of it is expected any more."""
+        """Stop expecting another turn of a trajectory."""
         if (found := self._between.pop(trajectory_id, None)) is not None:
             found[0].between -= 1
 
@@ -130,7 +133,7 @@ class Placing:
             self.closed(trajectory_id)
 
     def wake(self) -> None:
-        """Something has room, or came into rotation."""
+        """Place waiting requests, because an engine has room or came into rotation."""
         first = [
             queue[0] for version in list(self._queues) if (queue := self._first_that_wait(version))
         ]
@@ -145,7 +148,10 @@ class Placing:
                 heapq.heappush(first, queue[0])
 
     def _first_that_wait(self, version: int) -> list[_Waiting]:
-        """The queue of a version, with one at its head that waits; empty, and no one's, where none does."""
+        """Return a version's queue, starting with a request that waits.
+
+        If none waits, the list is empty and no longer registered as a queue.
+        """
         queue = self._queues.get(version, [])
         while queue and queue[0].future.done():
             heapq.heappop(queue)
@@ -154,7 +160,8 @@ class Placing:
         return queue
 
     def _clear(self, version: int) -> None:
-        """Lets go of those that were left, where they are most of a queue: each holds its tokens."""
+        """Remove finished requests once they are most of a queue, because each keeps its tokens in
+        memory."""
         queue = self._queues.get(version, [])
         self._left[version] += 1
         if 2 * self._left[version] <= len(queue):
@@ -166,7 +173,7 @@ class Placing:
             self._queues.pop(version, None)
 
     def forget(self, member: Member) -> None:
-        """What its cache held is gone."""
+        """Forget what an engine's prefix cache held, because the cache is gone."""
         for key in [key for key, home in self._homes.items() if home is member]:
             del self._homes[key]
         for trajectory_id in [name for name, (at, _) in self._between.items() if at is member]:
@@ -174,7 +181,7 @@ class Placing:
 
     def _find(self, request: EngineRequest) -> Member | None:
         required = request.required_weight_version
-        # It is not away: it is here.
+        # The trajectory is back, so it is no longer between turns.
         self.closed(request.trajectory_id)
         self._give_up_those_away()
         keys = [f"t/{request.trajectory_id}"] if request.trajectory_id else []
@@ -187,9 +194,9 @@ class Placing:
             self.kept_home += chosen in homes
             self.left_home += chosen not in homes
         for key in keys:
-            # The siblings of a group stay with the first of them, wherever one of them went; and with the
-            # one after it, where that engine is lost, drains or is listed no more: else each of those
-            # that are still to come would go somewhere else.
+            # A group's home stays the engine of its first sibling, even if a later sibling went
+            # elsewhere. If that engine is lost, drains or is unlisted, the next sibling's becomes
+            # the home. Otherwise the remaining siblings would scatter.
             home = self._homes.get(key)
             if key.startswith("t/") or home is None or not home.stays:
                 self._homes[key] = chosen

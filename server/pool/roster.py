@@ -1,17 +1,18 @@
-"""The engines of a pool: who is listed, who is in rotation.
+"""The engines of a pool: which are listed, and which are in rotation.
 
-For each address a task looks at the engine server (`GetServerInfo`), at intervals and at once after a
-failure, and moves the member's state (docs/pool.md has the picture). One that has not the pool's weights is
-brought up to date before it takes turns; how, `pool_weights` knows.
+A task per address looks at the engine server (`GetServerInfo`), at intervals and immediately after
+a failure, and updates the member's state (docs/pool.md has a diagram). An engine without the pool's
+weights is brought up to date before it takes turns; `pool_weights` does that.
 
-What a failure does. No answer, or one that refuses to talk: the member is LOST and tried again, later each
-time. One that was silent with its turns (`pool_turns`) answers all the same: it is asked for a token that
-is nobody's, for which it has as long as its turns had, again and again, and stays LOST until one comes. An
-engine that is not the pool's model is REFUSED until another process answers at its address.
+What a failure does. If an engine does not answer or refuses the hub, the member is LOST, and is
+retried with increasing delays. An engine that was silent with its turns (`pool_turns`) still
+answers. It is asked for a token of a test request, which may take as long as its turns had, until
+one arrives; meanwhile it stays LOST. An engine with another model than the pool's is REFUSED until
+another process answers at its address.
 
-The turns of one whose process is gone end with its connection. Where only its event loop stands still, its
-kernel and gRPC's own threads keep the connection, and nothing would end them: they are ended from here,
-once a second look in a row has run out of time and no token came meanwhile.
+The turns of a dead process end with its connection. If only the event loop of a process hangs, its
+kernel and gRPC's threads keep the connection open, and nothing would end the turns. So the hub ends
+them, once two looks in a row have timed out and no token came meanwhile.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from penstock.wire.security import Security
 
 logger = logging.getLogger(__name__)
 
-# At most so many looks a second at a large pool.
+# Limits the rate of looks at a large pool.
 LOOKS_PER_SECOND = 200.0
-# Between two comparisons of how fast the engines are: each looks at all of them.
+# Interval between two comparisons of the engines' paces, each of which iterates over all engines.
 COMPARE_SECONDS = 1.0
 
 
 class Roster:
-    """Every engine that is listed, each looked at by a task of its own."""
+    """All listed engines, each watched by a separate task."""
 
     def __init__(self, security: Security, rules: PoolRules, clock: Callable[[], float]) -> None:
         self._security = security
@@ -55,29 +56,36 @@ class Roster:
         self._tasks = OwnTasks()
         self._compared_at = -COMPARE_SECONDS
         self._states: tuple[list[Member], list[State]] = [], []
-        """Of those that were listed as the rotation was looked at last."""
+        """The listed engines and their states, as of the last `rotate`."""
         self.rotation: list[Member] = []
-        """Engines that take turns; another list whenever that changes."""
+        """Engines that take turns; a new list whenever that changes."""
         self.is_current: Callable[[Member], bool] = lambda member: member.version is not None
-        """Whether it samples what the pool does."""
+        """Whether an engine samples the pool's version."""
         self.bring_up: Callable[[Member, bool], Awaitable[None]] = _leave_out
-        """Gives it the pool's weights and then turns; without the flag what it samples is not known."""
+        """Gives an engine the pool's weights, then puts it into rotation.
+
+        The flag states whether the version that the engine reports can be trusted.
+        """
         self.on_change: Callable[[], None] = lambda: None
-        """Told when the rotation, or what those in it can take, may have changed."""
+        """Called when the rotation, or the room on its engines, may have changed."""
         self.on_rotation: Callable[[], None] = lambda: None
-        """Told when another engine is in rotation, or out of it, or any is in another state: a switch waits
-        for those that switch, which are in no rotation."""
+        """Called when the rotation or the state of any engine changed.
+
+        A switch also waits for engines that are switching, which are not in rotation.
+        """
         self.on_other_process: Callable[[Member], None] = lambda member: None
-        """Told when another process answers at a member's address."""
+        """Called when a new process answers at a member's address."""
 
     @property
     def members(self) -> list[Member]:
-        """Every engine that is listed."""
+        """All listed engines, in rotation or not."""
         return list(self._members.values())
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """The engines that are listed from now on; one that is not any more takes no turns, and those
-        it has go on to their ends."""
+        """Replace the list of engines.
+
+        An engine that is no longer listed gets no new turns; those it has run to their ends.
+        """
         for address in addresses:
             if address not in self._members:
                 member = Member(
@@ -89,19 +97,19 @@ class Roster:
                 self._keepers[address] = keeping
         for address in [address for address in self._members if address not in addresses]:
             member = self._members.pop(address)
-            member.state, member.problem = State.DRAINING, "is not listed any more"
+            member.state, member.problem = State.DRAINING, "is no longer listed"
             self._keepers.pop(address).cancel()
             del self._pokes[address]
             self.retire(member)
         self.rotate()
 
     def retire(self, member: Member) -> None:
-        """Closes the connections of one that is not listed any more, once it has no turns."""
+        """Close the connections of an engine that is no longer listed and has no turns left."""
         if self._members.get(member.address) is not member and not member.turns:
             self._tasks.start(member.server.close(), f"closing {member.address}")
 
     async def described(self) -> EngineDescription:
-        """Waits for the first engine that answers; the pool is what it is."""
+        """Wait for the first engine that answers, whose description becomes the pool's."""
         await self._described.wait()
         return self.description
 
@@ -112,7 +120,7 @@ class Roster:
         return self._description
 
     def rotate(self) -> None:
-        """Whoever is in rotation by now."""
+        """Recompute the rotation from the members' states, and notify the listeners."""
         serving = State.SERVING
         before, listed = self._states, list(self._members.values())
         self._states = listed, [member.state for member in listed]
@@ -123,7 +131,7 @@ class Roster:
             self.on_rotation()
 
     def _compare(self) -> None:
-        """Tells each how fast the others are, where that was not looked at just before."""
+        """Update the members' usual pace, at most once in COMPARE_SECONDS."""
         now = self._clock()
         if now < self._compared_at + COMPARE_SECONDS:
             return
@@ -133,7 +141,7 @@ class Roster:
             member.usual_pace = usual
 
     async def _keep(self, member: Member) -> None:
-        """Looks at one engine for as long as it is listed."""
+        """Watch one engine for as long as it is listed."""
         poke = self._pokes[member.address]
         while True:
             poke.clear()
@@ -144,16 +152,16 @@ class Roster:
                 member.miss()
                 self.lose(member, str(error))
                 if member.stands_still:
-                    # Again at each further look, for one may have been on its way there.
+                    # Repeat at each further look, because a turn may have been on its way there.
                     member.server.end_turns()
             except Unanswered as error:
                 self.lose(member, str(error))
             except Refused as error:
-                # Such as a credential that is not let in.
+                # For example, the engine server does not accept the hub's credential.
                 self.lose(member, str(error))
             except Exception:
-                logger.exception("looking at engine %s failed", member.address)
-                self.lose(member, "looking at it failed")
+                logger.exception("checking engine %s failed", member.address)
+                self.lose(member, "checking it failed, see the hub's log")
             self.tell(member, before)
             self.rotate()
             pause = member.retry_seconds or max(
@@ -162,11 +170,11 @@ class Roster:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await poke.wait()
-                # Whatever it was that failed has just happened.
+                # A poke follows a failure that has only just happened, so back off as well.
                 await asyncio.sleep(member.retry_seconds)
 
     def tell(self, member: Member, before: tuple[State, str]) -> None:
-        """Logs what has become of a member that was in this state, for this reason."""
+        """Log a member's state and problem if they differ from `before`."""
         if (member.state, member.problem) == before or member.state is State.SWITCHING:
             return
         if member.state is State.SERVING:
@@ -177,12 +185,13 @@ class Roster:
 
     async def _look(self, member: Member) -> None:
         changes = member.changes
-        # One that comes back is seen as soon as it listens.
+        # Waiting for the connection notices a lost engine as soon as it listens again.
         info = await member.server.info(wait=member.state is State.LOST)
         if (twin := self._twin(member, info.server_id)) is not None:
-            # It has one set of weights: two that number its versions would overwrite each other's for ever.
+            # It has only one set of weights. Two members would overwrite each other's versions
+            # forever.
             member.server_id = ""
-            member.state, member.problem = State.REFUSED, f"is the engine at {twin.address}, too"
+            member.state, member.problem = State.REFUSED, f"is also the engine at {twin.address}"
             return
         if info.server_id != member.server_id or self._description is None:
             info = await member.server.info(with_tensors=True)
@@ -192,7 +201,8 @@ class Roster:
                 self._described.set()
             if member.heard(info):
                 self.on_other_process(member)
-                # What follows may take a while, and it has none of the pool's weights.
+                # Take it out now, because it lacks the pool's weights and what follows may take a
+                # while.
                 self.rotate()
             member.refusal = difference(self.description, found)
         elif member.changes == changes:
@@ -207,7 +217,7 @@ class Roster:
         if member.silent:
             if trusted:
                 await member.server.sample(self._rules.silent_seconds)
-            # What it said of itself is old by now; and one that is not trusted is given weights first.
+            # Its answer is outdated by now. An engine that is not trusted is given weights first.
             member.speak()
             return
         if member.state is State.SERVING and not (trusted and self.is_current(member)):
@@ -217,22 +227,22 @@ class Roster:
             await self.bring_up(member, trusted)
 
     def _twin(self, member: Member, server_id: str) -> Member | None:
-        """Another address of the same process, which is in the pool by that one."""
+        """Return the member that represents the same process under another address, if any."""
         same = (m for m in self._members.values() if m is not member and m.server_id == server_id)
         return next((other for other in same if other.answers), None)
 
     def lose(self, member: Member, problem: str) -> None:
-        """It does not answer, or cannot serve."""
+        """Mark a member LOST: it does not answer or cannot serve."""
         member.fail(problem)
         self.rotate()
 
     def poke(self, member: Member) -> None:
-        """It is looked at again at once."""
+        """Look at a member again at once."""
         if (poke := self._pokes.get(member.address)) is not None:
             poke.set()
 
     async def close(self) -> None:
-        """Nobody is looked at any more."""
+        """Stop watching all engines and close their connections."""
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
@@ -241,10 +251,10 @@ class Roster:
 
 
 async def _leave_out(member: Member, trusted: bool) -> None:
-    """Nobody has weights for it."""
+    """Default `bring_up`: leaves the engine out, because there are no weights for it."""
 
 
 def _folder(model: str) -> Path | None:
-    """The folder of a model, where this host has it too."""
+    """Return the folder of a model if this host has it too."""
     folder = Path(model)
     return folder if folder.is_absolute() and folder.is_dir() else None

@@ -1,26 +1,25 @@
-"""Where a turn goes in a pool of engines: pure functions of what is known of each. No I/O, no clock.
+"""Decides which engine of a pool takes a turn. Pure functions: no I/O, no clock.
 
-The hub drives these, and so does the simulator. Order of what decides:
+The hub uses them, and so does the simulator. Rules, in order:
 
-1. An engine takes a turn only while it is in rotation and has fewer turns than its limit.
-2. The *home* of a turn is the engine whose key-value cache has most of it: the one that had the
-   trajectory's last turn, else the one that its group's siblings went to. A turn goes home while home is
-   at most a margin busier than the least busy engine.
-3. Else it goes to the least busy one; among equals to the one with the fewest turns so far, so that
-   idle engines take turns.
+1. An engine takes a turn only while it is in rotation and has fewer turns than its limit. 2. The
+*home* of a turn is the engine whose key-value cache holds most of its prefix: the engine of the
+trajectory's last turn, else the engine of its group's siblings. A turn goes home if home is at most
+a margin busier than the least busy engine. 3. Otherwise it goes to the least busy engine; among
+equals, to the one with the fewest turns so far, so that idle engines alternate.
 
-So it is with the policy *sticky*. *least_loaded* knows no homes, and *round_robin* takes the engine with
-the fewest turns so far, however busy: what there is to compare with.
+These rules are the policy *sticky*. *least_loaded* ignores homes. *round_robin* takes the engine
+with the fewest turns so far, however busy it is. Both serve as baselines.
 
-How busy an engine is, is the part of its limit that it has, times how slow it is (`engine_pace`): an engine
-that takes twice as long for a token as the others is as full with half as many turns.
+Busyness is the used fraction of an engine's limit times its slowness (`engine_pace`). An engine
+that needs twice as long per token as the others is as full with half as many turns.
 
-A trajectory between two turns counts as a turn: it comes back in a moment, and another one in its place
-would be one too many for as long as both last.
+A trajectory between two turns counts as a turn, because it will be back in a moment. Giving its
+room to another turn would leave the engine one turn over its limit while both run.
 
-A limit that was never found too high says what was tried, not what the engine can take. By that alone the
-lower of two of them would leave an engine with fewer turns, and so with the lower limit: engines with such
-limits are compared by the highest of theirs.
+A limit that was never found too high only shows the load tried so far, not what the engine can
+take. Compared by that limit, an engine with a low one would get fewer turns, and so never raise it.
+So all engines with unproven limits are compared by the highest of these limits.
 """
 
 from __future__ import annotations
@@ -33,42 +32,46 @@ from penstock.server.config.settings import RoutingPolicy
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One engine in rotation."""
+    """The load of one engine in rotation."""
 
     name: str
     turns: int
-    """That it has of this hub."""
+    """Number of turns that it has from this hub."""
     limit: int
-    """Most that it is given; at least 1."""
+    """Maximum number of turns that it is given; at least 1."""
     slowness: float = 1.0
-    """Seconds per token over what is usual in the pool; at least 1, and 1 where that is to be tried."""
+    """Seconds per token relative to the pool's usual; at least 1, and 1 if it is to be tried
+    again."""
     given: int = 0
-    """Turns it was ever given."""
+    """Number of turns it was ever given."""
     between: int = 0
-    """Trajectories that are between two turns, of which it had the last."""
+    """Number of trajectories between two turns whose last turn it had."""
     proven: bool = False
     """Whether its limit was ever found too high."""
 
     def busy(self, widest: int) -> float:
-        """How full it is with one turn more: 1 at its limit, and more where it is slow. Of one that is not
-        proven the limit is `widest`, the highest of those that are not."""
+        """Return how full it would be with one more turn: 1 at its limit, more if it is slow.
+
+        If its limit is unproven, `widest` takes its place: the highest unproven limit of the pool.
+        """
         limit = self.limit if self.proven else widest
         return (self.turns + self.between + 1) / limit * self.slowness
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """How much the prefix cache is worth."""
+    """Settings of the routing."""
 
     margin: float = 0.25
-    """How much busier than the least busy engine home may be, as a part of its limit."""
-    policy: RoutingPolicy = "sticky"
+    """How much busier home may be than the least busy engine, as a fraction of its limit."""
+    policy: Policy = "sticky"
 
 
 def place(
     engines: Sequence[EngineLoad], homes: Sequence[str], rules: RoutingRules
 ) -> EngineLoad | None:
-    """The engine that takes a turn; None where each is at its limit. `homes` has the best first."""
+    """Return the engine that takes a turn; None if all are at their limits. `homes` lists the best
+    first."""
     free = [engine for engine in engines if engine.turns < engine.limit]
     if not free:
         return None
@@ -87,10 +90,10 @@ def place(
 
 
 def widest_limit(engines: Iterable[EngineLoad]) -> int:
-    """The highest limit of those that are not proven; 0 where all are."""
+    """Return the highest unproven limit; 0 if all are proven."""
     return max((engine.limit for engine in engines if not engine.proven), default=0)
 
 
 def retry_seconds(failures: int, first: float = 0.2, longest: float = 2.0) -> float:
-    """How long an engine is left alone that failed so many times in a row; 0 for none."""
+    """Return the back-off in seconds after consecutive failures; 0 for none."""
     return min(longest, first * 2.0 ** (min(failures, 64) - 1)) if failures else 0.0

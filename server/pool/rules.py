@@ -1,4 +1,4 @@
-"""How a pool of engines is run; what a hub is configured with."""
+"""Settings of a pool of engines, from the hub's configuration."""
 
 from __future__ import annotations
 
@@ -11,44 +11,56 @@ from penstock.server.pool.routing import RoutingRules
 
 @dataclass(frozen=True, slots=True)
 class PoolRules:
-    """How a pool is run."""
+    """Settings of a pool."""
 
     routing: RoutingRules = field(default_factory=RoutingRules)
     limits: LimitRules = field(default_factory=LimitRules)
     switches_at_once: bool = False
-    """Whether all engines switch at the same time, and no turn begins meanwhile."""
+    """Whether all engines switch at the same time; no turn begins meanwhile."""
     switch_part: float = 0.5
-    """Part of the engines that switch at the same time otherwise; at least one does."""
+    """Otherwise, the fraction of engines that switch at the same time; at least one does."""
     branches: int = 2
-    """Hosts that each host hands a version on to; with none the hub sends it to each."""
+    """Number of hosts that each host hands a version on to; with 0, the hub sends it to each
+    host."""
     differences: bool = True
-    """Whether hosts that hold the version before are sent what changed, where that is less."""
+    """Whether hosts that hold the previous version are sent only what changed, if that is
+    smaller."""
     look_seconds: float = 1.0
-    """Between two looks at an engine."""
+    """Interval between two looks at an engine."""
     flush_seconds: float = 0.2
-    """Longest time that tokens wait on an engine server, of a turn that is read as it is sampled. Shorter
-    than the engine server's own it would hand over token by token."""
+    """Longest time that tokens of a streamed turn wait on an engine server.
+
+    Below the engine server's own interval, each token would be sent separately."""
     whole_flush_seconds: float = 1.0
-    """The same, of a turn that nobody reads before it ends: what is sampled again of each when an engine
-    is lost."""
+    """The same for a turn that is not read before it ends.
+
+    When an engine is lost, up to this much of each turn is sampled again."""
     segments_per_second: float = 2_000.0
-    """Most that all turns of the latter kind take together: with more turns they wait longer."""
+    """Limit for all turns that are not streamed together; with more turns, each waits longer."""
     stage_seconds: float = 600.0
-    """Longest time that one engine takes to have all of a version, from when the switch to it is asked for
-    or the engine's turn to be brought up has come, before it is given up. Who has to do without another
-    one of its host waits half as long for that, and a tenth for a host that has to be ready first."""
+    """Longest time for an engine to receive all of a version before it is given up.
+
+    It runs from the request to switch, or from when the engine's bring-up begins. An engine waits
+    half of it for the leader of its host, and a tenth of it for a peer host to become ready."""
     switch_seconds: float = 600.0
-    """Longest time that one engine takes to switch, its turns in flight included, before it is given up."""
+    """Longest time for an engine to switch, including its turns in flight, before it is given
+    up."""
     silent_seconds: float = 600.0
-    """Longest time that an engine has turns and samples no token of any of them, before those go on
-    elsewhere; switches are left out. Longer than the first token of the longest prompt takes alone."""
+    """Longest time that an engine may have turns without sampling any token before they continue
+    elsewhere.
+
+    Switches do not count. Must exceed the time to the first token of the longest prompt, alone in
+    the engine."""
     bring_ups: int = 8
-    """Engines that join and are given the pool's version at the same time. Those that took too long over it
-    before have a quarter of as many places, of their own."""
+    """Number of joining engines that are given the pool's version at the same time.
+
+    Engines that took too long before share a separate quarter of that number."""
 
     def flush_for(self, stream_interval: int, turns: int) -> float:
-        """Seconds that the tokens of a request may wait on the engine server, where so many turns are in
-        flight; `stream_interval` is the request's own."""
+        """Return how many seconds the tokens of a request may wait on the engine server.
+
+        `stream_interval` is the request's; `turns` is the number of turns in flight.
+        """
         if stream_interval == 1:
             return 0.0
         if stream_interval < WHOLE:

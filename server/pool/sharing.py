@@ -1,7 +1,7 @@
-"""What engines of one host take together that join at the same time: a version, opened once.
+"""Shares one opened version among engines of the same host that join at the same time.
 
-The first of them has it opened, those that come meanwhile use the same, and with the last of them it is
-closed. Who opened it may leave before the others.
+The first engine opens the version, engines that join meanwhile use the same one, and the last to
+finish closes it. The engine that opened it may finish before the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Opening = AbstractAsyncContextManager[Fanout | None]
 
 
 class Sharing:
-    """Fanouts in use, each under a key."""
+    """Open fanouts by key."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, _Shared] = {}
@@ -26,7 +26,8 @@ class Sharing:
     async def use(
         self, key: Hashable, make: Callable[[], Opening]
     ) -> AsyncGenerator[Fanout | None]:
-        """What was opened under this key, else what `make` opens; raises what opening it does."""
+        """Use the fanout that is open under `key`, else open one with `make`; raises what opening
+        raises."""
         shared = self._open.get(key)
         if shared is None:
             shared = self._open[key] = _Shared(make())
@@ -42,19 +43,21 @@ class Sharing:
                 await asyncio.shield(shared.holding)
 
     def forget(self) -> None:
-        """Nobody more uses what is open now; who does goes on."""
+        """Stop sharing the fanouts that are open now; their current users keep them."""
         self._open.clear()
 
 
 class _Shared:
-    """One that is open, in a task of its own."""
+    """An open fanout, held open by a separate task."""
 
     def __init__(self, opening: Opening) -> None:
         self.users = 0
         self.unused = asyncio.Event()
         self.opened: asyncio.Future[Fanout | None] = asyncio.get_running_loop().create_future()
         self.opened.add_done_callback(_heard)
-        self.holding = asyncio.create_task(self._hold(opening), name="a version for who joins")
+        self.holding = asyncio.create_task(
+            self._hold(opening), name="a version for joining engines"
+        )
 
     async def _hold(self, opening: Opening) -> None:
         try:
@@ -64,11 +67,11 @@ class _Shared:
         except Exception as error:
             if self.opened.done():
                 raise
-            # Each of its users is told.
+            # Every user gets the error.
             self.opened.set_exception(error)
 
 
 def _heard(opened: asyncio.Future[Fanout | None]) -> None:
-    """Its error is told where it is waited for, if anybody still waits."""
+    """Mark the error as retrieved; users that still wait raise it."""
     if not opened.cancelled():
         opened.exception()

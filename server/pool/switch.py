@@ -1,38 +1,40 @@
-"""One switch of a pool: each engine in rotation goes on to a version, once it has all of it.
+"""One switch of a pool: every engine in rotation activates a version once it has all of it.
 
-What an engine goes through, and how it is shown meanwhile:
+Phases of an engine, and the state it shows meanwhile:
 
-    staging     SERVING: takes turns, and the version beside what it samples
-    staged      SERVING: takes turns, and waits until it may switch
-    switching   SWITCHING: its turns are as the in-flight policy says, new ones go elsewhere
+    staging     SERVING: takes turns while it receives the version
+    staged      SERVING: takes turns until it may switch
+    switching   SWITCHING: the in-flight policy applies to its turns; new turns go elsewhere
     switched    SERVING, with the version
-    given up    JOINING or LOST: takes no turns before it was brought up to date
+    given up    JOINING or LOST: takes no turns until it was brought up to date
 
 Order of events:
 
-1. Every engine in rotation is being staged, all at the same time, each by itself. That began before the
-   switch was asked for, where the version was there before.
-2. Rolling: an engine switches as soon as it has all of the version and fewer than `switch_part` of the
-   engines are switching. It waits for nobody who is still being staged. All at once: nobody switches before
-   each has it or was given up, then all do.
-3. `begin` is awaited before the first of them switches: turns are held back from then on, not before.
-4. It ends when no engine in rotation has an older version, which it does: nothing below is waited for
-   without an end.
+1. Every engine in rotation stages the version, all at the same time and independently. Staging
+began before the switch was requested if the version was uploaded earlier. 2. Rolling: an engine
+switches once it has all of the version and fewer than `switch_part` of the engines are switching.
+It does not wait for engines that are still staging. All at once: no engine switches before each has
+the version or was given up; then all do. 3. `begin` is awaited before the first engine switches.
+Only then are new turns held back. 4. The switch ends when no engine in rotation has an
+older version. Every wait below is bounded, so it ends.
 
 What a failure does:
 
-- refuses the version, staged or switched to: it has gone back to the one before, and is given up;
-- does not answer: LOST. Who is seen to be lost, to drain or to be listed no more is not waited for any
-  longer, whatever it was at. One that comes back before the end is given the version again;
-- has not all of it `stage_seconds` after the switch was asked for, or has not switched `switch_seconds`
-  after it was told to: its call is ended, and it is given up;
-- has it no more when it is told to switch, since another version that was staged after it is there: it is
-  staged once more;
-- comes into rotation meanwhile, with the version before: it is staged as the others are, in what is left of
-  the same time; but where all switch at once and have begun to, it is given up;
-- some refuse the version or are late with it, and none is known to have it: it is refused, and all go on
-  with the one before. Who did not say what it did, and may have it all the same, is given the one before.
-  Where there is nobody to refuse it, because all are lost, it is the pool's.
+- The engine refuses the version, when staging or switching: it went back to the previous version,
+  and is given up.
+- It does not answer: LOST. The switch stops waiting for an engine that is lost, draining or no
+  longer listed, whatever its phase. An engine that comes back before the end is given the version
+  again.
+- It does not have all of the version `stage_seconds` after the switch was requested, or does not
+  switch within `switch_seconds`: its call is cancelled, and it is given up.
+- It no longer has the version when told to switch, because another version was staged there since:
+  the version is staged once more.
+- It comes into rotation meanwhile, with the previous version: it stages like the others, within
+  what is left of the same time. If all switch at once and have begun to, it is given up.
+- Some engines refuse the version or are late, and none is known to have it: the version is refused,
+  and all continue with the previous one. An engine that did not answer may have the version; it is
+  given the previous one. If no engine is left to refuse it, because all are lost, the version
+  becomes the pool's.
 """
 
 from __future__ import annotations
@@ -56,29 +58,30 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 NOT_THERE = (Reason.WEIGHT_VERSION_NOT_STAGED, Reason.WEIGHT_VERSION_STALE)
-"""Refusals of a switch after which the version has to be staged again, under another number."""
+"""Reasons of a refused switch after which the version must be staged again, under another
+number."""
 
 
 @dataclass(slots=True, eq=False)
 class PoolSwitch:
-    """To one version, which `fanout` stages."""
+    """One switch, to the version that `fanout` stages."""
 
     roster: Roster
     rules: PoolRules
     fanout: Fanout
     policy: InFlight
     expect_aborts: Callable[[Member], None]
-    """Told of an engine that is about to abort its turns."""
+    """Called with an engine that is about to abort its turns."""
     answers: list[weights_pb2.UpdateWeightsResponse] = field(
         default_factory=list[weights_pb2.UpdateWeightsResponse]
     )
-    """Of those that have it."""
+    """Answers of the engines that switched."""
     given_up: dict[Member, str] = field(default_factory=dict[Member, str])
-    """Those that are not given it any more, and why."""
+    """Engines that this switch no longer gives the version, and why."""
     declined: dict[Member, Failure | None] = field(default_factory=dict[Member, "Failure | None"])
-    """Those of them that sample what they did: what they said, None where they were late."""
+    """Given-up engines that still sample their previous version: their refusal, or None if late."""
     unanswered: set[Member] = field(default_factory=set[Member])
-    """Those that were told to switch, and what they did is not known."""
+    """Engines whose switch was requested and that have not reported the result."""
     _staging: dict[Member, asyncio.Task[StagedThere]] = field(
         default_factory=dict[Member, "asyncio.Task[StagedThere]"]
     )
@@ -86,27 +89,30 @@ class PoolSwitch:
         default_factory=dict[Member, "asyncio.Task[None]"]
     )
     _staged_again: set[Member] = field(default_factory=set[Member])
-    """Those that had the version no more when they were told to switch to it."""
+    """Engines that no longer had the version when told to switch, and stage it again."""
     _woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def version(self) -> int:
-        """The version switched to."""
         return self.fanout.weight_version
 
     @property
     def taken_by_none(self) -> bool:
-        """Whether there were engines that could have taken it, and none is known to have."""
+        """Whether engines could have taken the version, but none is known to have it."""
         if self.answers or any(m.version == self.version for m in self.roster.rotation):
             return False
         return bool(self.declined)
 
     def wake(self) -> None:
-        """Another engine may be in rotation, or out of it."""
+        """Look again, because the rotation may have changed."""
         self._woken.set()
 
     async def run(self, begin: Callable[[], Awaitable[None]]) -> None:
-        """Returns as its last look at the rotation found nobody left, without an await in between."""
+        """Run the switch to its end.
+
+        It returns without an `await` after its last look, at which all engines in rotation had the
+        version.
+        """
         now = asyncio.get_running_loop().time
         deadline = now() + self.rules.stage_seconds
         begun = False
@@ -137,20 +143,20 @@ class PoolSwitch:
             await self._break_off()
 
     async def _wait(self, deadline: float | None) -> None:
-        """For whatever happens next."""
+        """Wait for the next event, or until the deadline."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._woken.wait()
 
     def _look(self) -> None:
-        """At what has become of everybody since the last time."""
+        """Update the phases of all engines since the last look."""
         for member, task in list(self._switching.items()):
             if task.done():
                 del self._switching[member]
                 if not task.cancelled():
                     task.result()
             elif member.state is not State.SWITCHING:
-                # It ends at once, and wakes this.
+                # The cancelled task ends at once and wakes this loop.
                 task.cancel()
         for member in self.roster.rotation:
             pending = member in self._staging or member in self._switching
@@ -164,7 +170,7 @@ class PoolSwitch:
                 self._hear(member, task)
 
     def _hear(self, member: Member, task: asyncio.Task[StagedThere]) -> None:
-        """A failed staging is over; a good one stays where it is."""
+        """Handle a finished staging: remove a failed one, keep a successful one for the switch."""
         try:
             task.result()
         except Unanswered as error:
@@ -183,11 +189,11 @@ class PoolSwitch:
             self.fanout.end(member)
             self.declined[member] = None
             member.hung = member.hung or hung
-            self._give_up(member, f"had not all of version {self.version} {when}")
+            self._give_up(member, f"did not have all of version {self.version} {when}")
         self.roster.rotate()
 
     def _switch(self, staged: list[Member]) -> None:
-        """As many of these as may."""
+        """Begin to switch as many of these engines as the rules allow."""
         part = len(staged)
         if not self.rules.switches_at_once:
             count = len(self.roster.rotation) + len(self._switching)
@@ -211,16 +217,17 @@ class PoolSwitch:
             async with asyncio.timeout(self.rules.switch_seconds):
                 answer = await there.activate(POLICIES[self.policy.value])
         except Unanswered as error:
-            # What is staged there, where it still is, is nothing that could be switched to again.
+            # Whatever is still staged there cannot be activated a second time.
             self.fanout.end(member)
             self._lose(member, str(error))
             return
         except asyncio.CancelledError:
-            # It is lost, or listed no more; where it comes back, it is given all of the version again.
+            # It was lost or is no longer listed. If it comes back, it is given all of the version
+            # again.
             self.fanout.end(member)
             raise
         except TimeoutError:
-            # What it samples by now it will say itself.
+            # The next look at the engine shows which version it samples.
             limit = f"{self.rules.switch_seconds:g} s"
             problem = f"did not switch to version {self.version} within {limit}"
             self.given_up[member] = problem
@@ -229,7 +236,7 @@ class PoolSwitch:
             return
         except Refused as error:
             if error.failure.reason in NOT_THERE and member not in self._staged_again:
-                # Another version that was staged meanwhile took its place.
+                # Another version, staged meanwhile, replaced it.
                 self._staged_again.add(member)
                 self.unanswered.discard(member)
                 self.fanout.end(member)
@@ -237,7 +244,7 @@ class PoolSwitch:
                 return
             self._refuse(member, error)
             return
-        # Where it has to be given it again, that is another upload.
+        # If the engine needs the version again, that takes another upload.
         self.fanout.end(member)
         self.unanswered.discard(member)
         member.has(self.version, adapter=self.fanout.is_adapter)
@@ -268,11 +275,12 @@ class PoolSwitch:
         member.leave_rotation(problem)
 
     async def _break_off(self) -> None:
-        """What is still switching, where this was ended early: what it samples is not known then."""
+        """Cancel switches still under way after an early end; what those engines sample is
+        unknown."""
         left, self._switching = self._switching, {}
         for task in left.values():
             task.cancel()
         await asyncio.gather(*left.values(), return_exceptions=True)
         for member in left:
             if member.state is State.SWITCHING:
-                self._lose(member, f"its switch to version {self.version} was broken off")
+                self._lose(member, f"its switch to version {self.version} was interrupted")

@@ -1,20 +1,22 @@
-"""The turns of a pool: each on one engine server, as one attempt that is forgotten there when it ends.
+"""The turns of a pool: each runs on one engine server, as one attempt that is forgotten there when
+it ends.
 
-placed (`pool_placing`) -> streamed -> ended. Where an engine is lost, drains or is full, `RequestLost` has
-the turn made again from the exact token; `turns` does that. What an engine server refuses for the request's
-own sake is told to whoever asked.
+placed (`pool_placing`) -> streamed -> ended. If the engine is lost, drains or is full,
+`RequestLost` makes `turns` repeat the turn from the exact token. If an engine server refuses the
+request itself, the caller gets that error.
 
-An engine server that refuses turns for what is wrong with itself (`NOT_THE_TURN`) would, being idle, be
-given most of them. So it is left alone as one that fails is, for longer each time until a turn comes to its
-end there, and the turn goes elsewhere. A turn that breaks engines looks the same: what the third of them
-says, or the last that there is, is told.
+Broken engines. An engine server that refuses turns although they are valid (`NOT_THE_TURN`)
+would be idle, and so attract most new turns. It is therefore left alone like a failing engine, for
+longer each time until a turn completes there, and the turn goes elsewhere. A turn that breaks
+engines looks the same, so the error of the third engine, or of the last one there is, goes to the
+caller.
 
-An engine that does nothing may go on answering looks; where it does not, `pool_roster` ends its turns. So
-one that has turns and samples no token of any of them for `silent_seconds` (`engine_silence`) is lost like
-one that does not answer, and its turns go on elsewhere; when it takes turns again, `pool_roster` says.
-Order: the time is over -> it is looked at once more, for a hub that stood still itself has tokens to read
-first -> the member is LOST, its calls end. While it switches it may be silent for as long as a switch may
-take (`switch_seconds`).
+Hanging engines. `pool_roster` ends the turns of an engine that no longer answers looks. An engine
+may also answer looks but sample nothing. If it has turns and samples no token for `silent_seconds`
+(`engine_silence`), it counts as lost, and its turns continue elsewhere. `pool_roster` decides when
+it takes turns again. Order: the time is over -> one more look, because a hub that itself stood
+still has tokens to read first -> the member is LOST and its calls end. During a switch it may be
+silent for as long as a switch may take (`switch_seconds`).
 """
 
 from __future__ import annotations
@@ -54,20 +56,21 @@ FINISHES: Mapping[int, Finish] = {
 }
 NO_TOKENS = np.zeros(0, np.int32)
 NO_LOGPROBS = np.zeros(0, np.float32)
-# What a member that is full, and does not say for how long, is left alone for.
+# How long to leave a full member alone if it does not state a delay.
 FULL_SECONDS = 0.5
 NOT_THE_TURN = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""Refusals that need not be of the turn: another engine may take it."""
+"""Status codes of refusals that may be the engine's fault, so that another engine may take the
+turn."""
 MOST_REFUSALS = 3
-"""Engines that refuse a turn so, before that is told."""
+"""Number of engines that may refuse a turn like that before the caller gets the error."""
 
 
 class PoolTurns:
-    """Requests under way, wherever they are."""
+    """The requests under way on all engines."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class PoolTurns:
         rules: PoolRules,
         clock: Callable[[], float],
     ) -> None:
-        """`active` has the pool's version."""
+        """`active` returns the pool's active version."""
         self._roster = roster
         self._placing = placing
         self._active = active
@@ -87,35 +90,36 @@ class PoolTurns:
         self._count = 0
         self._placed: dict[str, tuple[Member, str]] = {}
         self._requests: set[str] = set()
-        """Those whose deltas somebody may still read."""
+        """Requests whose deltas may still be read."""
         self._aborting: set[str] = set()
         self._not_aborted: set[str] = set()
-        """Those of them that are ended from here: their engine did not say that it had."""
+        """Requests being aborted that this hub ended itself, because the engine did not confirm
+        it."""
         self._watched: set[Member] = set()
-        """Those that have had turns, and are looked at for whether they sample."""
+        """Engines with turns, which are checked for silence."""
         self.lost_count = 0
-        """Requests that were made again elsewhere."""
+        """Number of requests that had to continue on another engine."""
 
     @property
     def placed_count(self) -> int:
-        """Requests that an engine has."""
+        """Number of requests that are on an engine."""
         return len(self._placed)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is kept of any request."""
+        """Whether no state of any request is left."""
         return not (self._placed or self._requests or self._aborting)
 
     def expect_aborts(self, member: Member) -> None:
-        """The engine is about to abort the turns it has: those end, and are not made again elsewhere."""
+        """Expect an engine to abort its turns, which then end and do not continue elsewhere."""
         self._aborting |= member.turns
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """What is sampled for a request, from its place on."""
+        """Place a request and yield what is sampled for it."""
         name = request.request_id
         self._requests.add(name)
         deltas = self._deltas(request)
-        # One that is closed before it has begun never comes to its end.
+        # The generator's `finally` does not run if it is closed before its first step.
         weakref.finalize(deltas, self._requests.discard, name)
         return deltas
 
@@ -154,20 +158,21 @@ class PoolTurns:
             self._requests.discard(name)
 
     async def _place(self, request: EngineRequest) -> Member | None:
-        """The engine that takes it; None where it is to end."""
+        """Return the engine that takes the request; None if the request is to end."""
         return None if request.request_id in self._aborting else await self._placing.place(request)
 
     def _lost_at(self, member: Member, error: Unanswered) -> None:
         before = member.state, member.problem
         if member.stays and not member.silent:
-            # It may answer looks, and lose turn after turn.
+            # Back off, because it may answer looks but still lose turn after turn.
             self._leave_alone(member, member.refuse(str(error)))
         self._roster.lose(member, str(error))
         self._roster.tell(member, before)
         self._roster.poke(member)
 
     def _watch(self, member: Member, *, again: bool = False) -> None:
-        """Has an engine lose its turns that was silent for too long; `again` is the second look at that."""
+        """End the turns of an engine that was silent for too long; `again` marks the second
+        check."""
         if not member.turns:
             self._watched.discard(member)
             return
@@ -183,8 +188,10 @@ class PoolTurns:
         asyncio.get_running_loop().call_later(max(left, self._rules.look_seconds), look)
 
     def _refused_at(self, member: Member, error: Refused, refused_by: set[Member]) -> None:
-        """Whether another engine may take it; raises the refusal where none would. `refused_by` are those
-        that refused it before for what need not be its own sake."""
+        """Handle a refused turn: return if another engine may take it, else raise the refusal.
+
+        `refused_by` collects the engines that refused this turn with a code of `NOT_THE_TURN`.
+        """
         if error.is_full:
             limited = error.failure.metadata.get("limit") == "turns_in_flight"
             if not (limited and member.refused_at_limit()):
@@ -204,7 +211,7 @@ class PoolTurns:
         asyncio.get_running_loop().call_later(seconds, self._placing.wake)
 
     def _has_others(self, members: set[Member]) -> bool:
-        """Whether any but these takes turns, or will once it has switched."""
+        """Whether any other engine takes turns, or will after its switch."""
         return any(member.stays for member in self._roster.members if member not in members)
 
     def _lose_request(self, error: Exception) -> NoReturn:
@@ -212,7 +219,7 @@ class PoolTurns:
         raise RequestLost(str(error)) from error
 
     async def _sample(self, member: Member, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """One turn on an engine server; raises Unanswered, Refused and RequestLost."""
+        """Run a turn on an engine server. Raises Unanswered, Refused and RequestLost."""
         self._count += 1
         there = f"{self._prefix}.{self._count}"
         name = request.request_id
@@ -228,7 +235,7 @@ class PoolTurns:
                 if kind == "started":
                     began = self._clock()
                     if name in self._aborting:
-                        # It came before the engine server knew of the turn.
+                        # The abort was requested before the engine server knew the turn.
                         await member.server.abort([there])
                 elif kind == "segment":
                     segment = event.segment
@@ -242,23 +249,25 @@ class PoolTurns:
                         member.worked()
                     member.paced(self._clock() - began, tokens)
                     if finish is Finish.ABORTED and name not in self._aborting:
-                        # By the engine server itself, which stops, or switches.
-                        self._lose_request(Unanswered("the engine aborted it"))
+                        # The engine server aborted it on its own, because it stops or switches.
+                        self._lose_request(Unanswered("the engine aborted the turn"))
                     cached = event.finished.cached_token_count
                     version = self._active() if member.version is None else member.version
                     yield Delta(NO_TOKENS, NO_LOGPROBS, version, finish, cached)
                     return
-        raise Unanswered("it ended a turn without a reason")
+        raise Unanswered("it ended a turn without a finish reason")
 
     def _delta(self, member: Member, segment: trajectory_pb2.Segment) -> Delta:
         version = member.pool_version(segment.weight_version)
         if version is None:
-            # Somebody else gives it weights.
+            # The engine got weights from elsewhere.
             member.version = None
             member.leave_rotation("samples weights that are not the pool's")
             self._roster.rotate()
             self._roster.poke(member)
-            raise Unanswered(f"it samples version {segment.weight_version}, which nobody gave it")
+            raise Unanswered(
+                f"it samples version {segment.weight_version}, which this hub did not give it"
+            )
         return Delta(codec.token_ids(segment), codec.logprobs(segment), version)
 
     def _message(
@@ -278,7 +287,7 @@ class PoolTurns:
         return message, list(request.trace_headers.items())
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these, wherever they are, with what they have."""
+        """End requests, wherever they are, with the tokens they have so far."""
         by_member: dict[Member, dict[str, str]] = {}
         for name in request_ids:
             if name not in self._requests or self._placing.leave(name):
@@ -291,12 +300,12 @@ class PoolTurns:
         )
 
     async def _abort_there(self, member: Member, turns: Mapping[str, str]) -> None:
-        """`turns` has what the engine server calls each request."""
+        """Abort requests on one engine; `turns` maps each to the engine server's name for it."""
         try:
             await member.server.abort(list(turns.values()))
         except (Unanswered, Refused) as error:
             left = {name: there for name, there in turns.items() if name in self._placed}
             logger.info("engine %s did not abort %d turns: %s", member.address, len(left), error)
-            # Whoever aborts them waits for their ends, a switch among others.
+            # End them from here: the caller, for example a switch, waits for their ends.
             self._not_aborted |= left.keys()
             member.server.end_turns(left.values())

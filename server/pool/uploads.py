@@ -1,17 +1,19 @@
-"""One weight version on its way from the hub to its engine servers.
+"""Distributes one weight version from the hub to its engine servers.
 
-Once per host: the engine server that comes first there, its *leader*, gets the bytes, from the hub or
-from another host's leader (`pool_branches`); the others take them from its memory. On the hub's own host
-all take them from the hub's. Who cannot read what it is offered is sent the bytes, so that a wrong guess
-about hosts costs time and nothing else. Where a leader fails, or takes longer than half of the time that
-each has (`stage_seconds`), the next engine of its host leads.
+Each host receives the bytes once. The first engine server on a host, its *leader*, gets them from
+the hub or from another host, and the others on that host read the leader's memory. On the hub's own
+host all read the hub's memory. An engine server that cannot read the offered memory is sent the
+bytes, so a wrong guess about hosts costs only time. If a leader fails, or takes longer than half of
+`stage_seconds`, the next engine on its host leads.
 
-Who holds the version before, and says so, is sent what changed, where that is less than the tree would
-carry (`pool_differences`); each of those hosts then has all of it, and hands it on to hosts that do not.
+A leader that reports holding the previous version is sent only what changed, if that is fewer bytes
+than the tree would carry (`pool_differences`). Its host then has the whole version, and hands it on
+to other hosts.
 
-An adapter, of a few megabytes, each takes from the hub: engine servers hand none on.
+An adapter is only a few megabytes, so each engine server gets it from the hub. Engine servers hand
+no adapters on.
 
-Every engine server verifies every byte by itself, against the hub's checksums.
+Every engine server verifies every byte itself, against the hub's checksums.
 """
 
 from __future__ import annotations
@@ -50,18 +52,20 @@ POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
 
 
 def not_taken(version: int, error: Refused) -> str:
-    """Why an engine server has not a version, in words."""
+    """Describe why an engine server did not take a version."""
     fenced = error.failure.reason == Reason.STALE_EPOCH
-    why = "takes weights from a hub that began later: it " if fenced else ""
+    why = "takes weights from a newer hub: it " if fenced else ""
     return f"{why}did not take version {version}: {error}"
 
 
 class Payload:
-    """The bytes of a staged version, mapped, and what a header says of them."""
+    """The mapped bytes of a staged version, and the fields of its upload header."""
 
     def __init__(self, weights: StagedWeights, adapter: AdapterShape | None = None) -> None:
-        """`adapter` is what they are, where they are not the model's own. Blocks: it reads every byte once.
-        Raises OSError."""
+        """`adapter` is the shape of an adapter; None for full weights.
+
+        Blocks while it reads every byte once, for the checksums. Raises OSError.
+        """
         self.weight_version = weights.weight_version
         self.adapter = None if adapter is None else adapter.message()
         self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,7 +83,7 @@ class Payload:
             os.close(self._descriptor)
             raise
         self.view = memoryview(mapped)
-        # Of this process, so that it is there for as long as this is.
+        # A path of this process, so that it exists exactly as long as the process.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.tensors = [
             weights_pb2.TensorSpec(
@@ -97,7 +101,8 @@ class Payload:
 
     @property
     def dense(self) -> Tensors:
-        """Where an engine server has each that put the version together from what changed."""
+        """The tensors as laid out by an engine server that assembled the version from a
+        difference."""
         tensors = self.tensors
         places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in tensors)
         dense: list[weights_pb2.TensorSpec] = []
@@ -108,7 +113,7 @@ class Payload:
         return dense
 
     def close(self) -> None:
-        """Nobody reads it any more, but for who has it open."""
+        """Close the file; processes that have it open can still read it."""
         os.close(self._descriptor)
 
 
@@ -117,28 +122,31 @@ Tensors = Sequence[weights_pb2.TensorSpec]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A version in memory of a host."""
+    """A version in shared memory of a host."""
 
     memory: weights_pb2.SharedMemorySource
     tensors: Tensors
-    """Where each lies there."""
+    """The tensors with their offsets in that memory."""
 
 
 Source = Shared | weights_pb2.PeerSource | Sendable | None
-"""Where an engine server takes a version from; the last two are the stream, with what changed or all."""
+"""Where an engine server takes a version from. A Sendable streams the difference, None the
+whole."""
 
 Leading = asyncio.Future[Shared | None]
-"""Where a host's leader has all of a version, once it has; None where it has it in no memory that others
-could read. Cancelled where it failed."""
+"""The memory in which a host's leader has all of a version, or None if others cannot read it.
+
+Cancelled if the leader failed.
+"""
 
 BUSY_SECONDS = 1.0
-"""Until one that is still at another upload is asked again, where it does not say."""
+"""Default delay before an upload is retried on an engine server that is busy with another one."""
 UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_MISMATCH)
-"""Refusals after which the hub sends the bytes by itself."""
+"""Refusals of a source after which the hub sends the bytes itself."""
 
 
 class Fanout:
-    """One version for any number of engine servers, each asked once."""
+    """Distributes one version to any number of engine servers, once to each."""
 
     def __init__(
         self,
@@ -150,9 +158,11 @@ class Fanout:
         holders: Iterable[Member] = (),
         differing: Differing | None = None,
     ) -> None:
-        """`epoch` is the hub's: engine servers refuse uploads of an older hub from then on. `holders`
-        sample the version already, and are asked for it before the hub sends it. `differing` is what
-        changed from the version before, where that could be sent."""
+        """`epoch` is the hub's; engine servers then refuse uploads of hubs with a lower one.
+
+        `holders` already sample the version, and are asked for it before the hub sends it.
+        `differing` is the difference from the previous version, if it may be sent.
+        """
         self._payload = payload
         self._epoch = epoch
         self._differing = differing
@@ -165,18 +175,20 @@ class Fanout:
         self._branches.add(holders)
         self._leaders: dict[str, Leading] = {}
         self._numbers: dict[tuple[Member, str], int] = {}
-        """Under which each process is given it."""
+        """Version number under which each engine process receives it."""
         self._accepted: dict[Member, asyncio.Future[bool]] = {}
-        """Whether an engine server takes it, once it has answered."""
+        """Whether an engine server accepted the upload; completes with its first answer."""
         self._sending: dict[Member, asyncio.Task[StagedThere]] = {}
         self._processes: dict[Member, str] = {}
-        """The one that it was begun for."""
+        """Process (server id) at each address for which the upload was begun."""
         self.weight_version = payload.weight_version
         self.is_adapter = payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Stages it there, unless that was begun before for the same process and has not failed. The task
-        raises Unanswered and Refused."""
+        """Stage the version at an engine; returns the task, which raises Unanswered and Refused.
+
+        Returns the existing task if it is for the same process and has not failed.
+        """
         if self._processes.get(member) != member.server_id:
             self._begin_anew(member)
         task = self._sending.get(member)
@@ -187,38 +199,39 @@ class Fanout:
         return task
 
     def _begin_anew(self, member: Member) -> None:
-        """Another process is there: what the one before was given is gone with it."""
+        """Start over for a new process at this address, because the previous one's weights are
+        gone."""
         self.end(member)
         if member in self._processes:
             self._branches.drop(member)
         self._processes[member] = member.server_id
 
     def settle(self, member: Member, *, accepted: bool) -> None:
-        """What came of it there; safe to repeat, the first time counts."""
+        """Record whether the engine took the version. Idempotent: only the first call counts."""
         number = self._numbers.get((member, member.server_id))
         if number is not None and number in member.reserved:
             member.settle(number, accepted=accepted)
 
     def end(self, member: Member) -> None:
-        """Ends what is under way there; `begin` begins from the beginning. Safe to repeat."""
+        """Cancel the upload to an engine; a later `begin` starts over. Idempotent."""
         task = self._sending.pop(member, None)
         if task is None:
             return
         failed = task.done() and not task.cancelled() and task.exception() is not None
         task.cancel()
         task.add_done_callback(_leave)
-        # Where it is cancelled, it may have been staged there just now.
+        # A cancelled upload may have been staged there just before.
         self.settle(member, accepted=not failed)
         self._numbers.pop((member, member.server_id), None)
         self._accepted.pop(member, None)
 
     async def close(self) -> None:
-        """Ends what is under way; what is staged somewhere is left there."""
+        """Cancel all uploads; versions already staged on engines stay there."""
         for task in self._sending.values():
             task.cancel()
         found = await asyncio.gather(*self._sending.values(), return_exceptions=True)
         for member, there in zip(self._sending, found, strict=True):
-            # Where it is staged and was not switched to, its number is taken.
+            # If it was staged, its number is used up, even without a switch.
             self.settle(member, accepted=not isinstance(there, Refused | Unanswered))
             if isinstance(there, StagedThere):
                 there.cancel()
@@ -241,7 +254,8 @@ class Fanout:
                 if (shared := leading.result()) is not None:
                     return await self._offer(member, shared)
                 return (await self._lead(member))[0]
-            # It failed, or takes long. Who is the first to see that leads; the others wait for that one.
+            # The leader failed or is slow. The first engine to notice leads; the others wait for
+            # it.
             self._follow_no_more(member.host_id, leading)
         leading = self._leaders[member.host_id] = asyncio.get_running_loop().create_future()
         try:
@@ -254,7 +268,7 @@ class Fanout:
                 leading.cancel()
 
     def _follow_no_more(self, host: str, leading: Leading) -> None:
-        """The next engine of a host leads, unless another one does already."""
+        """Let the next engine of the host lead, unless another one already does."""
         if self._leaders.get(host) is leading:
             del self._leaders[host]
 
@@ -267,16 +281,17 @@ class Fanout:
             return (await self._send(member, None))[0]
 
     async def _lead(self, member: Member) -> tuple[StagedThere, Shared | None]:
-        """The first of its host: what changed, or all of it, from another host or from here."""
+        """Send a host's leader the difference, or the whole version from another host or the
+        hub."""
         if (difference := await self._difference_for(member)) is not None:
             try:
                 sent = await self._send(member, difference)
             except Refused as error:
                 if error.failure.reason not in NOT_THE_DIFFERENCE:
                     raise
-                logger.warning("engine %s is sent all of a version: %s", member.address, error)
+                logger.warning("sending engine %s the whole version: %s", member.address, error)
             else:
-                # Not before: it hands on what it has put together.
+                # Only now, because it can hand the version on once it has assembled all of it.
                 self._branches.add([member])
                 return sent
         tried: set[Member] = set()
@@ -287,7 +302,7 @@ class Fanout:
             except Refused as error:
                 if error.failure.reason not in UNREADABLE:
                     raise
-                logger.warning("engine %s: %s", member.address, error)
+                logger.warning("engine %s, trying another source: %s", member.address, error)
         return await self._grow(member, None)
 
     async def _difference_for(self, member: Member) -> Sendable | None:
@@ -297,8 +312,10 @@ class Fanout:
         return await differing.get(self._payload.tensors, self._payload.view)
 
     async def _grow(self, member: Member, peer: Member | None) -> tuple[StagedThere, Shared | None]:
-        """A host more in the tree, where it stays unless this fails; from the hub where the peer has not
-        the version."""
+        """Add a host to the tree and send it the version; on failure, remove the host.
+
+        The version comes from `peer`, or from the hub if the peer does not have it.
+        """
         accepted = self._accepted[member] = asyncio.get_running_loop().create_future()
         self._branches.add([member])
         try:
@@ -312,7 +329,10 @@ class Fanout:
                 accepted.set_result(False)
 
     async def _source_at(self, peer: Member) -> weights_pb2.PeerSource | None:
-        """The version at another host, once that has begun to receive it; None where it does not, soon."""
+        """Return the version's source at another host once that has begun to receive it.
+
+        None if it does not begin soon.
+        """
         if (accepted := self._accepted.get(peer)) is not None:
             await asyncio.wait([accepted], timeout=self._ready_seconds)
             if not (accepted.done() and accepted.result()):
@@ -322,14 +342,16 @@ class Fanout:
         return weights_pb2.PeerSource(address=peer.address, weight_version=number)
 
     async def _send(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
-        """Returns where it lies there, too, for others of that host."""
+        """Upload the version; also returns its shared memory there, for other engines on that
+        host."""
         while True:
             try:
                 return await self._send_now(member, source)
             except Refused as error:
                 if error.failure.reason != Reason.UPLOAD_IN_PROGRESS:
                     raise
-                # One that was broken off is verified to its end there. Whoever waits for this has a limit.
+                # The engine still verifies an upload that was cancelled. The caller limits the
+                # time.
                 await asyncio.sleep(error.failure.retry_after_seconds or BUSY_SECONDS)
 
     async def _send_now(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
@@ -370,7 +392,7 @@ class Fanout:
             raise
         if answer.state != weights_pb2.WEIGHT_STATE_STAGED:
             there.cancel()
-            raise Unanswered(f"it answered an upload with state {answer.state}")
+            raise Unanswered(f"it answered an upload with the unexpected state {answer.state}")
         if not answer.HasField("memory"):
             return there, None
         memory = weights_pb2.SharedMemorySource(
@@ -381,6 +403,6 @@ class Fanout:
 
 
 def _leave(task: asyncio.Task[StagedThere]) -> None:
-    """Nobody waits for it any more."""
+    """Cancel a staged version that no caller waits for any more."""
     if not task.cancelled() and task.exception() is None:
         task.result().cancel()

@@ -1,25 +1,27 @@
-"""The weights of a pool: staged everywhere, switched to in parts, given to who comes late.
+"""The weights of a pool: staging, switching, and bringing late engines up to date.
 
     stage     a version goes to every engine as soon as the hub has it (`pool_uploads`), while all sample
-    switch    in parts, or all at once (`pool_switch`); it ends when none in rotation has an older one
-    bring_up  one that joins is given the active version before it takes turns
+    switch    in parts or all at once (`pool_switch`); ends when no engine in rotation has an older version
+    bring_up  a joining engine is given the active version before it takes turns
 
-Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both decide that
-without an `await` between the look and the act.
+Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both
+decide that without an `await` between the check and the action.
 
-An adapter is a version as any other. Who joins is given it second: first the full weights that it is added
-to, unless it is known to have them, as one that was never given any has those of version 0. An engine that
-has somebody else's adapter on the right full weights needs the pool's adapter alone. On others, it can be
-given neither (ADAPTER_ACTIVE), and stays out until its process is another one.
+An adapter is a version like any other. A joining engine gets it second: first the full weights
+below it, unless it is known to have them. An engine that was never given weights has those of
+version 0. An engine with a foreign adapter on the right full weights needs only the pool's adapter.
+On other full weights it can be given neither (ADAPTER_ACTIVE), and stays out until another process
+replaces it.
 
-Who joins is given a version within the limits of a switch, `stage_seconds` and `switch_seconds`, else is
-tried again later, and says meanwhile what it waits for. Those of one host that join at the same time are
-sent it once, as in a switch (`pool_sharing`). `bring_ups` are given one at the same time; those that took
-too long before have places of their own, in which they are in nobody's way.
+A joining engine must receive the version within the limits of a switch, `stage_seconds` and
+`switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining
+engines of one host are sent the version once, as in a switch (`pool_sharing`). At most `bring_ups`
+engines are given it at the same time. Engines that took too long before use separate places, so
+that they delay no others.
 
-What a failure does. An engine that refuses a version, or takes too long over it, leaves the rotation and is
-brought up to date, with the probe that the version came with. What none takes is refused as a whole. Who is
-lost meanwhile is not waited for.
+What a failure does. An engine that refuses a version or takes too long leaves the rotation. It is
+then brought up to date, with the probe that the version came with. A version that no engine takes
+is refused as a whole. An engine that is lost meanwhile is not waited for.
 """
 
 from __future__ import annotations
@@ -58,16 +60,16 @@ OpenVersion = Callable[[int], AbstractAsyncContextManager[StagedWeights | None]]
 
 
 class PoolWeights:
-    """Which version the pool samples, and how every engine comes to it."""
+    """The version that the pool samples, and its distribution to every engine."""
 
     def __init__(
         self, roster: Roster, rules: PoolRules, expect_aborts: Callable[[Member], None]
     ) -> None:
-        """`expect_aborts` is told of an engine that is about to abort its turns."""
+        """`expect_aborts` is called with an engine that is about to abort its turns."""
         self._roster = roster
         self._rules = rules
         self._expect_aborts = expect_aborts
-        # Newer than that of any hub before, which engine servers then no longer listen to.
+        # Larger than any previous hub's, whose uploads engine servers then refuse.
         self._epoch = time.time_ns()
         self._fanout: Fanout | None = None
         self._staging: asyncio.Task[None] | None = None
@@ -77,21 +79,22 @@ class PoolWeights:
         self._places = asyncio.Semaphore(rules.bring_ups)
         self._places_of_hung = asyncio.Semaphore(max(1, rules.bring_ups // 4))
         self.active = 0
-        """The pool's version."""
+        """The pool's active version."""
         self._full = 0
-        """That of its full weights: the same, unless the active version is an adapter."""
+        """Version of the full weights; equal to `active` unless that is an adapter."""
         self._adapter: AdapterShape | None = None
-        """What the active version is, where it is an adapter."""
+        """Shape of the active version if it is an adapter."""
         self._probe: Probe | None = None
-        """What the active version came with."""
+        """Probe that the active version came with."""
         self.open_version: OpenVersion | None = None
-        """Opens the bytes of a version for who comes late."""
+        """Opens the bytes of a version for engines that join late."""
         self.may_bring_up: Callable[[], bool] = lambda: True
-        """Whether the active version is what should be sampled."""
+        """Whether engines should sample the active version; False while the trainer's is
+        awaited."""
 
     @property
     def adapter_versions(self) -> list[int]:
-        """Adapters that sample somewhere, oldest first; of the engines as each was looked at last."""
+        """Adapters still in use on some engine, oldest first, as of the last look at each."""
         found = {v for member in self._roster.members for v in member.adapter_versions}
         return sorted(found | ({self.active} if self._adapter is not None else set()))
 
@@ -100,7 +103,7 @@ class PoolWeights:
         return member.version is not None and member.version >= self.active
 
     async def bring_up(self, member: Member, trusted: bool) -> None:
-        """Gives it the active version, where it has another one, and then turns."""
+        """Give a joining engine the active version, unless it has it, and put it into rotation."""
         active = self.active
         if self._is_kept_out(member):
             return
@@ -109,36 +112,39 @@ class PoolWeights:
                 member.problem = "waits for the trainer's version"
                 return
             if not trusted:
-                # They failed to load, whatever it calls them.
+                # Its weights failed to load, whatever version it reports.
                 member.version = member.full_version = None
-            # Any number of those that hang leave room for the others.
+            # Separate places, so that hanging engines leave room for the others.
             places = self._places_of_hung if member.hung else self._places
             if places.locked():
-                self._tell(member, f"waits to be given version {active}, as others are")
+                self._tell(member, f"waits to be given version {active}, after other engines")
             async with places:
                 await self._give(member)
                 member.hung = member.hung and not self.is_current(member)
-        # Another version may have become active meanwhile: then it is looked at again at once.
+        # If another version has become active meanwhile, look at the engine again at once.
         if self.is_current(member):
             member.serve()
         elif self.active != active:
             self._roster.poke(member)
 
     def _is_kept_out(self, member: Member) -> bool:
-        """Whether it did not take what the others switch to: it is brought up to date afterwards. Not where
-        no other takes turns: until then what it samples is the pool's."""
+        """Whether to leave it out until the end of the switch whose version it did not take.
+
+        It is not kept out if no other engine takes turns, because its version is then still the
+        pool's.
+        """
         switch = self._switch
         if switch is None or member not in switch.given_up or member.version == switch.version:
             return False
         return any(m.stays for m in self._roster.members if m is not member)
 
     async def _give(self, member: Member) -> None:
-        """The active version, and before it the full weights below, where it has others."""
+        """Give it the active version, after the full weights below if it has other ones."""
         if self._adapter is not None and member.full_version != self._full:
             await self._give_version(member, self._full)
             if member.full_version != self._full:
                 return
-        # Scored again: one whose probe was off is here, too.
+        # With the probe, because an engine that failed it may come here too.
         await self._give_version(member, self.active, self._probe, self._adapter)
 
     async def _give_version(
@@ -150,7 +156,7 @@ class PoolWeights:
     ) -> None:
         if not member.may_be_offered(version):
             return
-        # Nobody waits for the bytes of one that hung before.
+        # Engines that hung before do not share with others, which would wait for their bytes.
         key = member.host_id, version, adapter is None, member.hung
 
         def opening() -> AbstractAsyncContextManager[Fanout | None]:
@@ -158,12 +164,12 @@ class PoolWeights:
 
         async with self._sharing.use(key, opening) as fanout:
             if fanout is None:
-                waits = f"version {version} is not held: it waits for the next one"
-                lacks = f"its full weights are not version {version}, which is not held"
+                waits = f"version {version} is not held by the hub: waits for the next one"
+                lacks = f"its full weights are not version {version}, which is not held by the hub"
                 member.problem = waits if version == self.active else lacks
                 return
             self._tell(member, f"is being given version {version}")
-            limit, doing = self._rules.stage_seconds, "had not all of"
+            limit, doing = self._rules.stage_seconds, "did not have all of"
             try:
                 async with asyncio.timeout(limit):
                     there = await fanout.begin(member)
@@ -176,7 +182,7 @@ class PoolWeights:
                 member.decline(version)
                 member.leave_rotation(not_taken(version, error))
             except Unanswered:
-                # It may be gone, or serve nothing any more.
+                # The process may be gone or unable to serve.
                 member.decline(version)
                 raise
             except TimeoutError:
@@ -189,7 +195,7 @@ class PoolWeights:
     async def _open_fanout(
         self, host: str, version: int, probe: Probe | None, adapter: AdapterShape | None
     ) -> AsyncGenerator[Fanout | None]:
-        """A version for who joins on this host; None where it is not held."""
+        """Open a version for engines that join on this host; None if the hub does not hold it."""
         opened = self.open_version(version) if self.open_version is not None else _nothing()
         async with opened as weights:
             if weights is None:
@@ -198,7 +204,7 @@ class PoolWeights:
             payload = await asyncio.to_thread(Payload, weights, adapter)
             holders = [other for other in self._roster.rotation if other.version == version]
             random.shuffle(holders)
-            # One of the same host is nearest.
+            # Engines on the same host come first.
             holders.sort(key=lambda other: other.host_id != host)
             fanout = Fanout(payload, self._epoch, self._rules, probe, holders=holders)
             try:
@@ -207,11 +213,12 @@ class PoolWeights:
                 await fanout.close()
 
     def _tell(self, member: Member, doing: str) -> None:
-        """Why it takes no turns just now, and why it did not come to any the last time."""
+        """Set `problem` to what it waits for, plus the reason of its last setback."""
         member.problem = f"{doing} (it {member.setback})" if member.setback else doing
 
     def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
-        """Begins to stage a version everywhere; what was staged and not switched to is left."""
+        """Begin to stage a version on all engines; a version staged before and not activated is
+        dropped."""
         staged.retain()
         self._staging = self._tasks.start(
             self._stage(PoolUpdate(staged.weights, probe, adapter)),
@@ -235,26 +242,29 @@ class PoolWeights:
             await before.close()
         for member in self._roster.members:
             if member.state in (State.SERVING, State.SWITCHING):
-                # Who does not take it says so at the switch. Who joins is brought up to date after it.
+                # Refusals are handled at the switch. Joining engines are brought up to date after
+                # it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
     def _differing(self, payload: Payload) -> Differing | None:
-        """What changes the active version into this one, where engine servers could put that together."""
+        """Return the difference from the active version, if engine servers could apply it."""
         opens, active, here = self.open_version, self.active, host_id()
         hosts = len({member.host_id for member in self._roster.rotation} - {here})
         adapters = payload.adapter is not None or self._adapter is not None
         if opens is None or adapters or not hosts or not self._rules.differences:
             return None
-        # It goes to each host from the hub, and the whole to so many.
+        # The hub sends the difference to each host, but the whole version only to `from_hub` of
+        # them.
         from_hub = min(self._rules.branches or hosts, hosts)
         return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 
     async def switch(
         self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
     ) -> Switched:
-        """Until every engine in rotation has it; `begin` is awaited before the first of them switches.
+        """Switch, until every engine in rotation has the version.
 
-        Raises DomainError where none takes it and some could have.
+        `begin` is awaited before the first engine switches. Raises DomainError if engines could
+        have taken the version but none did.
         """
         version = update.weights.weight_version
         if self._staging is not None:
@@ -268,13 +278,13 @@ class PoolWeights:
         self._switch = switch
         try:
             await switch.run(begin)
-            # No await from here on, since the look at the rotation.
+            # No await from here on: the switch's last look at the rotation must still hold.
             if switch.taken_by_none:
                 self._taken_by_none(switch)
             for member in self._roster.rotation:
                 if member.version != version:
-                    # It came back into rotation with the version before.
-                    without = f"has not version {version}"
+                    # It came back into rotation with the previous version.
+                    without = f"does not have version {version}"
                     member.leave_rotation(switch.given_up.get(member, without))
             self.active, self._probe, self._adapter = version, update.probe, update.adapter
             if update.adapter is None:
@@ -295,12 +305,12 @@ class PoolWeights:
         return Switched(version, pause, result)
 
     def rotation_changed(self) -> None:
-        """Another engine is in rotation, or out of it."""
+        """Wake a running switch, because the rotation changed."""
         if self._switch is not None:
             self._switch.wake()
 
     def _taken_by_none(self, switch: PoolSwitch) -> NoReturn:
-        """Everybody samples what they did, and goes on."""
+        """Refuse the version; every engine continues with the previous one."""
         version, before = switch.version, self.active
         for member in switch.unanswered:
             member.forget(version)
@@ -313,13 +323,13 @@ class PoolWeights:
         problem = said[0].message if said else next(iter(switch.given_up.values()))
         raise DomainError(
             reason,
-            f"none of {len(switch.declined)} engines took version {version}, version {before} goes on: "
-            f"{problem}",
+            f"none of {len(switch.declined)} engines took version {version}; "
+            f"version {before} stays active: {problem}",
             {**(said[0].metadata if said else {}), "weight_version": version, "active": before},
         )
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancel staging and close the fanout."""
         await self._tasks.cancel()
         if self._fanout is not None:
             await self._fanout.close()
@@ -332,6 +342,6 @@ async def _nothing() -> AsyncGenerator[None]:
 
 
 def _heard(task: asyncio.Task[StagedThere]) -> None:
-    """Its error is told where it is waited for."""
+    """Mark the error as retrieved; the switch raises it."""
     if not task.cancelled():
         task.exception()

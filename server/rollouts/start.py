@@ -1,8 +1,8 @@
-"""How turns come to be: requests -> records, prompts and turns that have started.
+"""Turns requests into records, prompts and started turns.
 
-Order of a first turn: fields checked -> prompt rendered -> lease or group joined -> record opened -> turn
-started. Whatever is refused is refused before the record is opened, so that the same id can be
-tried again.
+Order of a first turn: check the fields -> render the prompt -> join the lease or group -> open the
+record -> start the turn. All refusals happen before the record is opened, so that the caller can
+retry with the same id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.server.weights.switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
 
-# Of a turn beside its tokens, in the journal.
+# Bytes that a turn takes in the journal in addition to its tokens.
 TURN_RECORD_BYTES = 8192
 
 tracer = trace.get_tracer("penstock.server")
@@ -42,21 +42,21 @@ tracer = trace.get_tracer("penstock.server")
 
 @dataclass(frozen=True)
 class StreamRules:
-    """How turns are streamed where the caller leaves it open."""
+    """Defaults for streaming turns."""
 
     flush_seconds: float = 0.2
     """Longest time tokens wait before they are sent."""
     interval: int = 16
-    """Tokens the engine gathers before it hands them over."""
+    """Number of tokens the engine collects before it hands them over."""
     prompt_interval: int = 1
-    """The same, where the caller asks for a flush interval shorter than `flush_seconds`."""
+    """`interval` for callers that request a flush interval below `flush_seconds`."""
     final_interval: int = WHOLE
-    """The same, where the caller wants only the end: all of them."""
+    """`interval` for callers that request only the end of the turn: all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamWish:
-    """How one call wants its turn streamed."""
+    """How a caller wants its turn streamed."""
 
     flush_seconds: float
     final_only: bool
@@ -92,10 +92,10 @@ class Opening:
         self._own = own
         self._draining: DomainError | None = None
         self.check_caller: Callable[[], None] = lambda: None
-        """Whether the caller that is being served may begin a turn now. Raises CALLER_LIMIT."""
+        """Checks whether the current caller may begin a turn. Raises CALLER_LIMIT."""
 
     def drain(self, refusal: DomainError) -> None:
-        """Starts no turn any more."""
+        """Refuse all further turns with `refusal`."""
         self._draining = refusal
 
     def _check_open(self) -> None:
@@ -108,7 +108,7 @@ class Opening:
         context: Context,
         said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
-        """Opens a trajectory and starts its first turn; `said` stands in the place of its prompt."""
+        """Open a trajectory and start its first turn; `said` replaces the request's prompt."""
         self._check_open()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         if request.required_weight_version < 0:
@@ -133,12 +133,13 @@ class Opening:
             source = attempt.group.task
         prompt = await self._prompts.first(source, parent, said)
         self._check_length(len(prompt.token_ids))
-        # Nothing below awaits until the turn has started: the checks above still hold, but for these.
+        # The await above may have invalidated these checks. Nothing below awaits before the turn
+        # starts.
         self._check_open()
         attempt = self._queue.attempt_of(trajectory_id)
         self._store.check_new(trajectory_id)
         parent = self._parent(request)
-        # While weights switch it waits, and is asked again when it is admitted.
+        # During a weight switch the turn waits, and this is checked again when it is admitted.
         required = request.required_weight_version
         if required not in (0, self._switch.active_version) and not self._switch.changing:
             raise DomainError(
@@ -173,7 +174,8 @@ class Opening:
         parent_id = requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
         self._queue.attempt_of(parent_id)
         parent = self._store.get(parent_id)
-        # Its own turn may be in flight: agents that work side by side branch from it.
+        # The parent's own turn may be in flight, because agents that work in parallel branch from
+        # it.
         _check_open(parent)
         if request.group_id not in ("", parent.group_id):
             raise FieldInvalid("group_id", "must be the parent's, or unset", request.group_id)
@@ -186,7 +188,7 @@ class Opening:
         attempt: Attempt | None,
         parent: TrajectoryRecord | None,
     ) -> None:
-        """Finds the record its place: its lease, its parent's attempt, its caller's group, or none."""
+        """Attach the record to its lease, its parent's attempt or its caller's group, if any."""
         if parent is not None:
             record.group_id, record.sample_index = parent.group_id, parent.sample_index
             record.parent_trajectory_id, record.parent = parent.trajectory_id, parent
@@ -199,7 +201,9 @@ class Opening:
             group = attempt.group
             given = (request.group_id, request.group_size, request.sample_index)
             if any(given) and given != (group.group_id, group.size, attempt.sample_index):
-                raise FieldInvalid("group_id", "and its fellows differ from the lease", given)
+                raise FieldInvalid(
+                    "group_id", "(or group_size, sample_index) differs from the lease", given
+                )
             record.group_id, record.sample_index = group.group_id, attempt.sample_index
         elif request.group_id:
             self._queue.join(
@@ -210,7 +214,7 @@ class Opening:
                 self._switch.active_version,
             )
             record.group_id, record.sample_index = request.group_id, request.sample_index
-            # In its place before the trajectory's own record, which its caller waits for.
+            # Queued before the trajectory's own record, for which the caller waits.
             joined = self._queue.attempt_of(record.trajectory_id)
             assert joined is not None
             self._journal.begin_append([group_changed(joined.group)])
@@ -235,8 +239,10 @@ class Opening:
         context: Context,
         said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
-        """Starts the next turn of a trajectory, or resumes its last one; `said` stands in the place of an
-        observation."""
+        """Start the next turn of a trajectory, or resume its last one.
+
+        `said` replaces the request's observation.
+        """
         self._check_open()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         how = self.how(request.stream_options)
@@ -253,11 +259,11 @@ class Opening:
         self._queue.attempt_of(trajectory_id)
         _check_extensible(record)
         last = record.turn
-        # A turn that found the context full took no place, and may be asked for again.
+        # A turn that found the context full does not count, and may be requested again.
         index = 0 if last is None else last.index + (last.budget > 0)
         room = self._engine.description.max_context_length - record.token_count
         if len(observation) + 1 > room:
-            # The context is full: what no turn would see is not appended.
+            # The context is full, so the observation is not appended: no turn would see it.
             record.sampling = sampling
             return self._full_turn(record, index, sampling, context), how
         count = len(observation)
@@ -269,7 +275,10 @@ class Opening:
         return self._begin_turn(record, index, sampling, how, context), how
 
     def sampling(self, params: rollout_service_pb2.SamplingParams) -> TurnSampling:
-        """Sampling parameters with every default applied. Raises FIELD_INVALID, TOKEN_OUT_OF_RANGE."""
+        """Return checked sampling parameters with all defaults applied.
+
+        Raises FIELD_INVALID and TOKEN_OUT_OF_RANGE.
+        """
         return requests.sampling("sampling_params", params, self._engine.description.vocab_size)
 
     def _resume(
@@ -288,15 +297,16 @@ class Opening:
                 {"trajectory_id": record.trajectory_id},
             )
         budget = turn.budget
-        # One that found the context full has none: what was to be said before it is not there.
+        # A turn that found the context full keeps no budget, because its observation was not
+        # appended.
         if turn.budget and request.HasField("sampling_params"):
             budget = self._budget(turn.context_token_count, sampling)
-        # What it may still write was given up when it was aborted.
+        # The reservation for its remaining tokens was released when it was aborted.
         self._check_room(max(0, budget - turn.policy_token_count))
         turn.budget = budget
         if request.HasField("sampling_params"):
             record.sampling = turn.sampling = sampling
-        # One that found its context full had nothing written.
+        # A turn that found the context full wrote no message.
         if record.history is not None and turn.budget:
             record.history.drop_written()
         turn.stream_interval = how.interval
@@ -350,8 +360,10 @@ class Opening:
         return turn
 
     def _check_room(self, token_count: int) -> None:
-        """That there is room for a turn that may add so many tokens. Raises CALLER_LIMIT, MEMORY_BUDGET,
-        DISK_FULL."""
+        """Check that there is room for a turn that may add `token_count` tokens.
+
+        Raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL.
+        """
         self.check_caller()
         byte_count = token_count * BYTES_PER_TOKEN + TURN_RECORD_BYTES
         self._memory.check(byte_count)
@@ -362,7 +374,7 @@ class Opening:
         return min(room, sampling.max_tokens or room)
 
     def how(self, options: rollout_service_pb2.StreamOptions) -> StreamWish:
-        """How a call wants its turn streamed. Raises FIELD_INVALID."""
+        """Apply the defaults to a call's stream options. Raises FIELD_INVALID."""
         rules = self._streaming
         if options.final_only:
             return StreamWish(0.0, True, options.detach, rules.final_interval)

@@ -1,14 +1,14 @@
-"""Trajectories that their callers opened for themselves: without a lease, a group or a parent.
+"""Unleased trajectories: opened by an agent without a lease, a group or a parent.
 
-    opened ──► open ──► closed ──► forgotten: for newer ones, or where the memory is needed
-                 └────► expired: no call came for `leases.own_seconds`
+    opened ──► open ──► closed ──► forgotten: for newer ones, or when the memory is needed
+                 └────► expired: no call for `leases.own_seconds`
 
-- While one is open it has a place among the open trajectories, and its tokens in memory. That its agent is
-  there says every call on it, or on a branch of it, and a turn in flight. One that expired is gone with its
-  branches; whoever comes late is told LEASE_EXPIRED.
-- A closed one stays readable for a while. What others need goes before, in memory and in the journal: the
-  one that was closed first makes room first.
-- Where the server itself stood still, each has the grace of leases left.
+- An open one counts toward the open trajectories and keeps its tokens in memory. Every call on it
+  or on a branch of it shows that its agent is alive, and so does a turn in flight. An expired one
+  is forgotten along with its branches; later calls get LEASE_EXPIRED.
+- A closed one stays readable for a while. Other uses of memory and journal have priority: the one
+  closed first makes room first.
+- If the server itself stood still, each gets at least the grace period of leases.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock.server.turns.store import TrajectoryRecord, TrajectoryStore
 logger = logging.getLogger(__name__)
 
 KEPT_CLOSED = 1_000
-"""Closed ones that are readable, at most."""
+"""Maximum number of closed trajectories that stay readable."""
 STOOD_STILL_SECONDS = 0.5
-"""A clock that is later than this was not waiting for its turn: the process had none."""
+"""A timer that is later than this was not merely delayed: the process itself stood still."""
 
 
 class OwnTrajectories:
-    """Which there are, and for how long."""
+    """Tracks unleased trajectories and decides how long each is kept."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class OwnTrajectories:
         clock: Callable[[], float],
         seconds: float,
     ) -> None:
-        """An open one is held for `seconds` without a call."""
+        """An open trajectory expires after `seconds` without a call."""
         self._store = store
         self._journal = journal
         self._leases = leases
@@ -51,38 +51,39 @@ class OwnTrajectories:
         self._clock = clock
         self._seconds = seconds
         self._open: OrderedDict[str, float] = OrderedDict()
-        """When each was called last, in that order."""
+        """Clock time of the last call on each, oldest first."""
         self._closed: OrderedDict[str, int] = OrderedDict()
-        """What each takes, in the order of their closes."""
+        """Bytes of each, in the order in which they were closed."""
         self.byte_count = 0
-        """What the closed ones take of the memory budget."""
+        """Bytes of the memory budget that closed ones take."""
 
     def opened(self, record: TrajectoryRecord) -> None:
-        """One is open, from now on."""
+        """Track a newly opened trajectory."""
         self._open[record.trajectory_id] = self._clock()
 
     def touch(self, record: TrajectoryRecord) -> None:
-        """There was a call on it, or on a branch of it."""
+        """Record a call on the trajectory or one of its branches."""
         root = self._store.root_of(record)
         if root is not None and root.trajectory_id in self._open:
             self._open[root.trajectory_id] = self._clock()
             self._open.move_to_end(root.trajectory_id)
 
     def withdrawn(self, trajectory_id: str) -> None:
-        """It was forgotten before anything came of it."""
+        """Stop tracking a trajectory that was withdrawn before it had any tokens."""
         self._open.pop(trajectory_id, None)
 
     def closed(self, record: TrajectoryRecord) -> list[str]:
-        """It is closed; returns what was forgotten for it."""
+        """Record a close; returns the ids that were forgotten to make room for it."""
         self._open.pop(record.trajectory_id, None)
         self._keep(record)
         oldest = list(self._closed)[: max(0, len(self._closed) - KEPT_CLOSED)]
-        # It stands in no group's way any more.
+        # A group that waited for room among the open trajectories may begin now.
         self._changed.notify()
         return self._forget_closed(oldest)
 
     def give_way(self, byte_count: int) -> None:
-        """Frees at least so many bytes, as far as there are."""
+        """Forget closed trajectories until at least `byte_count` bytes are free, or none is
+        left."""
         oldest: list[str] = []
         for trajectory_id, taken in self._closed.items():
             if byte_count <= 0:
@@ -93,7 +94,7 @@ class OwnTrajectories:
             self._journal.begin_append([trajectories_forgotten(self._forget_closed(oldest))])
 
     def restore(self) -> None:
-        """Takes up what another server left in the store."""
+        """Track the trajectories that recovery put into the store."""
         for record in self._store.records():
             if record.group_id or record.parent_trajectory_id:
                 continue
@@ -103,9 +104,9 @@ class OwnTrajectories:
                 self.opened(record)
 
     async def expire(self) -> None:
-        """Forgets those that nobody calls. Runs for as long as the server does."""
+        """Expire open trajectories without calls. Runs as long as the server."""
         while True:
-            # Meanwhile deadlines only come to be later, and new ones are.
+            # Meanwhile, existing deadlines can only become later, and new ones are later too.
             first = next(iter(self._open.values()), self._clock())
             deadline = first + self._seconds
             await asyncio.sleep(max(0.0, deadline - self._clock()))
@@ -124,11 +125,15 @@ class OwnTrajectories:
                 continue
             members = record.with_branches()
             if any(member.turn is not None and member.turn.in_flight for member in members):
-                # When it ends that is said too.
+                # A turn in flight counts as a call.
                 self.touch(record)
                 continue
             del self._open[trajectory_id]
-            logger.warning("nobody called %s for %g s: it is gone", trajectory_id, self._seconds)
+            logger.warning(
+                "unleased trajectory %s had no call for %g s, dropping it",
+                trajectory_id,
+                self._seconds,
+            )
             lost = [member.trajectory_id for member in members]
             for name in lost:
                 self._store.forget(name)
@@ -149,7 +154,7 @@ class OwnTrajectories:
         self.byte_count += taken
 
     def _forget_closed(self, trajectory_ids: list[str]) -> list[str]:
-        """Returns their ids, those of their branches too."""
+        """Forget closed trajectories; returns their ids and those of their branches."""
         forgotten: list[str] = []
         for trajectory_id in trajectory_ids:
             self.byte_count -= self._closed.pop(trajectory_id)

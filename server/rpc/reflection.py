@@ -1,8 +1,8 @@
 """Server reflection, v1 and v1alpha, so that grpcurl and `buf curl` can list, describe and call.
 
-grpcio-reflection speaks v1alpha only. The two protocols differ in the name of their package, so v1 is
-served by the same servicer and the same messages; its descriptor is a renamed copy, so that
-asking a server about the v1 service itself works too.
+grpcio-reflection supports only v1alpha. The two protocols differ only in their package name, so the
+same servicer and messages serve v1. Its descriptor is a renamed copy, so that clients can also
+describe the v1 service itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _register_v1()
 
 
 def add_reflection(server: grpc.aio.Server) -> None:
-    """Serves reflection of every service of this server."""
+    """Add reflection for all services of this server."""
     names = [
         *(service.full_name for service in SERVICES),
         health.SERVICE_NAME,

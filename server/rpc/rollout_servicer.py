@@ -1,7 +1,7 @@
-"""RolloutService: turns, and what the server knows of them. Weight uploads are in `weight_uploads`.
+"""RolloutService: turns and trajectories. Weight uploads are in `weight_uploads`.
 
-A call on a turn only subscribes to it: the turn belongs to the server (`opening` starts it, `turns`
-runs it).
+A call on a turn only subscribes to it. The turn belongs to the server: `opening` starts it, `turns`
+runs it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ToolCall = twin(conversation_pb2.ToolCall)
 
 
 class _EventFields(TypedDict, total=False):
-    """The one arm of an event that is set, as the response's constructor takes it."""
+    """The field of an event that is set, as a keyword argument of the response."""
 
     started: rollout_service_pb2.TurnStarted
     segment: trajectory_pb2.Segment
@@ -52,8 +52,6 @@ FindFinished = Callable[[str], Awaitable[trajectory_pb2.Trajectory | None]]
 
 
 class RolloutServicer:
-    """Serves the turn rpcs."""
-
     def __init__(
         self,
         opening: Opening,
@@ -66,7 +64,7 @@ class RolloutServicer:
         own: OwnTrajectories,
         find_finished: FindFinished,
     ) -> None:
-        """`find_finished` finds a closed trajectory that went on with its group, by its id."""
+        """`find_finished` looks up a closed trajectory in its finished group, by id."""
         self._opening = opening
         self._renderer = renderer
         self._messages = messages
@@ -83,7 +81,7 @@ class RolloutServicer:
     async def generate(
         self, request: rollout_service_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.GenerateResponse]:
-        """Opens a trajectory and streams its first turn."""
+        """Open a trajectory and stream its first turn."""
         turn, how = await self._opening.open(request, context)
         try:
             async with contextlib.aclosing(self.events(turn, how, context)) as events:
@@ -96,7 +94,7 @@ class RolloutServicer:
     async def continue_(
         self, request: rollout_service_pb2.ContinueRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.ContinueResponse]:
-        """Extends a trajectory and streams the turn."""
+        """Extend a trajectory, or resume its last turn, and stream the turn."""
         turn, how = await self._opening.extend(request, context)
         async with contextlib.aclosing(self.events(turn, how, context)) as events:
             async for event in events:
@@ -105,7 +103,10 @@ class RolloutServicer:
     async def events(
         self, turn: Turn, how: StreamWish, context: Context
     ) -> AsyncGenerator[_EventFields]:
-        """Subscribes to a turn: started, segments, finished."""
+        """Subscribe to a turn: yields started, segments, finished.
+
+        If the caller leaves before the end, the turn is aborted, unless it asked to detach.
+        """
         subscription = Subscription(
             turn, flush_seconds=how.flush_seconds, final_only=how.final_only
         )
@@ -137,7 +138,8 @@ class RolloutServicer:
             yield {"finished": await self._finished(turn, subscription.attempt)}
 
     def forget_soon(self, turn: Turn) -> None:
-        """Lets a trajectory of its own go, which nobody will come back to, once its turn has ended."""
+        """Abort the turn of a trajectory that will not be called again, then forget the
+        trajectory."""
         trajectory_id = turn.record.trajectory_id
 
         async def forget() -> None:
@@ -152,10 +154,10 @@ class RolloutServicer:
             self._forgetting.start(forget(), f"forgetting {trajectory_id}")
 
     def _withdraw(self, turn: Turn) -> None:
-        """A first turn that failed before its first token is as if it had never been asked for."""
+        """Forget a trajectory whose first turn failed before its first token."""
         record = turn.record
         grouped = bool(record.group_id) and self._attempt_of_root(record) is None
-        # What branched from it meanwhile shares its tokens.
+        # Keep it if another trajectory branched from it meanwhile, which shares its tokens.
         unused = turn.index == 0 and not turn.policy_token_count and not record.children
         if unused and not grouped:
             parent = self._store.find(record.parent_trajectory_id)
@@ -170,7 +172,8 @@ class RolloutServicer:
                 self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
 
     def called(self, trajectory_id: str) -> None:
-        """A call names a trajectory, whatever becomes of the call: its agent is there."""
+        """Renew a trajectory's lease: any call that names it, even a failing one, is a sign of
+        life."""
         if self._queue.renew(trajectory_id):
             return
         record = self._store.find(trajectory_id)
@@ -179,14 +182,14 @@ class RolloutServicer:
             self._own.touch(root)
 
     def group_called(self, group_id: str, is_callers: Callable[[str], bool]) -> None:
-        """Likewise of a group: those of its attempts that are the caller's."""
+        """Renew the leases of those attempts of a group that belong to the caller."""
         for trajectory_id in self._queue.leased_of(group_id):
             if is_callers(trajectory_id):
                 self._queue.renew(trajectory_id)
 
     @contextlib.contextmanager
     def _call(self, record: TrajectoryRecord) -> Generator[None]:
-        """While a call is open the lease does not run."""
+        """Stop the lease while a call is open."""
         attempt = self._attempt_of_root(record)
         if attempt is None:
             yield
@@ -205,7 +208,8 @@ class RolloutServicer:
         finished = TurnFinished(
             finish_reason=attempt.finish_reason,
             policy_token_count=attempt.policy_token_count,
-            # Of a turn that was resumed the engine counts what it had written, too.
+            # For a resumed turn, the engine also counts the tokens that the turn had sampled
+            # before.
             cached_token_count=min(attempt.cached_token_count, turn.context_token_count),
         )
         kind = turn.record.kind
@@ -214,7 +218,7 @@ class RolloutServicer:
         elif kind is PromptKind.CONVERSATION:
             written = attempt.written
             if written is None:
-                # Of a server before this one.
+                # The turn ended on a previous server.
                 written = await self._messages.read(turn, attempt.policy_token_count)
             finished.message.CopyFrom(_chat_message(written.message))
             finished.tool_call_error = written.tool_call_error
@@ -225,7 +229,7 @@ class RolloutServicer:
     async def abort(
         self, request: rollout_service_pb2.AbortRequest
     ) -> rollout_service_pb2.AbortResponse:
-        """Stops turns; returns once the engine no longer works on them."""
+        """Abort turns; returns once the engine no longer works on them."""
         selector = request.WhichOneof("selector")
         in_flight = self._turns.in_flight
         if selector == "trajectories":
@@ -257,7 +261,7 @@ class RolloutServicer:
     async def get_trajectory(
         self, request: rollout_service_pb2.GetTrajectoryRequest
     ) -> rollout_service_pb2.GetTrajectoryResponse:
-        """A trajectory as the server holds it, or as it went on with its group."""
+        """Return a trajectory as the server holds it, or as delivered with its group."""
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         self._queue.attempt_of(trajectory_id)
         finished = await self._find_finished(trajectory_id)

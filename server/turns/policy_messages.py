@@ -1,8 +1,8 @@
-"""What the policy wrote in a turn of a conversation, as the message that is handed out and held.
+"""Parses the tokens of a turn in a conversation into the message that is returned and kept.
 
-It is read when an attempt at the turn ends, before that is recorded, so that the journal has the message
-with the turn's last tokens. Reading is a function of the tokens: where a server starts again, the turn that
-was cut off is read again and comes out the same.
+A turn is parsed when an attempt at it ends, before that is recorded. So the journal has the message
+along with the turn's last tokens. Parsing depends only on the tokens: after a restart, parsing the
+turn that was cut off again gives the same message.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from penstock.server.turns.runner import Turn, TurnAttempt
 from penstock.server.turns.store import TrajectoryRecord
 
 LONG_TURN = 2_048
-"""Tokens from which on a turn is read off the event loop."""
+"""Number of tokens from which a turn is parsed off the event loop."""
 
 
 class PolicyMessages:
-    """Reads turns of conversations."""
+    """Parses the turns of conversations into messages."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
 
     async def hold(self, turn: Turn, attempt: TurnAttempt) -> None:
-        """Holds what the policy wrote up to the end of an attempt, where it is a conversation's."""
+        """Keep the message of a conversation's turn, up to the end of an attempt."""
         history = turn.record.history
         if history is None:
             return
         attempt.written = await self.read(turn, turn.policy_token_count)
-        # One that found its context full appended nothing that could be answered.
+        # A turn that found the context full appended no message that the policy could answer.
         if turn.budget:
             history.set_written(attempt.written.message, turn.record.token_count)
 
     async def read(self, turn: Turn, count: int) -> Written:
-        """The first `count` tokens that the policy wrote in a turn, as a message."""
+        """Parse the first `count` tokens that the policy sampled in a turn into a message."""
         record = turn.record
         tools = record.history.tools if record.history is not None else ()
         tokens = record.token_array()
@@ -50,7 +50,7 @@ class PolicyMessages:
         return read() if count < LONG_TURN else await asyncio.to_thread(read)
 
     async def restore(self, records: Iterable[TrajectoryRecord]) -> None:
-        """Holds what was written in turns that the server before this one did not see the end of."""
+        """Parse and keep the messages of turns that were cut off when the previous server ended."""
         for record in records:
             turn, history = record.turn, record.history
             if turn is None or history is None or record.closed or not turn.budget:

@@ -1,7 +1,8 @@
-"""What the policy sees: prompts and observations as tokens, with the messages that they are.
+"""Encodes prompts and observations as tokens, and keeps the messages that they came from.
 
-The first turn of a conversation is the chat template's rendering, tools and all. After that only what is
-new is encoded; so it is in a branch, after what the policy wrote in the parent's conversation.
+The chat template renders the first turn of a conversation, including tools. After that only new
+messages are encoded. The same holds in a branch, after the part it shares with the parent's
+conversation.
 """
 
 from __future__ import annotations
@@ -29,23 +30,29 @@ LONG_TEXT = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the policy sees first."""
+    """The prompt of a trajectory, encoded."""
 
     kind: PromptKind
     token_ids: NDArray[np.int32] = field(repr=False)
     history: History | None = None
-    """Of a conversation: its messages up to where the policy writes."""
+    """For a conversation, its messages up to the policy's turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Messages beside a request that has none: in a Struct a schema loses the order of its keys."""
+    """Messages passed along with a request instead of inside it.
+
+    Inside it, a tool's schema would be a Struct and lose the order of its keys.
+    """
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list[Tool])
     after: int | None = None
-    """Of a branch: they follow so many messages that its parent holds. None where they are all there
-    are, and the parent is asked what it holds of them."""
+    """For a branch, the number of the parent's messages that these follow.
+
+    None if they are the whole conversation; the prefix shared with the parent is then determined
+    from it.
+    """
 
 
 class Prompts:
@@ -61,7 +68,7 @@ class Prompts:
         parent: TrajectoryRecord | None,
         said: Said | None = None,
     ) -> Prompt:
-        """The prompt of a request, or of the task it was leased for. Raises FIELD_INVALID."""
+        """Encode the prompt of a request, or of its leased task. Raises FIELD_INVALID."""
         if said is not None:
             return await self._conversation(said.messages, said.tools, parent, said.after)
         kind = source.WhichOneof("prompt")
@@ -86,7 +93,7 @@ class Prompts:
         parent: TrajectoryRecord | None,
         after: int | None = None,
     ) -> Prompt:
-        """A conversation from its beginning, or after what the policy wrote in the parent's."""
+        """Encode a conversation from its start, or after the part shared with the parent's."""
         token_count, message_count, new = 0, 0, messages
         if parent is not None and parent.history is not None and after is not None:
             token_count, message_count = parent.history.messages[after - 1].token_end, after
@@ -112,7 +119,7 @@ class Prompts:
         record: TrajectoryRecord,
         said: Said | None = None,
     ) -> tuple[NDArray[np.int32], list[Message]]:
-        """An observation, and the messages that it is. Raises FIELD_INVALID."""
+        """Encode an observation; also returns its messages. Raises FIELD_INVALID."""
         if said is not None:
             return await self._next_messages(said.messages, record), said.messages
         kind = request.WhichOneof("observation")

@@ -1,4 +1,4 @@
-"""Requests -> domain values: every field is checked here, before anything is touched.
+"""Converts requests to domain values. Every field is checked here, before any state changes.
 
 Raises FieldInvalid (INVALID_ARGUMENT with BadRequest), TOKEN_OUT_OF_RANGE or MALFORMED_MESSAGE.
 """
@@ -29,14 +29,14 @@ MAX_GROUP_SIZE = 4_096
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 MAX_TEMPERATURE = 2.0
-# Below this, but above zero, the engine would silently sample at another temperature.
+# Between zero and this, the engine would silently sample at another temperature.
 MIN_TEMPERATURE = 0.01
-# The same as it arrives: the field is a float of 32 bits, which for this value is a little less.
+# The same after the wire: the field is a 32-bit float, which for this value is slightly smaller.
 _MIN_TEMPERATURE_ARRIVING = float(np.float32(MIN_TEMPERATURE))
 MAX_FLUSH_SECONDS = 60.0
 MAX_CONCURRENCY = 65_536
 MAX_SELECTED = 100_000
-# Reading so many takes a tenth of a second, in which nobody else is answered.
+# Parsing the maximum blocks the event loop for a tenth of a second.
 MAX_JSON_DEPTH = 24
 MAX_MESSAGES = 16_384
 
@@ -49,14 +49,14 @@ ROLES = {
 
 
 class HasSequence(Protocol):
-    """A request with a token sequence."""
+    """A message with a token sequence."""
 
     @property
     def tokens(self) -> trajectory_pb2.TokenSequence: ...
 
 
 def identifier(field: str, value: str) -> str:
-    """An id: 1 to 256 characters."""
+    """Check an id of 1 to 256 characters."""
     if not value:
         raise FieldInvalid(field, "must be set")
     if len(value) > MAX_ID_LENGTH:
@@ -65,7 +65,7 @@ def identifier(field: str, value: str) -> str:
 
 
 def identifiers(field: str, values: Iterable[str]) -> list[str]:
-    """Ids, a bounded number of them."""
+    """Check a list of at most MAX_SELECTED ids."""
     found = [identifier(f"{field}[{index}]", value) for index, value in enumerate(values)]
     if len(found) > MAX_SELECTED:
         raise FieldInvalid(field, f"must name at most {MAX_SELECTED}", len(found))
@@ -73,7 +73,7 @@ def identifiers(field: str, values: Iterable[str]) -> list[str]:
 
 
 def tokens(field: str, holder: HasSequence, vocab_size: int) -> NDArray[np.int32]:
-    """A token sequence within the vocabulary, shape [n]."""
+    """Return a token sequence of shape [n], checked to be within the vocabulary."""
     try:
         found = token_ids(holder.tokens)
     except MalformedMessage as error:
@@ -94,7 +94,7 @@ def tokens(field: str, holder: HasSequence, vocab_size: int) -> NDArray[np.int32
 def sampling(
     field: str, params: rollout_service_pb2.SamplingParams, vocab_size: int
 ) -> TurnSampling:
-    """Sampling parameters with every default applied."""
+    """Return checked sampling parameters with all defaults applied."""
     temperature = params.temperature if params.HasField("temperature") else 1.0
     top_p = params.top_p if params.HasField("top_p") else 1.0
     if not (temperature == 0 or _MIN_TEMPERATURE_ARRIVING <= temperature <= MAX_TEMPERATURE):
@@ -138,7 +138,7 @@ def sampling(
 
 
 def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.SamplingParams:
-    """The other way round, as a twin message."""
+    """Convert sampling parameters back to a message of a twin class."""
     return _SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -152,7 +152,7 @@ def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.S
 
 
 def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
-    """A duration of at most a minute, in seconds."""
+    """Return a duration in seconds, checked to be at most a minute."""
     seconds = duration.seconds + duration.nanos / 1e9
     if not 0 <= seconds <= MAX_FLUSH_SECONDS or math.isnan(seconds):
         raise FieldInvalid(field, f"must be from 0 to {MAX_FLUSH_SECONDS:.0f} s", seconds)
@@ -162,7 +162,8 @@ def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
 def messages(
     field: str, conversation: conversation_pb2.Conversation, *, first: bool
 ) -> tuple[list[Message], list[Tool]]:
-    """Messages and tools of a conversation."""
+    """Return the checked messages and tools of a conversation; `first` says that it opens a
+    trajectory."""
     if not conversation.messages:
         raise FieldInvalid(f"{field}.messages", "must hold at least one message")
     if len(conversation.messages) > MAX_MESSAGES:
@@ -200,9 +201,11 @@ def messages(
 
 
 def check_depth(field: str, value: struct_pb2.Struct) -> None:
-    """Raises FIELD_INVALID for a Struct that is nested so deeply that it could be read in the message that
-    it came in, and not in those that hold it later: protobuf reads 100 messages within one another, of
-    which a level of JSON takes three."""
+    """Raise FIELD_INVALID if a Struct is nested too deeply.
+
+    Protobuf parses at most 100 nested messages, and each level of JSON takes three. A deeper Struct
+    might parse in its request, but not in the messages that contain it later.
+    """
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):
         level = [inner for outer in level for inner in _nested(outer)]
@@ -212,7 +215,7 @@ def check_depth(field: str, value: struct_pb2.Struct) -> None:
 
 
 def _nested(container: Any) -> Iterator[Any]:
-    # By name: the messages of the wire are of classes of their own.
+    # Compared by name, because wire messages use twin classes.
     is_list = container.DESCRIPTOR.name == "ListValue"
     for value in container.values if is_list else container.fields.values():
         kind = value.WhichOneof("kind")
@@ -221,7 +224,7 @@ def _nested(container: Any) -> Iterator[Any]:
 
 
 def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
-    """A Struct as a JSON object, which knows neither NaN nor infinity."""
+    """Convert a Struct to a JSON object; NaN and infinity are refused."""
     check_depth(field, value)
     try:
         return json_format.MessageToDict(value)
@@ -230,10 +233,10 @@ def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
 
 
 def group(request: rollout_service_pb2.GenerateRequest) -> None:
-    """Group fields of a trajectory that was not leased."""
+    """Check the group fields of a trajectory without a lease."""
     if not request.group_id:
         if request.group_size or request.sample_index:
-            raise FieldInvalid("group_id", "must be set where group_size or sample_index is")
+            raise FieldInvalid("group_id", "must be set if group_size or sample_index is")
         return
     identifier("group_id", request.group_id)
     if not 1 <= request.group_size <= MAX_GROUP_SIZE:
@@ -243,7 +246,7 @@ def group(request: rollout_service_pb2.GenerateRequest) -> None:
 
 
 def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
-    """A known purpose; unspecified is kept."""
+    """Check that a purpose is known; unspecified is accepted."""
     for known in (
         trajectory_pb2.PURPOSE_UNSPECIFIED,
         trajectory_pb2.PURPOSE_TRAIN,
@@ -255,7 +258,7 @@ def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
 
 
 def task(field: str, value: task_service_pb2.Task, vocab_size: int) -> None:
-    """Checks a task; its prompt is rendered when a trajectory is opened for it."""
+    """Check a task. Its prompt is rendered later, when a trajectory is opened for it."""
     identifier(f"{field}.task_id", value.task_id)
     check_depth(f"{field}.metadata", value.metadata)
     purpose(f"{field}.purpose", value.purpose)

@@ -1,4 +1,4 @@
-"""The files of a journal's folder, and what is in them."""
+"""Finds the files in a journal's folder, and reads their records."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from penstock.server.journal.records import Record, Stored
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a folder holds."""
+    """The files of a journal's folder."""
 
     snapshot: tuple[int, Path] | None
     segments: tuple[tuple[int, Path], ...]
-    """What was appended since, oldest first."""
+    """Segments written since the snapshot, oldest first."""
     obsolete: tuple[Path, ...]
 
     @property
     def all(self) -> tuple[tuple[int, Path], ...]:
-        """What to read, in order."""
+        """The files to read, in order."""
         return (*((self.snapshot,) if self.snapshot else ()), *self.segments)
 
 
 def find_files(folder: Path) -> Files:
-    """What to read of a journal, and what to remove."""
+    """Sort the folder's files into those to read and those to remove."""
     snapshots = sorted((int(p.stem), p) for p in folder.glob("*.snapshot"))
     snapshot = snapshots[-1] if snapshots else None
     newest = snapshot[0] if snapshot else 0
@@ -48,7 +48,7 @@ def find_files(folder: Path) -> Files:
 
 @dataclass(eq=False)
 class Reading:
-    """What was found when a journal was read."""
+    """Totals, filled in while a journal is read."""
 
     records: int = 0
     torn_bytes: int = 0
@@ -56,7 +56,8 @@ class Reading:
 
 
 def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Stored]]:
-    """Every record, oldest first. Raises OSError, and SegmentCorrupt where files are missing, too."""
+    """Yield every record, oldest first. Raises OSError, and SegmentCorrupt also if a file is
+    missing."""
     before: SegmentReader | None = None
     for number, path in files.all:
         last = bool(files.segments) and (number, path) == files.segments[-1]
@@ -76,11 +77,11 @@ def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Store
 
 
 def forget_cached(path: Path) -> None:
-    """Makes durable what the page cache holds of a file and lets go of it: what is read next comes from the
-    disk. Raises OSError where it cannot be made durable.
+    """Sync a file and drop it from the page cache, so that the next read comes from the disk.
 
-    Where an fsync failed, Linux takes the pages for written all the same: they stay as they are in memory,
-    and a later fsync succeeds (Rebello and others, "Can Applications Recover from fsync Failures?", 2020).
+    Raises OSError if it cannot be synced. After a failed fsync, Linux marks the pages as written
+    anyway: they stay in memory, and a later fsync succeeds (Rebello et al., "Can Applications
+    Recover from fsync Failures?", 2020).
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,36 +1,44 @@
-"""The journal on disk: segments that are appended to, and compacted.
+"""The journal on disk: append-only segments, compacted into snapshots.
 
 A folder holds
 
-    LOCK                    held by the server that writes here
-    0000000007.snapshot     everything that counted when it was made; what came before is gone
-    0000000008.log ...      what was appended since, oldest first
-    spare                   room for the next segment
-    *.unfinished            a snapshot that was never finished; removed
+    LOCK                    locked by the server that writes to the folder
+    0000000007.snapshot     the whole state when it was written; replaces all older files
+    0000000008.log ...      records appended since the snapshot, oldest first
+    spare                   preallocated room for the next segment
+    *.unfinished            an incomplete snapshot; removed at start
 
-Order of an append: records encoded -> queued -> with all that are queued by then, written and made durable
-(`fsync`), or only written (`process`) -> answered. Appends end in the order they began.
+Append: encode the records -> queue them -> write everything queued as one batch, durably (`fsync`)
+or not (`process`) -> answer. Appends complete in the order in which they began.
 
-Room. Nothing is begun that might not fit (`check_room`): what changes state asks before it does. There
-is room where the next segment is allocated already, and where `journal_room` finds some within `max_bytes`.
+Room. A caller that is about to change state first calls `check_room`, so that nothing begins that
+may not fit. There is room if the next segment is already allocated, or if `journal_room` still
+finds some within `max_bytes`.
 
-Compaction, once what nobody needs outgrows what somebody does: the state as records (`snapshot`), groups
-by where they lie -> appends go on in a later segment -> the snapshot is written by a thread of its own,
-made durable and given its name -> older files are removed. A group whose record leaves tokens to those of
-its turns is whole there, and what is appended from then on refers to no file that is about to go: it is
-decided where it is written (`_form_of`), after everything before it and before a compaction can begin. A
-server that stops in between finds the older files whole. Where a trainer of this host was just told that
-a group is in one of them, they stay a moment longer (`READING_SECONDS`); who comes too late asks again.
-What left the state before the snapshot and was still to be written then is written first: until it is
-durable, older files stay. A record that is held is carried over, whether or not the snapshot has it yet.
-One that fails is tried again, after ten times as long as it took. Where something is refused, one is made
-that would not be worth it otherwise: what counted at the last one may be of no use by now.
+Compaction starts when obsolete bytes outgrow the live ones:
 
-What a failure does. A write or an fsync that fails leaves it open what is on the disk: nothing is answered
-any more, `failed` says why, and the server stops. What was answered before is there. After an fsync that
-failed the page cache may still show what the disk does not hold, and nothing would write it again; so who
-starts next reads the last segment from the disk (`forget_cached`), and what is not there was answered to
-nobody. A record that is not what was written is never handed out.
+    1. take the state (`snapshot`): records, and references to finished groups already on disk
+    2. continue appending in a later segment
+    3. write the snapshot in a separate thread, make it durable and give it its name
+    4. remove the older files
+
+A short group record refers to the records of its turns. The snapshot stores each group whole. New
+appends never refer to a file that is about to be removed. The writer decides the form when it
+writes (`_form_of`): after all earlier appends, and before a compaction can begin.
+
+A server that stops during a compaction finds the older files intact. If a trainer on this host was
+just given the location of a group in an older file, that file stays for `READING_SECONDS`. A
+trainer that comes too late asks again. Appends still queued when the state was taken are written
+before the snapshot; the older files stay until they are durable. A held record is carried over
+whether or not the state includes it yet. A failed compaction is retried after ten times as long as
+it took. A refused append also triggers a compaction that would otherwise not pay off, because
+records that were live at the last one may be obsolete by now.
+
+Failure. After a failed write or fsync the content of the disk is unknown. The journal then answers
+no append, `failed` gives the reason, and the server stops. Everything answered before is on disk.
+After a failed fsync the page cache may show data that the disk does not hold, and nothing would
+write it again. So the next server reads the last segment from the disk (`forget_cached`); whatever
+is missing there was never acknowledged. A record whose checksum does not match is never handed out.
 """
 
 from __future__ import annotations
@@ -89,21 +97,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROOM_SECONDS = 1.0
-"""After which a disk without room for another segment is asked again."""
+"""Delay before retrying to allocate a segment on a full disk."""
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What keeps a file from being read, and says nothing of what is in it."""
+"""Transient errors of opening or reading a file; they do not mean that it is corrupt."""
 READING_SECONDS = 2.0
-"""For which a file stays after somebody was told that a record is in it, unless its room is needed."""
+"""How long a file stays after `place` returned a location in it, unless its room is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A record that is not written yet."""
+    """A queued record, in its whole form and possibly a short one."""
 
     whole: Payload
     short: ShortRecord | None
     most_bytes: int
-    """What its frame takes if it may not be short."""
+    """Bytes of its frame in the whole form, which is the larger one."""
 
     @classmethod
     def of(cls, record: Appended) -> _Pending:
@@ -131,10 +139,10 @@ class LogJournal:
         segment_bytes: int,
         refers_from: int | None = None,
     ) -> None:
-        """Takes the folder. Raises JournalInUse and OSError."""
+        """Lock the folder. Raises JournalInUse and OSError."""
         self._refers_from = refers_from
         self._leaving = 0
-        """Files with a lower number are about to go, if they are not gone."""
+        """Files with a lower number are removed, or about to be."""
         make_folder(folder, 0o700)
         self._folder = folder
         self._room = Room(max_bytes, segment_bytes)
@@ -148,9 +156,9 @@ class LogJournal:
         lock = os.fstat(self._lock.fileno())
         self._shared = Folder(folder.absolute(), lock.st_dev, lock.st_ino)
         self._told_at = -math.inf
-        """When somebody was last told where a record is."""
+        """Loop time of the last call of `place`."""
         self._room_needed = asyncio.Event()
-        """Older files are not to wait for those who read them."""
+        """Set when older files must be removed at once, even if a trainer may still read them."""
         self._files = find_files(folder)
         for path in self._files.obsolete:
             path.unlink()
@@ -169,47 +177,46 @@ class LogJournal:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
         self.compactions = 0
-        """Compactions finished."""
+        """Number of finished compactions."""
 
     @property
     def on_disk(self) -> bool:
-        """All of it."""
         return True
 
     @property
     def folder(self) -> Folder | None:
-        """Whose files these are."""
         return self._shared
 
     @property
     def refers_from(self) -> int | None:
-        """As it was made."""
         return self._refers_from
 
     # Reading
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Every record as the last server left them. Raises JournalUnreadable and OSError."""
+        """Yield every record that the previous server left. Raises JournalUnreadable and
+        OSError."""
         reading = Reading()
         if self._files.segments:
-            # The others were durable before the next was begun.
+            # Only the last one: a segment is durable before its successor begins.
             await self._in_thread(lambda: forget_cached(self._files.segments[-1][1]))
         try:
             for found in read_records(self._files, reading):
                 yield found
         except SegmentCorrupt as error:
             raise JournalUnreadable(
-                f"the journal {self._folder} is corrupt: {error}; `penstock journal verify` says more"
+                f"the journal {self._folder} is corrupt: {error}; `penstock journal verify` shows details"
             ) from error
         self._room.by_file = reading.bytes_by_segment
         if reading.torn_bytes:
             logger.warning(
-                "the journal's last %d bytes were being written when its server stopped, and were never "
-                "acknowledged",
+                "ignoring the journal's last %d bytes: they were being written when its server stopped "
+                "and were never acknowledged",
                 reading.torn_bytes,
             )
         for number, path in self._files.segments:
-            # Nothing may follow a torn tail, and what a segment was allocated is not used any more.
+            # Nothing may be appended after a torn tail. This also frees the unused end of each
+            # segment.
             with path.open("r+b") as file:
                 end, last = self._room.by_file[number], path == self._files.segments[-1][1]
                 if last or os.fstat(file.fileno()).st_size > end:
@@ -220,7 +227,7 @@ class LogJournal:
             self._segments.before = Place(number, self._room.by_file[number])
 
     async def read(self, stored: Stored) -> bytes:
-        """One record again, as bytes, and whole. Raises JOURNAL_CORRUPT."""
+        """Read a record again; returns the bytes of its whole form. Raises JOURNAL_CORRUPT."""
         loop = asyncio.get_running_loop()
         while True:
             place = replace(stored)
@@ -228,7 +235,7 @@ class LogJournal:
                 return await loop.run_in_executor(None, self._read, place)
             except (OSError, KeyError, SegmentCorrupt) as error:
                 if (place.segment, place.offset) != (stored.segment, stored.offset):
-                    continue  # It was moved meanwhile.
+                    continue  # A compaction moved it meanwhile.
                 if isinstance(error, KeyError) or getattr(error, "errno", None) in PASSING:
                     raise
                 raise DomainError(
@@ -236,7 +243,8 @@ class LogJournal:
                 ) from error
 
     def _read(self, stored: Stored) -> bytes:
-        """Whole. Raises OSError, KeyError where its file is gone, and SegmentCorrupt."""
+        """Return the whole record. Raises OSError, SegmentCorrupt, and KeyError if its file was
+        removed."""
         path = self._segments.paths[stored.segment]
         payload = read_payload(path, stored.offset, stored.length)
         turns = {turn: self._read(turn) for turn in stored.turns}
@@ -246,7 +254,8 @@ class LogJournal:
             raise SegmentCorrupt(path, stored.offset, str(error)) from error
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Where the record is now, and stays for READING_SECONDS at least unless its room is needed."""
+        """Return the record's current location, valid for READING_SECONDS unless its room is
+        needed."""
         self._told_at = asyncio.get_running_loop().time()
         return self._place(stored)
 
@@ -257,20 +266,20 @@ class LogJournal:
     # Appending
 
     async def start(self, snapshot: Snapshot) -> None:
-        """Begins to write, after `replay`. Raises OSError."""
+        """Open a new segment and begin to write; called after `replay`. Raises OSError."""
         self._snapshot = snapshot
         newest = max((number for number, _ in self._files.all), default=0)
         await self._in_thread(lambda: self._segments.rotate(newest + 1))
         self._writing = asyncio.create_task(self._write_batches(), name="journal")
 
     def check_room(self, byte_count: int) -> None:
-        """Raises DISK_FULL where records of so many bytes may not fit any more."""
+        """Raise DISK_FULL if records of `byte_count` bytes may not fit any more."""
         wanted = frame_length(byte_count) + self._pending_bytes
         refusal = self._room.refusal(wanted)
         if refusal is not None:
-            message = f"{refusal}, {byte_count} more do not fit"
+            message = f"{refusal}; {byte_count} more do not fit"
         elif not self._segments.takes(wanted + self._room.headroom_bytes):
-            message = f"the disk of the journal has no room for {byte_count} bytes"
+            message = f"the journal's disk has no room for {byte_count} more bytes"
         else:
             return
         self.on_full(wanted)
@@ -285,13 +294,13 @@ class LogJournal:
         )
 
     async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        """Returns once the records are durable, with where they lie."""
+        """Append records; returns their locations once they are durable."""
         return await self.begin_append(records, hold_last=hold_last)
 
     def begin_append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
-        """Queues records; the future ends as `append` does. Raises JOURNAL_FAILED."""
+        """Queue records; the future completes as `append` does. Raises JOURNAL_FAILED."""
         if self._failure is not None:
             raise self._failure
         pending = [_Pending.of(record) for record in records]
@@ -302,19 +311,19 @@ class LogJournal:
         return done
 
     def hold(self, stored: Stored) -> None:
-        """A record that is read again later, and has to be kept until `release`."""
+        """Keep a record, which will be read again, until `release`."""
         self._held.add(stored)
         self._room.hold(stored.byte_count)
 
     def release(self, stored: Stored) -> None:
-        """Nobody reads it again."""
+        """Stop keeping a record; it may be dropped by the next compaction."""
         self._held.remove(stored)
         self._room.release(stored.byte_count)
         self._pace.change()
         self._wake.set()
 
     async def _write_batches(self) -> None:
-        """Consumes queued appends; waits for the next; produces durable records, until `close`."""
+        """Write queued appends in batches until `close`, and begin compactions between batches."""
         while not (self._closing and not self._pending):
             await self._wake.wait()
             self._wake.clear()
@@ -327,11 +336,12 @@ class LogJournal:
                 if self._closing:
                     self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), batch)
                     return
-                # It waits, and what comes meanwhile: who asks first is refused.
+                # These appends wait, and so do later ones. Callers that use `check_room` are
+                # refused.
                 self._pending = [*batch, *self._pending]
                 self._room_needed.set()
                 asyncio.get_running_loop().call_later(ROOM_SECONDS, self._wake.set)
-            except Exception as error:  # Of any kind: otherwise no append would ever end again.
+            except Exception as error:  # Any error: otherwise pending appends would never complete.
                 self._fail(error, batch)
                 return
 
@@ -357,7 +367,10 @@ class LogJournal:
             places = places[count:]
 
     def _form_of(self, record: _Pending) -> tuple[Payload, tuple[Stored, ...]]:
-        """What is written of it, and what that refers to: nothing that is about to go."""
+        """Return the bytes to write, and the records they refer to.
+
+        The short form is used only if none of those records is in a file about to be removed.
+        """
         short = record.short
         if short is None or any(turn.segment < self._leaving for turn in short.turns):
             return record.whole, ()
@@ -382,14 +395,14 @@ class LogJournal:
         return self._pace.may_begin and (self._pace.is_pressed or self._room.compaction_due)
 
     async def _begin_compaction(self) -> None:
-        """The state as it is now, and a later segment for what comes after."""
+        """Take the current state, switch to a later segment and start writing the snapshot."""
         assert self._snapshot is not None
         began = asyncio.get_running_loop().time()
         least = self._room.kept
         if not self._segments.has_spare:
             least += self._room.segment_bytes
         if self._segments.free_bytes < least:
-            self._put_off(began, f"the disk has no {least} bytes for it")
+            self._put_off(began, f"the disk has fewer than {least} bytes free")
             return
         self._pace.begun()
         records = list(self._snapshot())
@@ -404,9 +417,9 @@ class LogJournal:
         )
 
     def _put_off(self, began: float, problem: object) -> None:
-        """The older files stay, and say the same."""
+        """Note a failed compaction. Nothing is lost: the older files hold the same state."""
         if self._pace.failed(began, self._wake.set):
-            logger.error("the journal cannot be compacted: %s; this is tried again", problem)
+            logger.error("the journal cannot be compacted, will retry: %s", problem)
 
     async def _compact(
         self,
@@ -420,15 +433,16 @@ class LogJournal:
             await pending
             written = await asyncio.to_thread(self._write_snapshot, number, before, records)
             older = self._take_over(number, written)
-            # No work: whatever waits ten times as long as this one took need not wait for it.
+            # Exclude this wait from the duration: the pause before the next compaction depends on
+            # it.
             began += await self._let_read()
             await self._remove(older)
         except DomainError:
-            return  # What was appended before failed, and says why.
+            return  # An earlier append failed, and `_fail` reported it.
         except (OSError, SegmentCorrupt) as error:
             self._room.give_up_copy()
             self._put_off(began, error)
-        except Exception as error:  # A defect: what the journal holds is no longer known.
+        except Exception as error:  # A bug: what the journal holds is no longer known.
             self._fail(error, [])
             return
         else:
@@ -438,7 +452,7 @@ class LogJournal:
         self._wake.set()
 
     def _take_over(self, number: int, written: Written) -> list[Path]:
-        """The snapshot is what counts from now on; returns the files that do not any more."""
+        """Make the snapshot authoritative; returns the files that it replaces."""
         older = [(n, path) for n, path in self._segments.paths.items() if n < number]
         self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"
         self._room.end_copy(number, written.end, written.other_bytes)
@@ -452,7 +466,7 @@ class LogJournal:
         return [path for _, path in older]
 
     async def _let_read(self) -> float:
-        """Waits for those who were told of files that are about to go; returns for how many seconds."""
+        """Give readers time before older files are removed; returns the seconds waited."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         with contextlib.suppress(TimeoutError):
@@ -464,22 +478,22 @@ class LogJournal:
     async def _remove(self, older: list[Path]) -> None:
         for path in older:
             try:
-                # A file of some size takes tens of milliseconds, in which nothing else would be answered.
+                # Removing a large file takes tens of milliseconds, which would block the event
+                # loop.
                 await asyncio.to_thread(path.unlink)
             except OSError as error:
-                # The next server removes it, for it is older than a snapshot.
-                logger.error("%s stays: %s", path, error)
+                # The next server removes it, because it is older than the snapshot.
+                logger.error("cannot remove obsolete journal file %s: %s", path, error)
         self._room.removed()
 
     def _write_snapshot(self, number: int, before: Place, records: list[SnapshotItem]) -> Written:
-        """In a thread of its own."""
         return write_snapshot(self._folder, number, before, records, self._read)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
-        """Writes what is queued, and gives the folder back; once is enough."""
+        """Write what is queued and unlock the folder. Idempotent."""
         if self._closing:
             return
         self._closing = True

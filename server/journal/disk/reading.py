@@ -1,9 +1,9 @@
-"""A journal as it lies on the disk, for whoever only reads it: never locked, never changed.
+"""Opens a journal on disk for reading only, without locking or changing it.
 
-A server may write to the folder meanwhile. Its files are opened before anything is read, and are a state
-that the folder was in: where a snapshot took the place of older ones in between, they are opened again.
-What is open stays readable when it is removed. A file that is being written to is read up to where it
-ends at that moment, with `pread` (`journal_segment_reader`).
+A server may write to the folder meanwhile. All files are opened before anything is read, and
+together they are one state of the folder: if a snapshot replaced older files in between, they are
+opened again. An open file stays readable after it is removed. A file that is being written is read
+up to its current end, with `pread` (`journal_segment_reader`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ MAX_REOPENINGS = 100
 
 
 class NoJournal(Exception):
-    """The folder cannot be read as a journal; the message is for a person."""
+    """The folder cannot be read as a journal. The message is shown to the user."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredJournal:
-    """A journal whose files are open."""
+    """A journal with all its files open."""
 
     folder: Path
     segments: tuple[SegmentReader, ...]
-    """In the order of what they say; a snapshot is the first."""
+    """In reading order; a snapshot comes first."""
     obsolete: tuple[Path, ...]
-    """What a server removes when it starts."""
+    """Files that a server removes at start."""
     writer: int | None
-    """Process that writes to it, where it can be seen from here."""
+    """Id of the process that writes to it, if visible from here."""
 
     def records(self) -> Iterator[tuple[Record, Stored]]:
-        """Every record, oldest first. Raises SegmentCorrupt."""
+        """Yield every record, oldest first. Raises SegmentCorrupt."""
         before: SegmentReader | None = None
         for segment in self.segments:
             check_order(before, segment)
@@ -52,7 +52,7 @@ class StoredJournal:
         check_last(before)
 
     def read(self, stored: Stored) -> Record:
-        """One record again, and whole. Raises SegmentCorrupt."""
+        """Read a record again, in its whole form. Raises SegmentCorrupt."""
         segment = next(s for s in self.segments if s.number == stored.segment)
         record = segment.read(stored.offset)
         if not stored.turns:
@@ -66,16 +66,16 @@ class StoredJournal:
 
 @contextlib.contextmanager
 def open_stored(folder: Path) -> Generator[StoredJournal]:
-    """Opens what a folder holds. Raises NoJournal."""
+    """Open all files of a journal. Raises NoJournal."""
     with contextlib.ExitStack() as stack:
         try:
             _allow_descriptors()
             files, segments = _open_files(folder, stack)
             if not segments and not (folder / "LOCK").exists():
-                raise NoJournal(f"{folder} is no journal: it holds neither LOCK nor segments")
+                raise NoJournal(f"{folder} is not a journal: it holds neither LOCK nor segments")
             writer = find_writer(folder / "LOCK")
         except ValueError as error:
-            raise NoJournal(f"{folder} holds files that are not a journal's: {error}") from error
+            raise NoJournal(f"{folder} holds files that no journal writes: {error}") from error
         except OSError as error:
             raise NoJournal(f"{error.filename or folder}: {error.strerror}") from error
         yield StoredJournal(folder, tuple(segments), files.obsolete, writer)
@@ -94,23 +94,27 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[Files, list[
                     segments.append(SegmentReader(number, path, descriptor, last=last))
             except FileNotFoundError:
                 continue
-            # Older files are removed only once a snapshot has its name.
+            # Unchanged, so the set is complete: older files go only after a snapshot has its name.
             if find_files(folder).snapshot == files.snapshot:
                 stack.push(opened.pop_all())
                 return files, segments
-    raise NoJournal(f"{folder} is replaced faster than it can be opened")
+    raise NoJournal(f"the files of {folder} are replaced faster than they can be opened")
 
 
 def _allow_descriptors() -> None:
-    """One per segment: the usual limit is for programs that wait with `select`."""
+    """Raise the soft limit on open files, because every segment needs a descriptor.
+
+    The default limit only protects programs that use `select`.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_writer(lock: Path) -> int | None:
-    """Process that holds a lock file, from the kernel's own list: to try the lock would be to hold it.
+    """Return the id of the process that holds a lock file.
 
-    None where nobody does, and where it is in a container of its own.
+    Reads the kernel's list of locks, because testing the lock would mean taking it. Returns None if
+    no process holds it, or if the holder runs in another container.
     """
     try:
         found = lock.stat()

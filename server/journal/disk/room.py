@@ -1,16 +1,17 @@
-"""How much a journal's folder takes, and what may be added to it.
+"""Accounts for the bytes of a journal's folder, and decides what may be added.
 
-Of `max_bytes` the running segment and the next one take an eighth at most, and a sixteenth is for what is
-appended without asking: receipts and the like, which make room. Of the rest
+The current segment and the next one take at most an eighth of `max_bytes`. A sixteenth is reserved
+for appends that do not call `check_room`: receipts and other records that free room. The rest is
+divided:
 
-    a third     may be in use
-    a twelfth   nobody needs, before it is compacted
-    as much     is for the copy that compaction makes of both: it is not known of all that was appended
-                since the last one whether anybody needs it
-    a sixth     is for what is appended while it is made
+    a third     records in use
+    a twelfth   obsolete records that may pile up before a compaction
+    a twelfth   room for the copies of records appended since the last compaction: until the next one, it is
+                not known whether they are still needed
+    a sixth     appends while a compaction runs
 
-Only the first two are bounds of what is kept. The copy is counted for what it may come to, so that what is
-appended meanwhile has all the room that it leaves.
+Only the first two are limits on what is kept. The copy is counted at its largest possible size, so
+that appends during a compaction may use all the room that it leaves.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ MOST_HEADROOM_BYTES = 1 << 20
 
 
 class Room:
-    """Bytes of one journal; only counted here."""
+    """Byte counts of one journal. Only counts; writes nothing."""
 
     def __init__(self, max_bytes: int, segment_bytes: int) -> None:
         self.segment_bytes = min(segment_bytes, max_bytes // SMALLEST_SHARE)
-        """Size of a segment of which nothing is larger."""
+        """Size of a segment, unless a larger record needs more."""
         self.headroom_bytes = min(MOST_HEADROOM_BYTES, max_bytes // SMALLEST_SHARE)
-        """For what is appended without asking."""
+        """Reserved for appends that do not call `check_room`."""
         self._usable = max_bytes - 2 * self.segment_bytes - self.headroom_bytes
         self.limit = self._usable // 3
-        """Most that may be in use."""
+        """Upper bound of `in_use`."""
         self.kept = 0
-        """Of the records that are held."""
+        """Bytes of held records."""
         self.other = 0
-        """Of the records that no one holds, and that count: as of the last snapshot."""
+        """Bytes of the state's records that are not held, as of the last snapshot."""
         self.by_file: dict[int, int] = {}
-        """Written to each file that counts."""
+        """Bytes written to the snapshot and each later segment, by file number."""
         self.replaced = 0
-        """Written to files that a snapshot has replaced, and that are still there."""
+        """Bytes of files that a snapshot has replaced but that are not removed yet."""
         self._released = 0
-        """Of the records that were held: no snapshot that is begun from now on copies them."""
+        """Bytes of released records, which the next snapshot does not copy."""
         self._released_meanwhile = 0
-        """The same, since the one was begun that is being written."""
+        """Bytes released since the snapshot that is being written was begun."""
         self._copying = False
 
     @property
     def in_use(self) -> int:
-        """What is known to count."""
+        """Bytes that are known to be needed."""
         return self.kept + self.other
 
     def hold(self, length: int) -> None:
-        """A record is read again later."""
+        """Count a record that will be read again."""
         self.kept += length
 
     def release(self, length: int) -> None:
-        """Nobody reads it again."""
+        """Stop counting a record that will not be read again."""
         self.kept -= length
         if self._copying:
             self._released_meanwhile += length
@@ -64,22 +65,22 @@ class Room:
             self._released += length
 
     def moved(self, more: int) -> None:
-        """A record that is held takes so many bytes more in the snapshot that it lies in now."""
+        """A held record grew by `more` bytes when it moved into a snapshot."""
         self.kept += more
 
     @property
     def compaction_due(self) -> bool:
-        """Whether what nobody needs, as far as that is known, is worth it."""
+        """Whether enough bytes are known to be obsolete."""
         unneeded = sum(self.by_file.values()) - self.in_use
         return unneeded > min(max(self.segment_bytes, self.in_use), self._usable // 12)
 
     @property
     def copy_bytes(self) -> int:
-        """The most that a snapshot takes which is begun now."""
+        """Largest possible size of a snapshot begun now."""
         return sum(self.by_file.values()) - self._released + HEADER.size
 
     def refusal(self, wanted: int) -> str | None:
-        """Why so many bytes more have no place; None where they have."""
+        """Return why `wanted` more bytes do not fit; None if they fit."""
         if self.in_use + wanted > self.limit:
             return f"the journal keeps {self.in_use} bytes"
         written = sum(self.by_file.values())
@@ -88,17 +89,17 @@ class Room:
         return None
 
     def begin_copy(self) -> None:
-        """A snapshot of what counts now is being written."""
+        """A snapshot of the current state has been begun."""
         self._copying = True
 
     def give_up_copy(self) -> None:
-        """It was not."""
+        """The snapshot failed; the older files stay."""
         self._copying = False
         self._released += self._released_meanwhile
         self._released_meanwhile = 0
 
     def end_copy(self, number: int, end: int, other: int) -> None:
-        """It took the place of all files before it, which are about to be removed."""
+        """The snapshot replaced all earlier files, which are about to be removed."""
         self._copying = False
         self._released, self._released_meanwhile = self._released_meanwhile, 0
         self.other = other
@@ -107,5 +108,5 @@ class Room:
         self.by_file[number] = end
 
     def removed(self) -> None:
-        """Those files are gone."""
+        """The replaced files were removed."""
         self.replaced = 0

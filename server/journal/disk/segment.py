@@ -1,24 +1,26 @@
-"""Files of the journal: frames of checked bytes, one after the other.
+"""The file format of the journal: a header, then frames with checksums.
 
-A segment is a file of a fixed size, allocated whole before anything is written to it: a full disk shows
-itself there and then, and not in the middle of a record. It holds
+A segment is a file of a fixed size. It is allocated whole before anything is written to it, so that
+a full disk is noticed then and not in the middle of a record. It holds
 
     magic, number, place, XXH3-64 of the three  40 bytes
     frame, frame, ...                           each a multiple of 8 bytes
     zeros
 
-and a frame: its mark, the length of its payload, how much of this segment was durable when it was written,
-XXH3-64 of those two and the payload, the payload, and zeros up to a multiple of 8.
+A frame begins with a mark, the length of its payload, and the number of bytes of the segment that
+were durable when it was written. Then come the XXH3-64 of those two numbers and the payload, the
+payload itself, and zeros up to a multiple of 8.
 
-The place is where the file before it ended, so that a file that is lost, or its last records, are missed.
-A file that nothing is added to any more has a closing frame at its end, which says how many records there
-are: a snapshot, and the last segment of a server that was stopped. Files of earlier versions hold only
-magic and number before their frames, and no closing frame.
+The place is where the previous file ended. It reveals a lost file, or the loss of a file's last
+records. A finished file ends in a closing frame, which holds the number of its records. Snapshots
+are finished files, and so is the last segment of a server that was stopped. Files of earlier
+versions have only magic and number before their frames, and no closing frame.
 
-The end of what was written is where no frame begins. Where it is a frame that cannot be right, the tail is
-torn: it was being written when the machine stopped, and nobody was told that it was there. That cannot
-be so where a later frame says that this place was durable already, or another segment follows: then bytes
-were lost that somebody relies on, and the segment is corrupt. `journal_segment_reader` judges it.
+The written part ends where no frame begins. If it ends in an invalid frame, the tail is torn: the
+frame was being written when the machine stopped, and its records were never acknowledged. That
+explanation is ruled out if a later frame states that this place was durable, or if another segment
+follows. Then acknowledged bytes were lost, and the segment is corrupt. `journal_segment_reader`
+tells the two cases apart.
 """
 
 from __future__ import annotations
@@ -51,15 +53,15 @@ FIRST_MAGIC = b"PENSTOCK"
 FIRST_HEADER = struct.Struct("<8sQ")
 COUNT = struct.Struct("<Q")
 CLOSING_BYTES = FRAME.size + COUNT.size
-# A piece of this size is written as it lies; smaller ones are copied together first.
+# A part of this size is written directly; smaller ones are joined first.
 LARGE_PIECE = 64 << 10
 
 Payload = tuple[bytes | bytearray, ...]
-"""In pieces that follow each other."""
+"""Consecutive parts of one payload."""
 
 
 class SegmentCorrupt(Exception):
-    """Bytes that were durable are not what was written."""
+    """Durable bytes differ from what was written."""
 
     def __init__(self, path: Path, offset: int, problem: str) -> None:
         super().__init__(f"{path.name} at {offset}: {problem}")
@@ -73,7 +75,7 @@ class Place:
     """Where a file ends."""
 
     number: int
-    """Of the file; zero where there is none."""
+    """Of the file; zero for `NOWHERE`."""
     end: int
 
 
@@ -82,62 +84,63 @@ NOWHERE = Place(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """How a file begins."""
+    """The decoded header of a file."""
 
     size: int
     number: int
     before: Place | None
-    """Where the file before it ended, or all that a snapshot says anew; None of an earlier version."""
+    """Where the previous file ended; for a snapshot, the end of all it replaces. None in files of earlier
+        versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where a payload lies, and what it is."""
+    """One frame of a file."""
 
     offset: int
     length: int
     """Bytes of the whole frame."""
     durable: int
-    """Bytes of its file that were durable when it was written."""
+    """Bytes of the file that were durable when the frame was written."""
     payload: memoryview
     closing: bool = False
-    """Whether it ends the file: its payload is how many records there are."""
+    """Whether it ends the file; its payload is then the number of records."""
 
 
 def header_of(number: int, before: Place) -> bytes:
-    """How a file begins that follows another."""
+    """Encode the header of a file; `before` is where the previous file ended."""
     fields = HEADER.pack(MAGIC, number, before.number, before.end, 0)[:-8]
     return fields + xxhash.xxh3_64(fields).intdigest().to_bytes(8, "little")
 
 
 def read_header(data: bytes) -> Header:
-    """How a file begins whose first bytes these are. Raises ValueError."""
+    """Decode the header from the first bytes of a file. Raises ValueError."""
     magic = data[: len(MAGIC)]
     if magic == FIRST_MAGIC and len(data) >= FIRST_HEADER.size:
         _, number = FIRST_HEADER.unpack_from(data)
         return Header(FIRST_HEADER.size, number, None)
     if magic != MAGIC or len(data) < HEADER.size:
-        raise ValueError("is no segment of a journal")
+        raise ValueError("is not a journal segment")
     _, number, before, end, checksum = HEADER.unpack_from(data)
     if xxhash.xxh3_64(data[: HEADER.size - 8]).intdigest() != checksum:
-        raise ValueError("the checksum of its beginning does not match")
+        raise ValueError("the checksum of its header does not match")
     return Header(HEADER.size, number, Place(before, end))
 
 
 def payload_length(payload: Payload) -> int:
-    """Bytes of its pieces."""
     return sum(map(len, payload))
 
 
 def frame_of(payload: Payload, durable: int, mark: int = MARK) -> Payload:
-    """The pieces of a frame, in a segment of which `durable` bytes were durable."""
+    """Encode a frame; `durable` bytes of its segment are durable so far."""
     length = payload_length(payload)
     head = FRAME.pack(mark, length, durable, digest(length, durable, payload))
     return (head, *payload, bytes(-(FRAME.size + length) % ALIGNMENT))
 
 
 def read_frame(data: memoryview, place: int) -> Frame:
-    """The frame that begins `data`, which lies at `place` of its file. Raises ValueError."""
+    """Decode the frame at the start of `data`; `place` is its offset in the file. Raises
+    ValueError."""
     mark, length, durable, checksum = read_head(data, len(data))
     payload = data[FRAME.size : FRAME.size + length]
     closing = mark == CLOSING_MARK
@@ -147,11 +150,13 @@ def read_frame(data: memoryview, place: int) -> Frame:
 
 
 class SegmentWriter:
-    """Appends to a segment; made and used in one thread."""
+    """Appends to a segment. Created and used in a single thread."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """A file of `size` bytes, not yet a segment. Raises OSError, and leaves nothing, where they are
-        not there."""
+        """Allocate a file of `size` bytes, which is not a segment yet.
+
+        Raises OSError if the disk lacks the room, and then leaves no file.
+        """
         self.path = path
         self.number = 0
         self._size = size
@@ -167,7 +172,8 @@ class SegmentWriter:
         self._durable = 0
 
     def begin(self, path: Path, number: int, before: Place) -> None:
-        """Becomes a segment, with all that was written to it so far. Raises OSError."""
+        """Turn the file, with everything written so far, into a segment of this name. Raises
+        OSError."""
         self._write_at(0, header_of(number, before))
         os.fdatasync(self._descriptor)
         self.path.rename(path)
@@ -176,11 +182,11 @@ class SegmentWriter:
 
     @property
     def room(self) -> int:
-        """Bytes that still fit, beside the closing frame."""
+        """Bytes that still fit, not counting the closing frame."""
         return self._size - self.end - CLOSING_BYTES
 
     def write(self, payloads: Sequence[Payload]) -> list[tuple[int, int]]:
-        """Appends payloads, which fit; returns the offset and length of each frame. Raises OSError."""
+        """Append payloads that fit; returns the offset and length of each frame. Raises OSError."""
         places: list[tuple[int, int]] = []
         small: list[bytes | bytearray] = []
         begin = end = self.end
@@ -200,13 +206,13 @@ class SegmentWriter:
         return places
 
     def write_closing(self) -> None:
-        """Ends the file: nothing is appended any more. Raises OSError."""
+        """Write the closing frame, after which nothing is appended. Raises OSError."""
         frame = frame_of((COUNT.pack(self._count),), self._durable, CLOSING_MARK)
         self._write_at(self.end, b"".join(frame))
         self.end += CLOSING_BYTES
 
     def trim(self) -> None:
-        """Gives back what was allocated and is not used. Raises OSError."""
+        """Free the unused end of the file. Raises OSError."""
         os.ftruncate(self._descriptor, self.end)
 
     def _write_at(self, offset: int, data: bytes | bytearray) -> None:
@@ -216,21 +222,21 @@ class SegmentWriter:
             view, offset = view[written:], offset + written
 
     def sync(self) -> None:
-        """Makes durable what was written. Raises OSError, after which nothing can be said of it."""
+        """Make everything written durable. After an OSError the state of the file is unknown."""
         os.fdatasync(self._descriptor)
         self.rely()
 
     def rely(self) -> None:
-        """What was written so far is relied on: frames after it say so."""
+        """Have later frames state that everything written so far is durable."""
         self._durable = self.end
 
     def close(self) -> None:
-        """Without making anything durable."""
+        """Close the file without syncing it."""
         os.close(self._descriptor)
 
 
 def read_payload(path: Path, offset: int, length: int) -> bytes:
-    """The payload of one frame. Raises OSError and SegmentCorrupt."""
+    """Read and check the payload of one frame. Raises OSError and SegmentCorrupt."""
     with path.open("rb") as file:
         try:
             return read_payload_at(file.fileno(), offset, length)

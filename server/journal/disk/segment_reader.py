@@ -1,10 +1,12 @@
-"""Reads files of the journal, for a server that starts and for whoever only looks.
+"""Reads files of the journal, for a starting server and for the read-only commands.
 
-A file is read with `pread`, in pieces, and never mapped: a sector that cannot be read is then an error with
-a place, and a file that a server cuts off meanwhile ends. The end of what was written is judged as
-`journal_segment` says. Where somebody else writes, a frame that is not right may be one that is being
-written: a later frame that says it was durable then was written after it, so it is looked at once more, and
-is corrupt only if it still is not right.
+A file is read with `pread`, in pieces, and never mapped. So an unreadable sector is an error with a
+location, and a file that a server truncates meanwhile simply ends. `journal_segment` describes how
+the end of the written part is found.
+
+While a server writes to the file, an invalid frame may be one that is just being written. A later
+frame that states that this place was durable was written after it. In that case the reader reads
+the frame once more, and reports corruption only if it is still invalid.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ SCAN_BYTES = 1 << 20
 
 
 class FileMissing(SegmentCorrupt):
-    """A file is not there that another one refers to."""
+    """A file that another file refers to is missing."""
 
 
 class SegmentReader:
     """One open file of a journal."""
 
     def __init__(self, number: int, path: Path, descriptor: int, *, last: bool) -> None:
-        """`last` is whether its tail may be torn: no other segment follows it."""
+        """`last` says that no other segment follows, so that the tail may be torn."""
         self.number = number
         self.path = path
         self.last = last
         self.before: Place | None = None
-        """Where the file before it ended; None of an earlier version, and until it is begun."""
+        """Where the previous file ended; None before `begin`, and in files of earlier versions."""
         self.end = 0
-        """Where what was written ends; as of the last frame read."""
+        """End of the last frame read; zero before `begin`."""
         self.torn_bytes = 0
-        """Bytes after it that are being written, or were when the machine stopped."""
+        """Bytes after `end` that are being written, or were when the machine stopped."""
         self._descriptor = descriptor
         self._count = 0
         self._closed = False
@@ -58,16 +60,16 @@ class SegmentReader:
 
     @property
     def snapshot(self) -> bool:
-        """Whether it is the one file that says what came of all before it."""
+        """Whether the file is a snapshot, which replaces all earlier files."""
         return self.path.suffix == ".snapshot"
 
     @property
     def byte_count(self) -> int:
-        """Size of the file."""
+        """Current size of the file, including its unused end."""
         return os.fstat(self._descriptor).st_size
 
     def begin(self) -> None:
-        """Reads how the file begins; once is enough. Raises SegmentCorrupt."""
+        """Read the header. Idempotent. Raises SegmentCorrupt."""
         if self.end:
             return
         try:
@@ -79,7 +81,7 @@ class SegmentReader:
         self.before, self.end = header.before, header.size
 
     def frames(self) -> Iterator[Frame]:
-        """The frame of every record, in order. Raises SegmentCorrupt."""
+        """Yield the frame of every record, in order. Raises SegmentCorrupt."""
         self.begin()
         while True:
             try:
@@ -96,19 +98,21 @@ class SegmentReader:
             if not frame.closing:
                 yield frame
         if self.snapshot and self.before is not None and not self._closed:
-            raise SegmentCorrupt(self.path, self.end, "the snapshot went on here")
+            raise SegmentCorrupt(self.path, self.end, "the snapshot is cut off here")
 
     def record(self, frame: Frame) -> Record:
-        """What a frame says. Raises SegmentCorrupt."""
+        """Decode the record in a frame. Raises SegmentCorrupt."""
         record = JournalRecord()
         try:
             record.ParseFromString(bytes(frame.payload))
-        except Exception as error:  # protobuf's own, of several kinds.
-            raise SegmentCorrupt(self.path, frame.offset, f"is no record: {error}") from error
+        except Exception as error:  # protobuf raises several types.
+            raise SegmentCorrupt(
+                self.path, frame.offset, f"is not a valid record: {error}"
+            ) from error
         return record
 
     def read(self, offset: int) -> Record:
-        """The record at a place that `frames` gave. Raises SegmentCorrupt."""
+        """Read the record at an offset that `frames` yielded. Raises SegmentCorrupt."""
         try:
             return self.record(self._frame(offset))
         except ValueError as error:
@@ -116,16 +120,16 @@ class SegmentReader:
 
     def _check_count(self, count: int) -> None:
         if count != self._count:
-            problem = f"{self._count} records come before its end, and {count} were written"
+            problem = f"the file holds {self._count} records, but its closing frame counts {count}"
             raise SegmentCorrupt(self.path, self.end, problem)
 
     def _frame(self, offset: int) -> Frame:
-        """The frame at a place. Raises ValueError and SegmentCorrupt."""
+        """Read the frame at an offset. Raises ValueError and SegmentCorrupt."""
         data = self._bytes(offset, FRAME.size)
         if len(data) >= FRAME.size:
             mark, length, _, _ = FRAME.unpack_from(data)
             size = FRAME.size + length
-            # Of a frame that does not fit, and of what is none, the head alone says what is wrong.
+            # For an invalid head or a length that does not fit, `read_frame` needs only the head.
             if size > len(data) and mark in (MARK, CLOSING_MARK) and self._fits(length):
                 data = self._bytes(offset, size)
         return read_frame(data, offset)
@@ -134,7 +138,7 @@ class SegmentReader:
         return length <= READ_BYTES or length <= min(MAX_PAYLOAD, self.byte_count)
 
     def _bytes(self, offset: int, length: int) -> memoryview:
-        """At least so many bytes of the file, or what there is."""
+        """Return at least `length` bytes from `offset`, or fewer at the end of the file."""
         skipped = offset - self._buffer_begin
         if skipped < 0 or skipped + length > len(self._buffer):
             data = self._pread(offset, max(length, READ_BYTES))
@@ -148,13 +152,17 @@ class SegmentReader:
             raise SegmentCorrupt(self.path, offset, f"cannot be read: {error.strerror}") from error
 
     def _read_again(self, offset: int) -> Frame:
-        """The frame at a place as it is by now. Raises ValueError and SegmentCorrupt."""
+        """Read the frame at an offset again, without the buffer. Raises ValueError and
+        SegmentCorrupt."""
         self._buffer = memoryview(b"")
         return self._frame(offset)
 
     def _goes_on(self, problem: str) -> bool:
-        """Whether the frame at the end is right by now; where not, what is after it. Raises
-        SegmentCorrupt."""
+        """Return whether the frame at `end` has become valid meanwhile, so that reading continues.
+
+        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after
+        `end` rule out a torn tail.
+        """
         written = 0
         for offset, marks, last in self._words(self.end):
             written = last or written
@@ -176,8 +184,11 @@ class SegmentReader:
         return False
 
     def _words(self, begin: int) -> Iterator[tuple[int, list[int], int]]:
-        """What is not zero from `begin` on: offset, words in which a frame may begin, and the end of the
-        last byte that is not zero."""
+        """Scan from `begin` for data that is not zero, chunk by chunk.
+
+        Yields the chunk's offset, the indices of its words that hold a mark, and the end of its
+        last non-zero byte.
+        """
         while chunk := self._pread(begin, SCAN_BYTES):
             content = chunk.rstrip(b"\0")
             if content:
@@ -189,34 +200,34 @@ class SegmentReader:
 
 
 def check_order(before: SegmentReader | None, reader: SegmentReader) -> None:
-    """That a file is the one that follows `before`, which was read to its end; None for the first.
+    """Check that a file follows `before`, which was read to its end; None for the first file.
 
-    Raises FileMissing, and SegmentCorrupt where it is the end of `before` that is not there.
+    Raises FileMissing, and SegmentCorrupt if the end of `before` itself is missing.
     """
     reader.begin()
     if reader.snapshot:
-        return  # It says anew what was before it.
+        return  # A snapshot replaces everything before it.
     if reader.before is None:
-        # By its number only. One may be skipped: that of a snapshot that was never finished.
+        # Only the number is known. One may be skipped, that of an unfinished snapshot.
         last = 0 if before is None else before.number
         most = 1 if before is None or before.snapshot else 2
         if reader.number > last + most:
-            raise FileMissing(reader.path, 0, "what came before it is missing")
+            raise FileMissing(reader.path, 0, "the file before it is missing")
         return
     expected = NOWHERE if before is None else Place(before.number, before.end)
     if before is not None and before.snapshot and before.before is not None:
-        # Begun together with it, where the same file ended.
+        # The snapshot and this segment both began at the end of the same file.
         expected = before.before
     elif before is not None and reader.before.number == before.number:
         if reader.before.end != before.end:
-            problem = f"it went on to {reader.before.end}, where {reader.path.name} goes on"
+            problem = f"it ended at {reader.before.end} when {reader.path.name} was begun"
             raise SegmentCorrupt(before.path, before.end, problem)
         return
     if reader.before != expected:
-        raise FileMissing(reader.path, 0, "what came before it is missing")
+        raise FileMissing(reader.path, 0, "the file before it is missing")
 
 
 def check_last(last: SegmentReader | None) -> None:
-    """That what was appended after a snapshot is not missing altogether. Raises FileMissing."""
+    """Check that a snapshot is followed by a segment, which always exists. Raises FileMissing."""
     if last is not None and last.snapshot and last.before is not None:
-        raise FileMissing(last.path, last.end, "what came after it is missing")
+        raise FileMissing(last.path, last.end, "the file after it is missing")

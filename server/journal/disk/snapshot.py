@@ -1,4 +1,4 @@
-"""Writes what counts into one file that takes the place of all before it."""
+"""Writes the current state into one file, which replaces all earlier files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ BATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A snapshot that is durable."""
+    """What a durable snapshot contains."""
 
     moves: list[tuple[Stored, tuple[int, int]]]
-    """What lies in it now, and is to know: offset and length of the frames."""
+    """Locations to update, with the new offset and length of their frames."""
     end: int
     other_bytes: int
-    """Of the frames of all records that are not copies of others."""
+    """Bytes of the frames that are not copies of stored records."""
 
 
 def payload_of(record: Appended) -> Payload:
-    """The bytes of a record."""
     return record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
 
 
@@ -44,9 +43,9 @@ def write_snapshot(
     items: Iterable[SnapshotItem],
     read: Callable[[Stored], bytes],
 ) -> Written:
-    """Writes a snapshot of all up to `before`; `read` gives the payload of a record by where it lies.
+    """Write a snapshot of everything up to `before`; `read` returns the payload of a stored record.
 
-    Raises OSError, what `read` raises, and leaves nothing then that anybody reads.
+    Raises OSError and what `read` raises, and then removes its file.
     """
     unfinished, path = (folder / f"{number:010d}.{kind}" for kind in ("unfinished", "snapshot"))
     moves: list[tuple[Stored, tuple[int, int]]] = []
@@ -67,7 +66,7 @@ def write_snapshot(
         finally:
             writer.close()
     except (OSError, SegmentCorrupt):
-        # Where it has its name already the older files still say the same.
+        # Safe even if it has its name already: the older files still hold the same state.
         for left in (unfinished, path):
             left.unlink(missing_ok=True)
         raise
@@ -81,9 +80,9 @@ class _Item:
 
     payload: Payload
     stored: Stored | None = None
-    """What is to know where it lies."""
+    """Location to update."""
     copied: bool = False
-    """Whether that says where it lay before."""
+    """Whether the record is a copy from the previous location in `stored`."""
 
 
 def _items(items: Iterable[SnapshotItem], read: Callable[[Stored], bytes]) -> Iterator[_Item]:
@@ -100,7 +99,7 @@ def _items(items: Iterable[SnapshotItem], read: Callable[[Stored], bytes]) -> It
 def _batches(
     items: Iterable[SnapshotItem], read: Callable[[Stored], bytes]
 ) -> Iterator[list[_Item]]:
-    """In parts that are written at once."""
+    """Group the items into batches of about BATCH_BYTES, each written at once."""
     part: list[_Item] = []
     size = 0
     for item in _items(items, read):

@@ -1,6 +1,6 @@
-"""The segments that a journal appends to: the running one, and allocated room for the next.
+"""The segments that a journal appends to: the current one, and a preallocated spare for the next.
 
-All that writes is called in one thread, the journal's own.
+Every method that writes runs in the journal's thread.
 """
 
 from __future__ import annotations
@@ -32,55 +32,57 @@ Durability = Literal["fsync", "process"]
 
 
 class NoRoom(Exception):
-    """The disk has no room for the next segment, and nothing was written."""
+    """The disk has no room for the next segment. Nothing was written."""
 
 
 class Segments:
-    """Appends to one segment after the other."""
+    """Appends to a sequence of segments."""
 
     def __init__(self, folder: Path, durability: Durability, room: Room) -> None:
-        """Nothing is written until `rotate`."""
+        """Write nothing; `rotate` opens the first segment."""
         self._folder = folder
         self._durability = durability
         self._room = room
         self._writer: SegmentWriter | None = None
         self._spare: SegmentWriter | None = None
         self._short = False
-        """Whether the disk had no room for another segment."""
+        """Whether the last attempt to allocate a spare failed."""
         self.before = NOWHERE
-        """Where the file before the running segment ended."""
+        """Where the file before the current segment ended."""
         self.paths: dict[int, Path] = {}
-        """Of every file that counts."""
+        """Paths of the snapshot and the segments after it, by number."""
 
     @property
     def number(self) -> int:
-        """Of the running segment."""
+        """Number of the current segment."""
         assert self._writer is not None
         return self._writer.number
 
     @property
     def has_spare(self) -> bool:
-        """Whether there is room for the next segment."""
+        """Whether the next segment is already allocated."""
         return self._spare is not None
 
     @property
     def free_bytes(self) -> int:
-        """Of the disk."""
+        """Free bytes of the disk."""
         free = os.statvfs(self._folder)
         return free.f_bavail * free.f_frsize
 
     def takes(self, byte_count: int) -> bool:
-        """Whether frames of so many bytes have room, on the disk and in segments."""
+        """Whether frames of `byte_count` bytes fit into the segments or onto the disk."""
         writer, spare = self._writer, self._spare
         if byte_count <= (writer.room if writer else 0) + (spare.room if spare else 0):
             return True
-        # More than segments of the usual size take: one of its own is made for it.
+        # Too large for the usual segments: `rotate` makes a larger one.
         needed = byte_count + self._room.segment_bytes + self._room.copy_bytes
         return needed <= self.free_bytes
 
     def write(self, payloads: Sequence[Payload]) -> list[Stored]:
-        """Appends payloads, as durable as is asked for. Raises NoRoom, after which they may be tried again,
-        and OSError."""
+        """Append payloads, synced if durability is `fsync`.
+
+        Raises OSError, and NoRoom, after which the caller may retry.
+        """
         self._provide(payloads)
         places: list[Stored] = []
         part: list[Payload] = []
@@ -105,7 +107,7 @@ class Segments:
         return places
 
     def _provide(self, payloads: Sequence[Payload]) -> None:
-        """Sees to it that there is a next segment where these do not fit into the running one. Raises
+        """Allocate a next segment if the payloads do not fit into the current one. Raises
         NoRoom."""
         assert self._writer is not None
         room, firsts = self._writer.room, list[int]()
@@ -118,7 +120,7 @@ class Segments:
             return
         if self._spare is None or self._spare.room < firsts[0]:
             self._allocate_spare(firsts[0])
-        # Those after it are made as they are come to.
+        # `rotate` allocates the ones after it when it needs them.
         others = sum(max(self._room.segment_bytes, length) for length in firsts[1:])
         if self._spare is None or others > self.free_bytes:
             raise NoRoom
@@ -131,8 +133,8 @@ class Segments:
         return [Stored(writer.number, offset, length) for offset, length in places]
 
     def rotate(self, number: int, at_least: int = 0) -> None:
-        """Goes on in a new segment; the one before is durable then. Raises OSError."""
-        # First: without room for the next one the running segment stays as it is.
+        """Make the current segment durable and continue in a new one. Raises OSError."""
+        # Allocate first: if there is no room, the current segment stays as it is.
         if self._spare is None or self._spare.room < at_least:
             self._allocate_spare(at_least)
         if self._spare is None:
@@ -151,16 +153,16 @@ class Segments:
         self._make_spare()
 
     def _make_spare(self) -> None:
-        """Room for the next segment, where that leaves room for a compaction and its own segment."""
+        """Allocate the next segment if that leaves room for a compaction and its segment."""
         if self._spare is None:
             reserved = 2 * self._room.segment_bytes + self._room.copy_bytes
             if reserved <= self.free_bytes:
                 self._allocate_spare()
             else:
-                self._note_short(f"{reserved} bytes are to be free")
+                self._note_short(f"{reserved} bytes must be free")
 
     def _allocate_spare(self, at_least: int = 0) -> None:
-        """None where the disk has none, which `takes` then says."""
+        """Allocate the spare; on a full disk there is none, and `takes` reports that."""
         if self._spare is not None:
             self._spare.close()
             self._spare = None
@@ -173,18 +175,18 @@ class Segments:
 
     def _note_short(self, problem: object) -> None:
         if not self._short:
-            logger.error("no room for another segment of the journal: %s", problem)
+            logger.error("the disk has no room for another journal segment: %s", problem)
         self._short = True
 
     def finish(self) -> None:
-        """Ends the running segment: nothing is appended any more. Raises OSError."""
+        """Write the closing frame of the current segment and sync it. Raises OSError."""
         if self._writer is not None:
             self._writer.sync()
             self._writer.write_closing()
             self._writer.sync()
 
     def close(self) -> None:
-        """Gives back what is open and what was never used."""
+        """Close the open files and remove the spare."""
         for writer in (self._writer, self._spare):
             if writer is not None:
                 writer.close()

@@ -1,4 +1,4 @@
-"""What a stream of NATS JetStream answers, and how it refuses."""
+"""Answers and errors of a NATS JetStream stream."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class JetStreamError(Exception):
-    """The stream refuses, or cannot be reached; the message is for a person."""
+    """The stream refused a request or cannot be reached. The message is shown to the user."""
 
 
 class Unreachable(JetStreamError):
-    """Nobody answers for longer than is waited."""
+    """NATS did not answer within the patience of the connection."""
 
 
 class Fenced(JetStreamError):
@@ -19,7 +19,7 @@ class Fenced(JetStreamError):
 
 
 class Refused(JetStreamError):
-    """The server says no."""
+    """The NATS server refused a request, or is not configured as required."""
 
     def __init__(self, description: str, code: int) -> None:
         super().__init__(description)
@@ -28,15 +28,15 @@ class Refused(JetStreamError):
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What a stream holds."""
+    """The state of a stream."""
 
     first: int
     last: int
-    """Place of the newest message that there ever was."""
+    """Sequence of the newest message ever stored, even if it was removed since."""
     byte_count: int
     config: dict[str, Any]
     leader: str
-    """Name of the server that keeps it; empty where that is not said."""
+    """Name of the NATS server that keeps it; empty if the answer does not include it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Fetched:
 
 
 def state_in(table: dict[str, Any]) -> StreamState:
-    """Of an answer that describes a stream."""
+    """Parse an answer that describes a stream."""
     state = table["state"]
     cluster: dict[str, Any] = table.get("cluster") or {}
     return StreamState(

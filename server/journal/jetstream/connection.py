@@ -1,15 +1,17 @@
-"""One connection to NATS, and the stream of a journal on it. The only module that imports nats.
+"""One connection to NATS, and the journal's stream on it. The only module that imports nats.
 
-Writing: each message says which place it is for (`Nats-Expected-Last-Sequence`) and carries an id of this
-writer and that place (`Nats-Msg-Id`). So whatever becomes of the connection it is sent again until it is
-acknowledged, and is stored once: the server knows the id, or, where it has forgotten it, the place is taken
-by the message itself. Where it is taken by another one, another server writes: nothing is sent any more.
+Writing: each message states the sequence it must get (`Nats-Expected-Last-Sequence`) and carries an
+id made of this writer and that sequence (`Nats-Msg-Id`). So the connection sends it again after any
+failure until it is acknowledged. NATS stores it once: either it still knows the id, or the message
+itself occupies the sequence. If another message occupies it, another server writes to the stream,
+and nothing more is sent.
 
-Waiting: what cannot be reached is waited for, `patience` seconds since anything was last answered.
+Waiting: requests wait for an unreachable NATS until `patience` seconds have passed since its last
+answer.
 
-Whom it speaks to: connected -> checked -> up -> lost -> connected again. What NATS has to be, such as one
-that syncs each write, it may no longer be when it comes back: nothing is sent before it is asked, and
-nothing any more where it says no.
+States: connected -> checked -> up -> lost -> connected again. When NATS comes back, it may no
+longer meet the requirements, such as syncing each write. Nothing is sent before that is checked
+again, and nothing more if the check fails.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 5.0
-"""After which a message is sent again."""
+"""Timeout of an answer, after which a message is sent again."""
 AGAIN_SECONDS = 0.1
 PING_SECONDS = 5
 WINDOW_BYTES = 8 << 20
-"""Sent and not yet acknowledged."""
+"""Maximum of bytes sent but not yet acknowledged."""
 NO_RESPONDERS = "503"
 NOT_FOUND = 404
 WRONG_LAST_SEQUENCE = 10071
 STORE_FAILED = 10077
 STREAM_NOT_FOUND = 10059
 NO_ROOM = (10023, 10047)
-"""Errors of JetStream: too little storage in all, or for the account."""
-# Errors of the client that pass by themselves, once the server is there again.
+"""JetStream error codes: too little storage on the server, or for the account."""
+# Client errors that pass once NATS is reachable again.
 PASSING = (
     errors.TimeoutError,
     errors.NoRespondersError,
@@ -68,12 +70,13 @@ PASSING = (
 
 
 Check = Callable[[], Awaitable[str | None]]
-"""Says what speaks against the server that is connected to. Raises OSError where that one does not say."""
+"""Returns why the connected NATS server is unsuitable, or None. Raises OSError if it does not
+answer."""
 
 
 class _Client(Client):
-    """nats-py's, which connects anew over the socket of a try that failed in its handshake: nobody would
-    close that one."""
+    """The nats-py client, with a fix: it leaks the socket of an attempt that failed in its
+    handshake."""
 
     async def _connect_to_server(self, s: Any) -> None:
         transport: Any = self._transport
@@ -82,40 +85,40 @@ class _Client(Client):
         await super()._connect_to_server(s)
 
     def told(self, name: str) -> str:
-        """What the server said of itself as it was connected to."""
+        """Return a field of the info that the NATS server sent on connecting."""
         return str(self._server_info.get(name, ""))
 
 
 class Connection:
-    """To the stream of one journal."""
+    """A connection to the stream of one journal."""
 
     def __init__(self, section: JournalSection, check: Check | None = None) -> None:
-        """`check` is asked each time it is connected."""
+        """`check` runs after each connect."""
         assert section.url is not None
         self._section = section
         self._check = check
         self._checking: asyncio.Task[None] | None = None
         self._against: str | None = None
-        """Why nothing is sent any more."""
+        """Why nothing may be sent to this NATS server; None if it is suitable."""
         self.subjects = Subjects(section.stream)
         self._patience = section.patience_seconds
         self.writer = uuid.uuid4().hex
-        """Who writes here, in the ids of its messages."""
+        """Id of this writer, part of the ids of its messages."""
         self._client = _Client()
         self._begun = False
-        """Whether there is something to close."""
+        """Whether the client needs closing."""
         self._inbox = ""
         self._answers: dict[str, asyncio.Future[Msg | None]] = {}
-        """What is waited for, by where it comes to; None where the connection was lost before."""
+        """Pending answers by reply subject; None is set if the connection was lost first."""
         self._asked = 0
         self._failures: dict[str, None] = {}
-        """What tries to connect failed with since it was last connected, each once."""
+        """Distinct errors of attempts to connect since the connection was last up, in order."""
         self._up = asyncio.Event()
         self._answering: Subscription | None = None
-        """To who asks which server writes; None while this one does not."""
+        """Subscription that identifies this server as the writer; None while it is not."""
 
     async def connect(self) -> None:
-        """Raises Unreachable and Refused."""
+        """Connect and check the NATS server. Raises Unreachable and Refused."""
         section = self._section
         options = _security(section)
         self._begun = True
@@ -137,9 +140,9 @@ class Connection:
                     **options,
                 )
         except (TimeoutError, OSError, errors.Error, ValueError) as error:
-            # It does not close what it was about to connect when its time was over.
+            # On a timeout, the client leaves the socket open that it was connecting.
             await self.close()
-            # All of them: a server that lets nobody in says so, or only ends the connection.
+            # Report all errors: a server that rejects the login may state that, or just hang up.
             reason = str(error) or "; ".join(self._failures) or type(error).__name__
             raise Unreachable(f"NATS cannot be reached: {reason}") from error
         except ModuleNotFoundError as error:
@@ -152,8 +155,10 @@ class Connection:
             try:
                 against = await self._check()
             except OSError as error:
-                raise Unreachable(f"what NATS promises is not known: {error}") from error
-        # Where it was lost meanwhile, another check says when it is up.
+                raise Unreachable(
+                    f"cannot check whether NATS syncs every write: {error}"
+                ) from error
+        # If the connection was lost meanwhile, `_check_again` decides when it is up.
         if self._client.is_connected and self._checking is None:
             self._against = against
             self._up.set()
@@ -162,21 +167,20 @@ class Connection:
 
     @property
     def max_payload(self) -> int:
-        """Most bytes of a message, headers included."""
+        """Maximum bytes of a message, headers included."""
         return self._client.max_payload
 
     @property
     def server_id(self) -> str:
-        """Of the server that is connected to."""
+        """Id of the connected NATS server."""
         return self._client.told("server_id")
 
     @property
     def server_name(self) -> str:
-        """Of the server that is connected to."""
+        """Name of the connected NATS server."""
         return self._client.told("server_name")
 
     async def close(self) -> None:
-        """Ends it."""
         self._stop_checking()
         self._lose_answers()
         if not self._begun:
@@ -185,7 +189,7 @@ class Connection:
             with suppress(errors.Error, OSError):
                 await self._client.close()
         except asyncio.CancelledError:
-            # The library gives up its try to connect, and with it cancels what it waits for here itself.
+            # When nats-py cancels its own attempt to connect, the cancellation also surfaces here.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -195,9 +199,11 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            # It was told to end while it tried to connect: what the try failed with took the place of that.
+            # nats-py was cancelled while connecting, and the attempt's error replaced the
+            # cancellation.
             raise asyncio.CancelledError
-        # Each try to connect again fails with one, of which the first of a kind says all.
+        # Each attempt to reconnect fails with an error; only the first of a kind is worth a
+        # warning.
         text = str(error) or type(error).__name__
         logger.log(logging.DEBUG if text in self._failures else logging.WARNING, "NATS: %s", text)
         self._failures[text] = None
@@ -213,7 +219,7 @@ class Connection:
         if self._check is None:
             self._up.set()
         else:
-            # In a task of its own: the client reads nothing before this returns.
+            # In a separate task, because the client reads nothing until this callback returns.
             self._checking = asyncio.create_task(self._check_again(self._check))
 
     async def _check_again(self, check: Check) -> None:
@@ -225,7 +231,9 @@ class Connection:
                 return
             except OSError as error:
                 if str(error) != said:
-                    logger.warning("what NATS promises is not known: %s", error)
+                    logger.warning(
+                        "cannot check whether NATS syncs every write, retrying: %s", error
+                    )
                 said = str(error)
             await asyncio.sleep(AGAIN_SECONDS)
 
@@ -245,9 +253,9 @@ class Connection:
                 waiting.set_result(None)
 
     async def _send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> str:
-        """Sends what is answered; returns where to. Whoever calls takes it from `_answers`.
+        """Send a request; returns its reply subject. The caller removes the entry from `_answers`.
 
-        Raises PASSING, and Refused where NATS is not what it has to be.
+        Raises PASSING, and Refused if the NATS server is unsuitable.
         """
         if not self._up.is_set():
             raise ConnectionResetError("the connection was lost")
@@ -260,7 +268,7 @@ class Connection:
         return reply
 
     async def _answer(self, reply: str) -> Msg:
-        """Raises PASSING."""
+        """Wait for the answer to a request. Raises PASSING."""
         async with asyncio.timeout(ANSWER_SECONDS):
             answer = await self._answers[reply]
         if answer is None:
@@ -272,9 +280,9 @@ class Connection:
     # Requests
 
     async def ask(self, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A request of JetStream's own, such as STREAM.INFO of this stream; asked until it is answered.
+        """Send a request of the JetStream API about this stream, such as STREAM.INFO.
 
-        Raises Refused and Unreachable.
+        Repeats it until it is answered. Raises Refused and Unreachable.
         """
         subject = f"$JS.API.{verb}.{self.subjects.stream}"
         answer = await self._request(subject, json.dumps(body or {}).encode())
@@ -299,11 +307,11 @@ class Connection:
                 self._answers.pop(reply, None)
 
     async def _again(self, left: float, error: Exception) -> None:
-        """Returns when it is worth another try. Raises Unreachable."""
+        """Return when another attempt is worthwhile. Raises Unreachable if no time is left."""
         if left > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    # Connected, and nobody answers: the server is about to find its streams.
+                    # Connected but without an answer: NATS may still be loading its streams.
                     await asyncio.sleep(AGAIN_SECONDS)
                     await self._up.wait()
                     return
@@ -311,15 +319,15 @@ class Connection:
         raise Unreachable(f"NATS has not answered for {self._patience:.0f} s: {reason}")
 
     async def state(self) -> StreamState:
-        """Raises Refused and Unreachable."""
+        """Return the stream's state. Raises Refused and Unreachable."""
         return state_in(await self.ask("STREAM.INFO"))
 
     async def fetch(self, sequence: int) -> Fetched | None:
-        """The message in a place; None where there is none. Raises Refused and Unreachable."""
+        """Return the message with this sequence, or None. Raises Refused and Unreachable."""
         return await self._fetch({"seq": sequence})
 
     async def fetch_last(self, subject: str) -> Fetched | None:
-        """The newest of a subject."""
+        """Return the newest message of a subject, or None. Raises Refused and Unreachable."""
         return await self._fetch({"last_by_subj": subject})
 
     async def _fetch(self, wanted: dict[str, Any]) -> Fetched | None:
@@ -329,7 +337,7 @@ class Connection:
         if (status := headers.get("Status")) is not None:
             if int(status) == NOT_FOUND:
                 return None
-            raise Refused(f"NATS answers {status} {headers.get('Description', '')}", int(status))
+            raise Refused(f"NATS answered {status} {headers.get('Description', '')}", int(status))
         return Fetched(
             int(headers["Nats-Sequence"]),
             headers["Nats-Subject"],
@@ -340,7 +348,10 @@ class Connection:
     # Writing
 
     async def store(self, messages: Sequence[Message]) -> None:
-        """Returns once all are stored in their places. Raises Fenced, Refused and Unreachable."""
+        """Store messages under their sequences; returns once all are acknowledged.
+
+        Raises Fenced, Refused and Unreachable.
+        """
         window: list[Message] = []
         size = 0
         for message in messages:
@@ -366,7 +377,7 @@ class Connection:
                 raise Unreachable(f"the connection to NATS has ended: {error}") from error
 
     async def _stored(self, messages: Sequence[Message]) -> AsyncIterator[Message]:
-        """Sends messages, and yields each in its order once it is stored. Raises PASSING."""
+        """Send messages, and yield each, in order, once it is stored. Raises PASSING."""
         replies: list[str] = []
         try:
             for message in messages:
@@ -386,19 +397,24 @@ class Connection:
         return f"{self.writer}.{sequence}"
 
     async def _check_stored(self, message: Message, answer: Msg) -> None:
-        """Raises what the answer says; ConnectionResetError where it is worth another try."""
+        """Raise the error of an answer, or ConnectionResetError if the message should be sent
+        again."""
         table = json.loads(answer.data)
         error = table.get("error")
         if error is None:
             if table["seq"] != message.sequence:
-                raise Refused(f"message {message.sequence} came to be in {table['seq']}", 0)
+                raise Refused(f"NATS stored message {message.sequence} as {table['seq']}", 0)
         elif error.get("err_code") == WRONG_LAST_SEQUENCE:
             await self._check_taken(message.sequence)
         else:
             raise Refused(str(error.get("description")), int(error.get("err_code", 0)))
 
     async def _check_taken(self, sequence: int) -> None:
-        """Returns where a place that was refused holds the message that was meant for it already."""
+        """Return if the refused sequence already holds this very message.
+
+        Otherwise raises Fenced, Refused, or ConnectionResetError if the message should be sent
+        again.
+        """
         stream = self.subjects.stream
         found = await self.fetch(sequence)
         if found is not None:
@@ -410,19 +426,20 @@ class Connection:
             raise Fenced(f"another server has cleared the stream {stream}")
         if last < sequence - 1:
             raise Refused(
-                f"the stream {stream} ends at message {last}, and {sequence - 1} were acknowledged: "
-                "NATS has lost what it had said was stored",
+                f"the stream {stream} ends at message {last}, but {sequence - 1} were acknowledged: "
+                "NATS has lost messages that it had acknowledged",
                 WRONG_LAST_SEQUENCE,
             )
-        raise ConnectionResetError("a message before it was lost with the connection")
+        raise ConnectionResetError("an earlier message was lost with the connection")
 
-    # Who writes
+    # Ownership
 
     async def ask_owner(self, seconds: float, absent_seconds: float) -> str | None:
-        """What the server that writes says of itself; None where there is none, or it does not answer.
+        """Ask which server writes to the stream; returns its answer, or None.
 
-        There is none once nobody has listened for `absent_seconds`. That begins anew where the connection
-        is lost: whoever writes has lost theirs too, and may come back later. Raises Unreachable.
+        None means that a writer listens but did not answer within `seconds`, or that no writer
+        listened for `absent_seconds`. That time starts again if the connection is lost, because a
+        writer has lost its connection too and may come back later. Raises Unreachable.
         """
         clock = asyncio.get_running_loop().time
         until = clock() + self._patience
@@ -438,7 +455,7 @@ class Connection:
                 raise Unreachable(f"the connection to NATS has ended: {error}") from error
             if answer is None:
                 logger.warning(
-                    "whoever writes to the stream %s has not answered for %.0f s and is taken over from",
+                    "stream %s: its writer has not answered for %.0f s; taking over",
                     self.subjects.stream,
                     seconds,
                 )
@@ -451,8 +468,10 @@ class Connection:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _ask_owner_once(self, seconds: float) -> Msg | None:
-        """The owner's answer, or that nobody listens; None where somebody does and says nothing. Raises
-        PASSING where it is NATS that is away."""
+        """Ask once; returns the owner's answer or NATS's "no responders".
+
+        None means that a server listens but does not answer. Raises PASSING if NATS is unreachable.
+        """
         reply = await self._send(self.subjects.owner, b"")
         try:
             async with asyncio.timeout(seconds):
@@ -467,7 +486,7 @@ class Connection:
         return answer
 
     async def answer_as_owner(self, what: str) -> None:
-        """Tells whoever asks from here on who writes."""
+        """Answer other servers that look for the stream's writer, with the text `what`."""
 
         async def answer(asked: Msg) -> None:
             with suppress(errors.Error, OSError):
@@ -476,7 +495,8 @@ class Connection:
         self._answering = await self._subscribe(self.subjects.owner, answer)
 
     async def stop_answering(self) -> None:
-        """Tells nobody any more, not itself either. Raises Unreachable."""
+        """Stop answering, so that this server does not find itself when it asks. Raises
+        Unreachable."""
         assert self._answering is not None
         answering, self._answering = self._answering, None
         try:
@@ -487,26 +507,26 @@ class Connection:
     async def _subscribe(
         self, subject: str, what: Callable[[Msg], Awaitable[None]]
     ) -> Subscription:
-        # One of its parameters that is not used here is without a type.
+        # Cast: `subscribe` has an untyped parameter.
         return await cast("Any", self._client).subscribe(subject, cb=what)
 
 
 def _unavailable(answer: Msg) -> bool:
-    """Whether there was nobody to answer, or nobody yet who could."""
+    """Whether no NATS server could answer the request yet."""
     if answer.headers:
         return answer.headers.get("Status") == NO_RESPONDERS
     error = cast("dict[str, Any]", json.loads(answer.data).get("error") or {})
-    # What there is no room for has the same code, and does not pass.
+    # A lack of storage has the same code, but does not pass.
     full = error.get("err_code") in (STORE_FAILED, *NO_ROOM)
     return error.get("code") == int(NO_RESPONDERS) and not full
 
 
 def _security(section: JournalSection) -> dict[str, Any]:
-    """What the client is told of credentials and TLS. Raises Refused, with the setting."""
+    """Return the client's options for credentials and TLS. Raises Refused, naming the setting."""
     for name in ("credentials", "ca", "certificate", "key"):
         path = getattr(section, name)
         try:
-            # The client would try again and again.
+            # Check first: the client would retry forever.
             if path is not None:
                 path.open("rb").close()
         except OSError as error:

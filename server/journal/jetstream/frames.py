@@ -1,17 +1,17 @@
-"""Records of a journal as messages of a stream, and messages as records.
+"""Packs journal records into messages of a stream, and unpacks them.
 
-A message of the log is a piece of a segment: frames of checked bytes, one after the other
-(`journal_segment`), each of which names the message that it is in, so that none passes for another. What is
-in a frame begins with its kind:
+A message of the log holds the same frames with checksums as a segment (`journal_segment`). Each
+frame names the message that it is in, so that no message passes for another. The content of a frame
+begins with its kind:
 
-    RECORD, REFERENCE                      what was appended
-    BEGIN                                  a snapshot begins: it says all that was appended before
-    SNAPSHOT_RECORD, SNAPSHOT_REFERENCE    of the snapshot, between what is appended meanwhile
-    END                                    the snapshot that began in the named message is whole
+    RECORD, REFERENCE                      appended records
+    BEGIN                                  start of a snapshot, which replaces everything before it
+    SNAPSHOT_RECORD, SNAPSHOT_REFERENCE    records of the snapshot, interleaved with appended records
+    END                                    completes the snapshot that began in the named message
     OWNER                                  another server writes from here on
 
-A large record is outside: in messages of its own before the one that refers to it, by their place, length
-and checksum.
+A large record is stored outside the log: in separate messages before the one that refers to it. The
+reference holds their position, length and checksum.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ REFERENCE = struct.Struct("<QQQQ")
 PLACE = struct.Struct("<Q")
 
 MESSAGE_OVERHEAD = 256
-"""Bytes that a message takes in a stream beside its body: subject, headers, and NATS's own."""
+"""Bytes that a message takes in a stream in addition to its body: subject, headers, and NATS's
+own."""
 
 
 class FrameCorrupt(Exception):
-    """A message is not what was written."""
+    """The content of a message differs from what was written."""
 
 
 class Kind(IntEnum):
-    """What a frame is; on the disk, so never renumbered."""
+    """The kind of a frame. Stored on disk, so never renumbered."""
 
     RECORD = 1
     REFERENCE = 2
@@ -56,7 +57,7 @@ REFERENCES = (Kind.REFERENCE, Kind.SNAPSHOT_REFERENCE)
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A record that is outside: in so many messages from `first` on."""
+    """A record outside the log, in `count` messages starting at `first`."""
 
     first: int
     count: int
@@ -66,44 +67,44 @@ class Reference:
     """XXH3-64 of the record."""
 
     def encode(self) -> bytes:
-        """As the content of a frame."""
+        """Return the reference as the content of a frame."""
         return REFERENCE.pack(self.first, self.count, self.length, self.digest)
 
     def join(self, chunks: Sequence[bytes]) -> bytes:
-        """The record, from its messages. Raises FrameCorrupt."""
+        """Join the bodies of its messages into the record. Raises FrameCorrupt."""
         record = b"".join(chunks)
         if len(record) != self.length or xxhash.xxh3_64_intdigest(record) != self.digest:
             raise FrameCorrupt(
-                f"the {self.length} bytes from message {self.first} on are not what was written"
+                f"the {self.length} bytes starting at message {self.first} are not what was written"
             )
         return record
 
 
 def outside_bytes(reference: Reference) -> int:
-    """What a record that is outside takes in the stream."""
+    """Return the bytes that a record outside the log takes in the stream."""
     return reference.length + reference.count * MESSAGE_OVERHEAD
 
 
 @dataclass(slots=True, eq=False)
 class StoredOutside(Stored):
-    """A record that is referred to; its length is that of its frame and of what is outside."""
+    """A record outside the log; `length` is that of its frame plus the bytes outside."""
 
     reference: Reference
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What becomes a frame."""
+    """The content of one frame to write."""
 
     kind: Kind
     payload: Payload
     reference: Reference | None = None
-    """Of a record that is outside already."""
+    """Set if the record is outside the log already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One that is to be stored in exactly this place."""
+    """A message to store under exactly this sequence."""
 
     sequence: int
     subject: str
@@ -112,56 +113,60 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """Where the messages of one stream go."""
+    """The NATS subjects of one stream."""
 
     stream: str
 
     @property
     def log(self) -> str:
-        """Frames."""
+        """Subject of messages with frames, other than `end`."""
         return f"penstock.{self.stream}.log.frames"
 
     @property
     def end(self) -> str:
-        """The one with which a snapshot is whole."""
+        """Subject of the message that completes a snapshot."""
         return f"penstock.{self.stream}.log.end"
 
     @property
     def all_of_log(self) -> str:
-        """Either of them."""
+        """Pattern for `log` and `end`."""
         return f"penstock.{self.stream}.log.*"
 
     @property
     def all_outside(self) -> str:
-        """Whatever is outside."""
+        """Pattern for all records outside the log."""
         return f"penstock.{self.stream}.payload.*"
 
     @property
     def owner(self) -> str:
-        """Where the server that writes answers whoever asks; no part of the stream."""
+        """Subject on which the writing server answers that it is the owner; not part of the
+        stream."""
         return f"penstock.{self.stream}.owner"
 
     def is_log(self, subject: str) -> bool:
-        """Whether a message is of the log, and not of what is outside."""
+        """Whether a message belongs to the log, and not to a record outside it."""
         return subject in (self.log, self.end)
 
     def outside(self, first: int) -> str:
-        """The messages of one record."""
+        """Subject of the messages of one record outside the log."""
         return f"penstock.{self.stream}.payload.{first}"
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How records become messages."""
+    """Packs records into messages."""
 
     subjects: Subjects
     message_bytes: int
-    """Most bytes of one."""
+    """Maximum body size of a message."""
     inline_bytes: int
-    """Longest record that is in the log itself."""
+    """Largest record stored inside the log."""
 
     def pack(self, first: int, entries: Sequence[Entry]) -> tuple[list[Message], list[Stored]]:
-        """Messages from place `first` on, and where each entry lies; what is outside comes first."""
+        """Pack entries into messages with sequences starting at `first`.
+
+        Returns the messages, those outside the log first, and the location of each entry.
+        """
         messages: list[Message] = []
         placed: list[Entry] = []
         for entry in entries:
@@ -219,7 +224,7 @@ class Found:
 
 
 def read_message(sequence: int, body: bytes) -> Iterator[Found]:
-    """The frames of one message. Raises FrameCorrupt."""
+    """Yield the frames of one message. Raises FrameCorrupt."""
     offset = 0
     while offset < len(body):
         found, length = _read_at(sequence, body, offset)
@@ -228,16 +233,16 @@ def read_message(sequence: int, body: bytes) -> Iterator[Found]:
 
 
 def read_at(sequence: int, body: bytes, offset: int) -> Found:
-    """One frame of a message. Raises FrameCorrupt."""
+    """Read the frame at an offset of a message. Raises FrameCorrupt."""
     return _read_at(sequence, body, offset)[0]
 
 
 def _read_at(sequence: int, body: bytes, offset: int) -> tuple[Found, int]:
     try:
         frame = read_frame(memoryview(body)[offset:], offset)
-        # What a file has of its durable bytes, a message has of its place.
+        # In a message, the frame's `durable` field holds the sequence of the message.
         if frame.durable != sequence or frame.closing:
-            raise ValueError(f"it belongs into message {frame.durable}")
+            raise ValueError(f"it belongs to message {frame.durable}")
         kind = Kind(frame.payload[0])
         content = frame.payload[1:]
         reference = Reference(*REFERENCE.unpack(content)) if kind in REFERENCES else None

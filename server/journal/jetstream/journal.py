@@ -1,21 +1,27 @@
-"""The journal on NATS JetStream: for a hub whose machine may be lost with its disk.
+"""The journal on NATS JetStream, for a hub whose machine may be lost along with its disk.
 
-States: opened (the stream is its own) -> replayed -> started -> closed, or failed. What is in the stream is
-in `jetstream_log` and `jetstream_frames`, how it gets there in `jetstream_connection`.
+States: opened (this server owns the stream) -> replayed -> started -> closed or failed.
+`jetstream_log` and `jetstream_frames` define the content of the stream, `jetstream_connection` the
+transport.
 
-Order of an append: records encoded -> queued -> with all that are queued by then, packed into messages ->
-stored, large ones outside and before the message that refers to them -> answered. Appends end in the order
-they began.
+Append: encode the records -> queue them -> pack everything queued into messages -> store them ->
+answer. Large records go outside the log, before the message that refers to them. Appends complete
+in the order in which they began.
 
-Compaction, once what nobody needs outgrows what somebody does: everything that was begun is stored -> BEGIN
--> the state as records, large ones that are held by reference, between what is appended meanwhile -> END ->
-what came before BEGIN is removed. A server that stops in between reads from the BEGIN before it on. The
-stream is made larger before it, where what servers that were killed in between left takes the room of the
-copy, and as large as it should be after it.
+Compaction starts when obsolete bytes outgrow the live ones:
 
-What a failure does. While NATS is away appends wait, for `patience_seconds`. After that, and where NATS
-refuses, or says that another server writes, or has lost what it had stored: nothing is answered any more,
-`failed` says why, and the server stops.
+    1. store everything that was begun, then BEGIN
+    2. store the state as records, interleaved with appended ones; large held records by reference
+    3. store END
+    4. remove everything before BEGIN
+
+A server that stops in between is followed by one that reads from the previous BEGIN. If killed
+servers left so much that the copy has no room, the stream is enlarged before step 2. It gets its
+normal size back at the end.
+
+Failure. While NATS is unreachable, appends wait for up to `patience_seconds`. The journal fails
+after that, or if NATS refuses, reports another writer, or has lost stored messages. It then answers
+no append, `failed` gives the reason, and the server stops.
 """
 
 from __future__ import annotations
@@ -54,10 +60,11 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 1 << 20
-"""For what is appended without asking: receipts and the like, which make room."""
+"""Reserved for appends that do not call `check_room`: receipts and other records that free room."""
 BATCH_BYTES = 8 << 20
 MOST_MESSAGES = 1 << 14
-"""Messages since the last snapshot: to read one at a start costs, however short it is."""
+"""Maximum number of messages since the last snapshot. At start each costs time, however short it
+is."""
 MARKS = (Kind.BEGIN, Kind.END)
 
 
@@ -70,12 +77,12 @@ class _Append:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether it counts as what is about to be appended; a snapshot is a copy."""
+        """Whether it counts as pending bytes; a snapshot does not, because it is a copy."""
         return bool(self.entries) and self.entries[0].kind is Kind.RECORD
 
     @property
     def mark(self) -> bool:
-        """Whether it has a message of its own."""
+        """Whether it is BEGIN or END, which get a separate message."""
         return bool(self.entries) and self.entries[0].kind in MARKS
 
 
@@ -83,21 +90,20 @@ class JetStreamJournal:
     """Durable records in a stream; see `journal.Journal` for what each method promises."""
 
     def __init__(self, section: JournalSection) -> None:
-        """Not opened yet."""
         self._log = StreamLog(section)
         self._max_bytes = section.max_bytes
         self._most_kept = section.max_bytes // 3
-        """Bytes of what may be needed, with room in the stream for its copy."""
+        """Maximum bytes of live records, so that the stream has room for their copy."""
         self._segment_bytes = section.segment_bytes
         self._held: set[Stored] = set()
         self._kept = 0
-        """Bytes of the records that are held."""
+        """Bytes of held records."""
         self._other = 0
-        """Bytes of the records that no one holds, and that count: as of the last snapshot."""
+        """Bytes of the state's records that are not held, as of the last snapshot."""
         self._pending: deque[_Append] = deque()
         self._pending_bytes = 0
         self._batch: list[_Append] = []
-        """What is being stored."""
+        """Appends that are being stored."""
         self._wake = asyncio.Event()
         self._closing = False
         self._writing: asyncio.Task[None] | None = None
@@ -108,27 +114,26 @@ class JetStreamJournal:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
         self.compactions = 0
-        """Compactions finished."""
+        """Number of finished compactions."""
 
     @property
     def on_disk(self) -> bool:
-        """All of it."""
         return True
 
     @property
     def folder(self) -> Folder | None:
-        """None: it is on another machine."""
+        """None: the journal is on another machine."""
         return None
 
     @property
     def refers_from(self) -> int | None:
-        """None: a message is read by itself."""
+        """None: groups are written whole, because each message is read on its own."""
         return None
 
     # Opening
 
     async def open(self) -> None:
-        """Takes the stream. Raises JournalInUse and JournalUnreadable."""
+        """Connect and become the stream's writer. Raises JournalInUse and JournalUnreadable."""
         try:
             await self._log.open()
         except (JournalInUse, JournalUnreadable):
@@ -136,18 +141,19 @@ class JetStreamJournal:
             raise
 
     def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Every record as the last server left them. Raises JournalUnreadable."""
+        """Yield every record that the previous server left. Raises JournalUnreadable."""
         return self._log.replay()
 
     async def read(self, stored: Stored) -> bytes:
-        """One record again, as bytes. Raises JOURNAL_CORRUPT, and JOURNAL_FAILED where NATS is away."""
+        """Read a record again, as bytes. Raises JOURNAL_CORRUPT, and JOURNAL_FAILED if NATS
+        fails."""
         while True:
             place = (stored.segment, stored.offset)
             try:
                 return await self._log.read(stored)
             except FrameCorrupt as error:
                 if place != (stored.segment, stored.offset):
-                    continue  # It was moved meanwhile.
+                    continue  # A compaction moved it meanwhile.
                 raise DomainError(
                     Reason.JOURNAL_CORRUPT, f"a record cannot be read again: {error}"
                 ) from error
@@ -155,13 +161,13 @@ class JetStreamJournal:
                 raise self._fail(error) from error
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """None: it is in no file of this host."""
+        """None: the record is not in a file on this host."""
         return None
 
     # Appending
 
     async def start(self, snapshot: Snapshot) -> None:
-        """Begins to write, after `replay`. Raises OSError."""
+        """Clean up and begin to write; called after `replay`. Raises OSError."""
         self._snapshot = snapshot
         try:
             await self._log.clear()
@@ -170,7 +176,7 @@ class JetStreamJournal:
         self._writing = asyncio.create_task(self._write_batches(), name="journal")
 
     def check_room(self, byte_count: int) -> None:
-        """Raises DISK_FULL where records of so many bytes may not fit any more."""
+        """Raise DISK_FULL if records of `byte_count` bytes may not fit any more."""
         wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
         kept, limit = self._kept + self._other, self._most_kept
         if kept + wanted > limit:
@@ -179,19 +185,19 @@ class JetStreamJournal:
             self._wake.set()
             raise DomainError(
                 Reason.DISK_FULL,
-                f"the journal keeps {kept} bytes, {byte_count} more do not fit",
+                f"the journal keeps {kept} bytes; {byte_count} more do not fit",
                 {"kept_bytes": kept, "limit": limit},
                 retry_after_seconds=5.0,
             )
 
     async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        """Returns once the records are durable, with where they lie."""
+        """Append records; returns their locations once they are durable."""
         return await self.begin_append(records, hold_last=hold_last)
 
     def begin_append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
-        """Queues records; the future ends as `append` does. Raises JOURNAL_FAILED."""
+        """Queue records; the future completes as `append` does. Raises JOURNAL_FAILED."""
         return self._queue([entry_of(record) for record in records], hold_last=hold_last)
 
     def _queue(
@@ -211,19 +217,19 @@ class JetStreamJournal:
         return done
 
     def hold(self, stored: Stored) -> None:
-        """A record that is read again later, and has to be kept until `release`."""
+        """Keep a record, which will be read again, until `release`."""
         self._held.add(stored)
         self._kept += stored.length
 
     def release(self, stored: Stored) -> None:
-        """Nobody reads it again."""
+        """Stop keeping a record; it may be dropped by the next compaction."""
         self._held.remove(stored)
         self._kept -= stored.length
         self._pace.change()
         self._wake.set()
 
     async def _write_batches(self) -> None:
-        """Consumes queued appends; waits for the next; produces durable records, until `close`."""
+        """Write queued appends in batches until `close`, and begin compactions between batches."""
         try:
             while not (self._closing and not self._pending):
                 if not self._pending:
@@ -232,7 +238,7 @@ class JetStreamJournal:
                 await self._write_batch()
                 if self._compaction_due():
                     self._begin_compaction()
-        except Exception as error:  # Of any kind: otherwise no append would ever end again.
+        except Exception as error:  # Any error: otherwise pending appends would never complete.
             self._fail(error)
 
     async def _write_batch(self) -> None:
@@ -288,14 +294,14 @@ class JetStreamJournal:
         if not self._pace.may_begin:
             return False
         needed = self._kept + self._other
-        # What was appended since the last snapshot may all be needed, and is copied then: a third of the
-        # stream, and this sixth, twice.
+        # Everything appended since the last snapshot may be live, and is then copied. So the stream
+        # holds twice: a third of its size, and this sixth.
         most = min(max(self._segment_bytes, needed), self._max_bytes // 6)
         outgrown = self._log.byte_count - needed > most
         return outgrown or self._log.message_count > MOST_MESSAGES or self._pace.is_pressed
 
     def _begin_compaction(self) -> None:
-        """The state as it is now, when everything that was begun is stored."""
+        """Take the current state and queue BEGIN ahead of everything else that is queued."""
         assert self._snapshot is not None
         began = asyncio.get_running_loop().time()
         self._pace.begun()
@@ -321,12 +327,12 @@ class JetStreamJournal:
             carried = await self._write_snapshot(begin.segment, items, before)
             await self._log.remove(carried)
         except DomainError:
-            return  # What is appended fails too, and says why.
+            return  # The journal failed, and `_fail` reported it.
         except (JetStreamError, FrameCorrupt) as error:
-            # What is there stays, and says the same.
+            # Nothing is lost: the older messages hold the same state.
             if self._pace.failed(began, self._wake.set):
-                logger.error("the journal cannot be compacted: %s; this is tried again", error)
-        except Exception as error:  # A defect: what the journal holds is no longer known.
+                logger.error("the journal cannot be compacted, will retry: %s", error)
+        except Exception as error:  # A bug: what the journal holds is no longer known.
             self._fail(error)
             return
         else:
@@ -336,7 +342,8 @@ class JetStreamJournal:
         self._wake.set()
 
     async def _write_snapshot(self, begin: int, items: list[SnapshotItem], before: int) -> set[int]:
-        """Returns the first messages of records that are outside and are still needed."""
+        """Store the snapshot; returns the first sequences of records outside the log still
+        needed."""
         moves: list[tuple[Stored, Stored]] = []
         other = 0
         async for part in slice_snapshot(self._log.connection, items):
@@ -356,7 +363,7 @@ class JetStreamJournal:
         return {stored.reference.first for stored, _ in moves if isinstance(stored, StoredOutside)}
 
     async def close(self) -> None:
-        """Writes what is queued, and gives the stream back; once is enough."""
+        """Write what is queued and give up the stream. Idempotent."""
         if self._closing:
             return
         self._closing = True

@@ -1,12 +1,13 @@
-"""The contents of a journal's stream: taken, read, added to, and cleared of what a snapshot made obsolete.
+"""The content of a journal's stream: taking it over, reading, appending, and removing obsolete
+messages.
 
-Who writes. Whoever opens the stream asks for the server that does; where none answers, nor comes to listen
-for a while, it says OWNER in the next place. From then on any message of another server finds its place
-taken.
+Ownership. A server that opens the stream asks which server writes to it. If no writer answers, and
+none starts to listen for a while, the server writes OWNER to the next sequence. Every later message
+of another server then finds its sequence occupied.
 
-The places of messages are counted here, and each message is stored in its place or not at all: so nothing
-is missing in between, but where NATS lost its power (see `jetstream_reading`), and nothing is there twice.
-Nothing is ever removed from the BEGIN of the last whole snapshot on.
+The server counts the sequences itself, and NATS stores each message under its sequence or not at
+all. So no message is duplicated, and none is missing unless NATS lost power (see
+`jetstream_reading`). Nothing after the BEGIN of the last whole snapshot is ever removed.
 """
 
 from __future__ import annotations
@@ -46,42 +47,45 @@ from penstock.server.journal.jetstream.stream import (
 from penstock.server.journal.records import JournalInUse, JournalUnreadable, Record, Stored
 
 OWNER_SECONDS = 10.0
-"""After which a server that does not say that it writes is taken over from."""
+"""How long a listening writer may take to answer before its stream is taken over."""
 ABSENT_SECONDS = 3.0
-"""After which a stream that has been written to counts as nobody's, where nobody listens. NATS that just
-started knows nobody yet: a server that lived through that is back after a tenth of a second, or, where the
-machine was away too, once a packet that went there in vain is sent again."""
+"""How long a stream must be without a listening writer before it is free, unless it is empty.
+
+A NATS server that just started knows no listeners yet. A writer that survived its restart
+reconnects within a tenth of a second, or, if the machine was unreachable too, after a TCP
+retransmission.
+"""
 TRIES = 3
-"""Of taking a stream where nobody says that they write, and its next place is taken."""
+"""Attempts to take a stream that has no writer but whose next sequence turns out to be occupied."""
 MESSAGE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
-"""Longest record that lies in the log itself: what is held is copied by each compaction."""
+"""Largest record stored inside the log. Kept small, because each compaction copies the held
+ones."""
 
 
 class StreamLog:
-    """What is in one stream, and the connection to it."""
+    """The content of one stream, and the connection to it."""
 
     def __init__(self, section: JournalSection) -> None:
-        """Not opened yet."""
         self._section = section
         synced = section.durability == "fsync"
         self.connection = Connection(section, self._why_not_synced if synced else None)
         self._packing = Packing(self.connection.subjects, MESSAGE_BYTES, INLINE_BYTES)
         self._next = 1
-        """Place of the next message."""
+        """Sequence of the next message."""
         self._begin = 1
-        """Place that a server that starts reads from."""
+        """Sequence from which a restarted server reads."""
         self._snapshot_end = 0
-        """Place of the last message of the newest snapshot."""
+        """Sequence of the last message of the newest snapshot."""
         self._outside: dict[int, int] = {}
-        """Bytes of the records that are outside, by their first messages."""
+        """Bytes of each record outside the log, by the sequence of its first message."""
         self._outside_bytes = 0
         self.log_bytes = 0
         """Bytes of the log, from `_begin` on."""
 
     @property
     def byte_count(self) -> int:
-        """Of everything that is in the stream and not about to be removed."""
+        """Bytes of everything in the stream that is not about to be removed."""
         return self.log_bytes + self._outside_bytes
 
     @property
@@ -90,13 +94,13 @@ class StreamLog:
         return self._next - 1 - self._snapshot_end
 
     async def _why_not_synced(self) -> str | None:
-        assert self._section.monitor is not None, "the configuration sees to it"
+        assert self._section.monitor is not None, "required by the configuration"
         return await why_not_synced(self._section.monitor, self.connection.server_id)
 
     # Opening
 
     async def open(self) -> None:
-        """Takes the stream. Raises JournalInUse and JournalUnreadable."""
+        """Connect and become the stream's writer. Raises JournalInUse and JournalUnreadable."""
         stream = self._section.stream
         try:
             await self.connection.connect()
@@ -110,14 +114,14 @@ class StreamLog:
         section, connection = self._section, self.connection
         if connection.max_payload < MESSAGE_BYTES + MESSAGE_OVERHEAD:
             raise JournalUnreadable(
-                f"the NATS server takes messages of {connection.max_payload} bytes at most (max_payload), "
-                f"and a journal's have up to {MESSAGE_BYTES + MESSAGE_OVERHEAD}"
+                f"the NATS server accepts messages of at most {connection.max_payload} bytes "
+                f"(max_payload), but the journal needs {MESSAGE_BYTES + MESSAGE_OVERHEAD}"
             )
         state = await self._own()
         if section.durability == "fsync" and state.leader not in ("", connection.server_name):
             raise JournalUnreadable(
-                f"the stream {section.stream} is kept by the NATS server {state.leader}, and "
-                f"{section.monitor} is that of {connection.server_name}: what it promises is not known"
+                f"the stream {section.stream} is kept by the NATS server {state.leader}, but "
+                f"{section.monitor} monitors {connection.server_name}: cannot check that it syncs writes"
             )
         end = await connection.fetch_last(connection.subjects.end)
         if end is not None:
@@ -128,18 +132,19 @@ class StreamLog:
             )
 
     async def _own(self) -> StreamState:
-        """Says in the next place that this server writes; returns how the stream was.
+        """Become the writer by storing OWNER in the next sequence; returns the state before that.
 
-        Where the place is taken meanwhile, nobody need have who writes from here on: what a server had sent
-        when it was killed may be stored that late. So it is asked again who writes, TRIES times in all.
+        If the sequence is occupied meanwhile, there need not be another writer: NATS may store the
+        last messages of a killed server that late. So the server asks again, TRIES times in all.
         Raises JournalInUse, JournalUnreadable and JetStreamError.
         """
         section, connection = self._section, self.connection
         tries = 0
         while True:
-            # Before anybody is asked: who comes to be the owner meanwhile takes the place that is next now.
+            # Read the state before asking, so that another new owner occupies the sequence that is
+            # next now.
             state = await open_stream(connection, section.max_bytes)
-            # To a new one nobody can have written.
+            # An empty stream has no writer.
             absent_seconds = ABSENT_SECONDS if state.last else 0.0
             owner = await connection.ask_owner(OWNER_SECONDS, absent_seconds)
             if owner is not None:
@@ -156,7 +161,7 @@ class StreamLog:
                     raise
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Every record as the last server left them. Raises JournalUnreadable."""
+        """Yield every record that the previous server left. Raises JournalUnreadable."""
         synced = self._section.durability == "fsync"
         reading = Reading(self.connection, self._begin, self._next - 1, synced)
         try:
@@ -172,13 +177,13 @@ class StreamLog:
         self._snapshot_end = reading.snapshot_end
 
     async def read(self, stored: Stored) -> bytes:
-        """One record again. Raises FrameCorrupt and JetStreamError."""
+        """Read a record again. Raises FrameCorrupt and JetStreamError."""
         return await read_stored(self.connection, stored)
 
     # Writing
 
     async def store(self, entries: list[Entry]) -> list[Stored]:
-        """Returns once they are durable, with where they lie. Raises JetStreamError."""
+        """Store entries; returns their locations once they are durable. Raises JetStreamError."""
         if sum(map(entry_bytes, entries)) > MESSAGE_BYTES:
             messages, places = await asyncio.to_thread(self._packing.pack, self._next, entries)
         else:
@@ -198,21 +203,22 @@ class StreamLog:
         return places
 
     def snapshot_stored(self, begin: int, end: int, log_bytes_before: int) -> None:
-        """What came before `begin` counts no more."""
+        """A snapshot from `begin` to `end` was stored, so everything before `begin` is obsolete."""
         self._begin, self._snapshot_end = begin, end
         self.log_bytes -= log_bytes_before
 
     async def make_room(self, byte_count: int) -> None:
-        """Has the stream take so many bytes more. Raises JetStreamError."""
+        """Make the stream large enough for `byte_count` more bytes. Raises JetStreamError."""
         state = await self.connection.state()
         needed = state.byte_count + byte_count
         await fit_stream(self.connection, state, needed, self._section.max_bytes)
 
     async def remove(self, carried: set[int]) -> None:
-        """Removes what came before the newest snapshot, less the records outside that it refers to. After
-        that the stream is as large as it should be.
+        """Remove everything before the newest snapshot, except records outside the log that it
+        refers to.
 
-        Raises JetStreamError.
+        `carried` holds the first sequences of those. Then restore the stream's normal size. Raises
+        JetStreamError.
         """
         gone = {first for first in self._outside if first < self._begin} - carried
         await purge_log(self.connection, self._begin)
@@ -222,12 +228,12 @@ class StreamLog:
         await self.make_room(0)
 
     async def clear(self) -> None:
-        """Removes what a compaction left that did not come to its end. Raises JetStreamError."""
+        """Remove what an interrupted compaction left behind. Raises JetStreamError."""
         present = await list_outside(self.connection)
         gone = {first for first in present if first < self._begin} - set(self._outside)
         await purge_log(self.connection, self._begin)
         await purge_outside(self.connection, self._begin, present - gone, gone)
 
     async def close(self) -> None:
-        """Gives the stream back."""
+        """Close the connection, which frees the stream for another server."""
         await self.connection.close()

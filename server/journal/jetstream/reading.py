@@ -1,12 +1,14 @@
-"""What the stream of a journal says, from the last whole snapshot on.
+"""Reads the stream of a journal, from the last whole snapshot on.
 
-Every message from there on has to be there, in its place and whole, but for one that NATS was writing when
-it lost its power: it leaves that one's place empty, and the next message is of the server that started
-afterwards. Nobody was told that it is stored, where NATS syncs each message before it says so; where it
-does not, others may be missing as well, and an empty place is a loss.
+Every message from there on must be present, in order and whole. The one exception is a message that
+NATS was writing when it lost power: its sequence stays empty, and the next message is of the server
+that started afterwards. If NATS syncs each message before it acknowledges it, that message was
+never acknowledged. If not, other messages may be missing as well, and an empty sequence counts as a
+loss.
 
-What was appended while the snapshot was written lies between its pieces, and is kept aside until its end:
-it says more. A snapshot without an end, and what its server did not get to remove, count for nothing.
+Records appended while a snapshot was written lie between its records, but are newer. They are
+yielded after the end of the snapshot. Snapshots without an end are ignored, and so is whatever
+their server failed to remove.
 """
 
 from __future__ import annotations
@@ -36,34 +38,35 @@ from penstock.server.journal.records import JournalRecord, Record, Stored
 logger = logging.getLogger(__name__)
 
 AHEAD = 64
-"""Messages asked for at a time."""
+"""Messages requested ahead, concurrently."""
 
 
 @dataclass(eq=False)
 class Reading:
-    """What is to be read, and what was found meanwhile."""
+    """The range to read, and totals that are filled in while reading."""
 
     connection: Connection
     begin: int
     last: int
     synced: bool
-    """Whether NATS syncs each message before it says that it is stored."""
+    """Whether NATS syncs each message before it acknowledges it."""
     outside: dict[int, int] = field(default_factory=dict[int, int])
-    """Bytes of the records that are outside, by their first messages."""
+    """Bytes of each record outside the log, by the sequence of its first message."""
     log_bytes: int = 0
     snapshot_end: int = 0
 
 
 def begin_of(end: Fetched) -> int:
-    """Where the snapshot begins that ends with this message. Raises FrameCorrupt."""
+    """Return the sequence where the snapshot that ends with this message begins. Raises
+    FrameCorrupt."""
     found = list(read_message(end.sequence, end.body))[-1]
     if found.kind is not Kind.END:
-        raise FrameCorrupt(f"message {end.sequence} ends no snapshot")
+        raise FrameCorrupt(f"message {end.sequence} does not end a snapshot")
     return int(PLACE.unpack(found.content)[0])
 
 
 async def replay_messages(reading: Reading) -> AsyncIterator[tuple[Record, Stored]]:
-    """Every record, oldest first. Raises FrameCorrupt and JetStreamError."""
+    """Yield every record, oldest first. Raises FrameCorrupt and JetStreamError."""
     connection = reading.connection
     in_snapshot = False
     aside: list[tuple[memoryview, Stored]] = []
@@ -111,20 +114,20 @@ async def _record(
     record = JournalRecord()
     try:
         record.ParseFromString(data)
-    except Exception as error:  # protobuf's own, of several kinds.
+    except Exception as error:  # protobuf raises several types.
         raise FrameCorrupt(
-            f"message {stored.segment} at {stored.offset} is no record: {error}"
+            f"message {stored.segment} at {stored.offset} is not a valid record: {error}"
         ) from error
     return record
 
 
 async def read_stored(connection: Connection, stored: Stored) -> bytes:
-    """A record again. Raises FrameCorrupt and JetStreamError."""
+    """Read a record again. Raises FrameCorrupt and JetStreamError."""
     if isinstance(stored, StoredOutside):
         first = stored.reference.first
         last = first + stored.reference.count - 1
         return stored.reference.join([m.body async for m in fetch_all(connection, first, last)])
-    # What is moved meanwhile changes in place.
+    # Copy the location: a compaction may update `stored` during the fetch.
     sequence, offset = stored.segment, stored.offset
     message = await connection.fetch(sequence)
     if message is None:
@@ -133,7 +136,7 @@ async def read_stored(connection: Connection, stored: Stored) -> bytes:
 
 
 async def _fetch_told(reading: Reading) -> AsyncIterator[Fetched]:
-    """Every message that somebody was told of, in order. Raises FrameCorrupt and JetStreamError."""
+    """Yield every acknowledged message, in order. Raises FrameCorrupt and JetStreamError."""
     missing = 0
     async with aclosing(_fetch_places(reading.connection, reading.begin, reading.last)) as places:
         async for sequence, message in places:
@@ -146,7 +149,8 @@ async def _fetch_told(reading: Reading) -> AsyncIterator[Fetched]:
                 if not (reading.synced and _begins_anew(reading.connection, message)):
                     break
                 logger.warning(
-                    "message %d was never whole: NATS lost its power as it wrote it", missing
+                    "message %d was never whole and is skipped: NATS lost power while writing it",
+                    missing,
                 )
                 missing = 0
             yield message
@@ -155,14 +159,15 @@ async def _fetch_told(reading: Reading) -> AsyncIterator[Fetched]:
 
 
 def _begins_anew(connection: Connection, message: Fetched) -> bool:
-    """Whether it is the first one of a server."""
+    """Whether it is the first message of a newly started server."""
     if not connection.subjects.is_log(message.subject):
         return False
     return next(read_message(message.sequence, message.body)).kind is Kind.OWNER
 
 
 async def fetch_all(connection: Connection, first: int, last: int) -> AsyncIterator[Fetched]:
-    """Every message of a range, in order. Raises FrameCorrupt where one is missing, and JetStreamError."""
+    """Yield every message of a range, in order. Raises JetStreamError, and FrameCorrupt if one is
+    missing."""
     async with aclosing(_fetch_places(connection, first, last)) as places:
         async for sequence, message in places:
             if message is None:
@@ -173,7 +178,7 @@ async def fetch_all(connection: Connection, first: int, last: int) -> AsyncItera
 async def _fetch_places(
     connection: Connection, first: int, last: int
 ) -> AsyncGenerator[tuple[int, Fetched | None]]:
-    """What is in each place of a range, in order. Raises JetStreamError."""
+    """Yield each sequence of a range with its message or None, in order. Raises JetStreamError."""
     ahead: deque[asyncio.Task[Fetched | None]] = deque()
     wanted = first
     try:

@@ -1,4 +1,5 @@
-"""A server's state as entries of a journal's stream, slice by slice; records are encoded in a thread."""
+"""Turns a snapshot into entries for a journal's stream, slice by slice. Encodes records in a
+thread."""
 
 from __future__ import annotations
 
@@ -13,28 +14,28 @@ from penstock.server.journal.records import Appended, Deferred, EncodedRecord, S
 from penstock.wire.frames import frame_length
 
 SLICE_BYTES = 1 << 20
-"""Between two of them what is appended gets in."""
+"""Size of a slice; appends can be stored between two slices."""
 ENCODED_AT_A_TIME = 64
 
 Slice = list[tuple[Stored | None, Entry]]
-"""Entries, each with the place of what it is a copy of."""
+"""Entries, each with the location of the record it copies, if any."""
 
 
 def entry_of(record: Appended, kind: Kind = Kind.RECORD) -> Entry:
-    """As it is stored."""
+    """Encode a record as an entry."""
     parts = record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
     return Entry(kind, parts)
 
 
 def entry_bytes(entry: Entry) -> int:
-    """What its frame takes, roughly where it is a reference."""
+    """Return the size of its frame; approximate for a reference."""
     return frame_length(payload_length(entry.payload) + 1)
 
 
 async def slice_snapshot(
     connection: Connection, items: Sequence[SnapshotItem]
 ) -> AsyncIterator[Slice]:
-    """All of a snapshot, in order. Raises FrameCorrupt and JetStreamError."""
+    """Yield a snapshot in slices, in order. Raises FrameCorrupt and JetStreamError."""
     part: Slice = []
     size = 0
     async for stored, entry in _entries(connection, items):

@@ -1,15 +1,16 @@
-"""The stream of a journal: made where there is none, checked where there is, cleared of what nobody needs.
+"""Creates, checks and cleans up the stream of a journal.
 
-A stream keeps what it is given until it is told otherwise: nothing in it expires, and what is read stays.
-It has the retention of a work queue, so that nobody but its server can be made to wait on it, and refuses
-what does not fit (`discard new`) rather than to forget what is oldest.
+The stream keeps messages until they are removed explicitly: nothing expires, and reading removes
+nothing. It has work-queue retention, so that no other consumer can hold it up. When it is full it
+refuses messages (`discard new`) instead of dropping the oldest.
 
-A server that is killed in the middle of a compaction leaves the copy that it was making, which the next
-compaction removes. Several of them may leave so much that the next has no room: the stream is made larger
-for it, and as large as it should be again once it is done.
+A server killed during a compaction leaves a partial copy, which the next compaction removes.
+Several partial copies may leave too little room for the next one. The stream is then enlarged for
+that compaction, and reset to its normal size afterwards.
 
-NATS acknowledges a message once it is written, which survives its own end; that it survives the loss of
-power it has to be told (`sync_interval: always`), and says only where it is monitored.
+NATS acknowledges a message once it is written. That survives a crash of NATS, but survives a loss
+of power only with `sync_interval: always`. Only the monitoring endpoint of NATS reports that
+setting.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from penstock.server.journal.records import JournalUnreadable
 logger = logging.getLogger(__name__)
 
 SLACK_BYTES = 16 << 20
-"""Room beside what may be in the stream, for what is appended while it is compacted."""
+"""Extra room in the stream for appends during a compaction."""
 MONITOR_SECONDS = 5.0
 DUPLICATE_WINDOW_NANOSECONDS = 120 * 10**9
 
 
 def wanted_config(connection: Connection, room: int) -> dict[str, Any]:
-    """The stream as it has to be."""
+    """Return the required configuration of the stream, with `room` bytes."""
     subjects = connection.subjects
     return {
         "name": subjects.stream,
@@ -54,8 +55,10 @@ def wanted_config(connection: Connection, room: int) -> dict[str, Any]:
 
 
 async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
-    """What is in the stream, which is made where there is none. Raises Refused, Unreachable and
-    JournalUnreadable."""
+    """Create the stream if it does not exist, check its configuration, and return its state.
+
+    Raises Refused, Unreachable and JournalUnreadable.
+    """
     wanted = wanted_config(connection, max_bytes + SLACK_BYTES)
     try:
         state = await connection.state()
@@ -63,16 +66,16 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
         if error.code != STREAM_NOT_FOUND:
             raise
         return state_in(await _make_room(connection, "STREAM.CREATE", wanted))
-    # How much may be in it may change; what becomes of it may not.
+    # The size may change between starts; the other settings must be as required.
     fixed = {name: value for name, value in wanted.items() if name != "max_bytes"}
     other = [
-        f"{name} is {found!r} and not {value!r}"
+        f"{name} is {found!r}, not {value!r}"
         for name, value in fixed.items()
         if (found := state.config.get(name)) != value
     ]
     if other:
         raise JournalUnreadable(
-            f"the stream {wanted['name']} is no journal's: {'; '.join(other)}; name another one"
+            f"the stream {wanted['name']} is not a journal's: {'; '.join(other)}; choose another name"
         )
     await fit_stream(connection, state, state.byte_count, max_bytes)
     return state
@@ -81,10 +84,10 @@ async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
 async def fit_stream(
     connection: Connection, state: StreamState, byte_count: int, max_bytes: int
 ) -> None:
-    """Has the stream take `max_bytes`, or so many where that is more: of one that is too small for what it
-    holds NATS would drop the oldest. Where NATS has no room for more, it stays as it is.
+    """Set the stream's size to the larger of `max_bytes` and `byte_count`, plus slack.
 
-    Raises Refused and Unreachable.
+    A stream smaller than its content would lose its oldest messages. If NATS has no room for a
+    larger one, an overfull stream keeps its size. Raises Refused and Unreachable.
     """
     room = max(byte_count, max_bytes) + SLACK_BYTES
     if state.config.get("max_bytes") == room:
@@ -95,11 +98,12 @@ async def fit_stream(
     except Refused as error:
         if error.code not in NO_ROOM or byte_count <= max_bytes:
             raise
-        logger.warning("a stream that is fuller than it should be stays as it is: %s", error)
+        logger.warning("cannot enlarge an overfull stream, keeping its size: %s", error)
 
 
 async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Asks for a stream, whose room is set aside for it. Raises Refused, with what to do."""
+    """Create or update a stream; NATS reserves its room. Raises Refused, naming the setting to
+    change."""
     try:
         return await connection.ask(verb, config)
     except Refused as error:
@@ -113,24 +117,27 @@ async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) 
 
 
 async def why_not_synced(monitor: str, server_id: str) -> str | None:
-    """None where the NATS server of this id says that it syncs every write, else what to do. Raises
-    OSError."""
+    """Return None if the NATS server with this id syncs every write, else what the user must
+    change.
+
+    Raises OSError if its monitor does not answer.
+    """
     try:
         server = await asyncio.to_thread(_read_monitor, f"{monitor.rstrip('/')}/varz")
     except (OSError, HTTPException, ValueError) as error:
         raise OSError(f"the NATS server's monitor does not answer: {error}") from error
     if server.get("server_id") != server_id:
-        # Of a cluster, the client may connect to any.
+        # In a cluster, the client may connect to any server.
         return (
-            f"journal.monitor is of the NATS server {server.get('server_id')}, and the one that is "
-            f"connected to is {server_id}: what it promises is not known"
+            f"journal.monitor is of the NATS server {server.get('server_id')}, but the connection is to "
+            f"{server_id}: cannot check that it syncs every write"
         )
     config = cast("dict[str, Any]", server.get("jetstream", {})).get("config", {})
     if config.get("sync_always") is True:
         return None
     return (
         f"the NATS server {server.get('version')} does not sync every write: set `sync_interval: "
-        'always` in its jetstream section, which 2.10 and later know, or journal.durability = "process"'
+        'always` in its jetstream section (NATS 2.10 or later), or journal.durability = "process"'
     )
 
 
@@ -140,12 +147,12 @@ def _read_monitor(url: str) -> dict[str, Any]:
 
 
 async def purge_log(connection: Connection, before: int) -> None:
-    """Removes what was appended before a snapshot. Raises Refused and Unreachable."""
+    """Remove log messages with a sequence below `before`. Raises Refused and Unreachable."""
     await _purge(connection, connection.subjects.all_of_log, before)
 
 
 async def _purge(connection: Connection, subject: str, before: int) -> None:
-    # To NATS "before the first" is the same as "all of them".
+    # NATS would take "before the first" as "all of them".
     if before > 1:
         await connection.ask("STREAM.PURGE", {"filter": subject, "seq": before})
 
@@ -153,12 +160,12 @@ async def _purge(connection: Connection, subject: str, before: int) -> None:
 async def purge_outside(
     connection: Connection, before: int, kept: set[int], gone: set[int]
 ) -> None:
-    """Removes records that are outside, by their first messages, which are all before a snapshot.
+    """Remove records outside the log. `gone` holds the sequences of their first messages.
 
-    Raises Refused and Unreachable.
+    All of them are below `before`, the start of a snapshot. Raises Refused and Unreachable.
     """
     subjects = connection.subjects
-    # Mostly the oldest go, which is one request for all of them.
+    # Usually the oldest are removed, and one request covers all of those.
     oldest = min(kept | {before})
     if any(first < oldest for first in gone):
         await _purge(connection, subjects.all_outside, oldest)
@@ -167,7 +174,7 @@ async def purge_outside(
 
 
 async def list_outside(connection: Connection) -> set[int]:
-    """First messages of the records that are outside. Raises Refused and Unreachable."""
+    """Return the first sequence of each record outside the log. Raises Refused and Unreachable."""
     found: set[int] = set()
     offset = 0
     while True:

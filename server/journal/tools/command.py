@@ -1,9 +1,10 @@
 """`penstock journal`: lists, verifies and exports what a server stored.
 
-It reads, and nothing else: the folder is neither locked nor changed, and a server may write to it
-meanwhile. What is shown then is the state of the moment in which it was read.
+The command only reads: it neither locks nor changes the folder, and a server may write to it
+meanwhile. The output then shows the state at the moment of reading.
 
-Exit status: 0; 1 where a record is corrupt; 2 where there is no journal, or nothing can be written.
+Exit status: 0; 1 if a record is corrupt; 2 if there is no journal, or if the output cannot be
+written.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ OK, CORRUPT, UNREADABLE = 0, 1, 2
 
 
 class NotExported(Exception):
-    """The file cannot be written; the message is for the person who asked."""
+    """The output file cannot be written. The message is shown to the user."""
 
 
 # list
 
 
 def list_stored(folder: Path, as_json: bool) -> int:
-    """Prints what a journal holds; returns the exit status."""
+    """Print what a journal holds; returns the exit status."""
 
     def work() -> int:
         with open_stored(folder) as journal:
@@ -77,7 +78,7 @@ def _head(contents: Contents) -> list[str]:
 
 
 def _writing(folder: str, writer: int) -> str:
-    return f"a server (process {writer}) writes to {folder}: this is a moment of it"
+    return f"a server (process {writer}) is writing to {folder}: this is a momentary view"
 
 
 def _tail(torn_bytes: int, writer: int | None) -> str:
@@ -87,7 +88,7 @@ def _tail(torn_bytes: int, writer: int | None) -> str:
 
 
 def _lines(contents: Contents) -> Iterator[str]:
-    """One line each: what it is, its id, and name=value."""
+    """Yield one line per item: its kind, its id, and name=value pairs."""
     yield from _head(contents)
     kinds = ("waiting", "under-way", "open", "finished")
     for kind, (title, rows) in zip(kinds, _sections(contents), strict=True):
@@ -99,7 +100,7 @@ def _lines(contents: Contents) -> Iterator[str]:
 
 
 def _sections(contents: Contents) -> list[tuple[str, list[dict[str, str]]]]:
-    """Title and rows of each kind of thing; the first value of a row is its id."""
+    """Return the title and rows of each section; the first value of a row is its id."""
     waiting = [
         {"task": t.task_id, "purpose": t.purpose, "attempts": str(t.group_size)}
         for t in contents.tasks_waiting
@@ -184,7 +185,7 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """The first place of a segment that is not what was written."""
+    """The first place in a segment that differs from what was written."""
 
     offset: int
     problem: str
@@ -192,7 +193,7 @@ class Problem:
 
 @dataclass(eq=False)
 class SegmentReport:
-    """What was found in one file."""
+    """The result of checking one file."""
 
     name: str
     file_bytes: int
@@ -200,12 +201,12 @@ class SegmentReport:
     """Up to the end of its last whole record."""
     torn_bytes: int = 0
     records: dict[str, int] = field(default_factory=dict[str, int])
-    """How many, by kind."""
+    """Number of records by kind."""
     corrupt: Problem | None = None
 
 
 def verify(folder: Path, as_json: bool) -> int:
-    """Checks every record of every segment and prints what was found; returns the exit status."""
+    """Check every record of every segment and print the result; returns the exit status."""
 
     def work() -> int:
         with open_stored(folder) as journal:
@@ -237,7 +238,10 @@ def verify(folder: Path, as_json: bool) -> int:
 
 
 def check_all(segments: Sequence[SegmentReader]) -> tuple[list[SegmentReport], list[str]]:
-    """What was found in each file, and which files were lost, which a copy of a folder may be without."""
+    """Check each file; returns the reports, and a message for each missing file.
+
+    An incomplete copy of a folder may lack files.
+    """
     state = Recovered()
     reports: list[SegmentReport] = []
     missing: list[str] = []
@@ -246,9 +250,10 @@ def check_all(segments: Sequence[SegmentReader]) -> tuple[list[SegmentReport], l
         try:
             check_order(before, segment)
         except FileMissing as error:
-            missing.append(f"what came before {error.path.name} is missing")
+            missing.append(f"the file before {error.path.name} is missing")
         except SegmentCorrupt as error:
-            # Of the end of the one before it, or of its own beginning, which is found again.
+            # The error is at the end of the previous file, or in this file's header. `_check` finds
+            # the latter again.
             if error.path != segment.path and reports[-1].corrupt is None:
                 reports[-1].corrupt = Problem(error.offset, error.problem)
         reports.append(_check(segment, None if _any_corrupt(reports) or missing else state))
@@ -256,7 +261,7 @@ def check_all(segments: Sequence[SegmentReader]) -> tuple[list[SegmentReport], l
     try:
         check_last(before)
     except FileMissing as error:
-        missing.append(f"what came after {error.path.name} is missing")
+        missing.append(f"the file after {error.path.name} is missing")
     return reports, missing
 
 
@@ -265,7 +270,7 @@ def _any_corrupt(reports: list[SegmentReport]) -> bool:
 
 
 def _check(segment: SegmentReader, state: Recovered | None) -> SegmentReport:
-    """Reads one file whole; with `state`, also whether its records fit those before."""
+    """Read one file whole; with `state`, also check that its records fit the earlier ones."""
     report = SegmentReport(segment.path.name, segment.byte_count)
     try:
         for frame in segment.frames():
@@ -275,7 +280,7 @@ def _check(segment: SegmentReader, state: Recovered | None) -> SegmentReport:
                 try:
                     state.apply(record, Stored(segment.number, frame.offset, frame.length))
                 except (ValueError, KeyError) as error:
-                    problem = f"it does not fit what came before: {error}"
+                    problem = f"it contradicts earlier records: {error}"
                     if kind == "unknown":
                         problem = str(error)
                     raise SegmentCorrupt(segment.path, frame.offset, problem) from error
@@ -315,16 +320,16 @@ def _report_lines(journal: StoredJournal, reports: list[SegmentReport]) -> Itera
 
 
 def export(folder: Path, out: Path, state: str) -> int:
-    """Writes finished groups to a file; returns the exit status.
+    """Write finished groups to a file; returns the exit status.
 
-    Raises ModuleNotFoundError where Parquet is asked for and pyarrow is missing.
+    Raises ModuleNotFoundError for Parquet if pyarrow is not installed.
     """
     if out.suffix not in EXPORTS:
-        raise click.UsageError(f"OUT ends in {' or '.join(EXPORTS)}, got {str(out)!r}")
+        raise click.UsageError(f"OUT must end in {' or '.join(EXPORTS)}, got {str(out)!r}")
     if out.resolve().is_relative_to(folder.resolve()):
-        raise click.UsageError(f"{out} would be in the journal itself; name another place")
+        raise click.UsageError(f"{out} is inside the journal's folder; choose another path")
     if out.exists():
-        raise click.UsageError(f"{out} exists; remove it, or name another place")
+        raise click.UsageError(f"{out} already exists; remove it, or choose another path")
 
     def work() -> int:
         with open_stored(folder) as journal:
@@ -356,11 +361,11 @@ def _read_finished(journal: StoredJournal, group: FinishedGroup) -> journal_pb2.
 
 
 def _guarded(work: Callable[[], int]) -> int:
-    """The exit status; stderr explains one that is not zero."""
+    """Run `work` and return the exit status; errors are explained on stderr."""
     try:
         return work()
     except SegmentCorrupt as error:
-        status, problem = CORRUPT, f"corrupt: {error}; `penstock journal verify` says more"
+        status, problem = CORRUPT, f"corrupt: {error}; `penstock journal verify` shows details"
     except (NoJournal, NotExported) as error:
         status, problem = UNREADABLE, str(error)
     sys.stderr.write(f"penstock journal: {problem}\n")

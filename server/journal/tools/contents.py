@@ -1,4 +1,4 @@
-"""What a journal holds, for a person or a program to read."""
+"""Summarizes what a journal holds, for `penstock journal list`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.wire import codec
 
 @dataclass(frozen=True)
 class WaitingTask:
-    """A task that waits for an agent."""
+    """A task that no worker has taken yet."""
 
     task_id: str
     purpose: str
@@ -25,7 +25,7 @@ class WaitingTask:
 
 @dataclass(frozen=True)
 class AttemptLine:
-    """One place of a group under way."""
+    """One attempt of a group under way."""
 
     trajectory_id: str
     retry_count: int
@@ -65,23 +65,23 @@ class FinishedLine:
     purpose: str
     state: State
     step: int | None
-    """Step that used it, and that no durable checkpoint contains yet."""
+    """Step that trained it, if no durable checkpoint contains that step yet."""
     trajectory_count: int
     token_count: int
     byte_count: int
     admitted_weight_version: int
     oldest_weight_version: int | None
-    """None where the policy wrote nothing."""
+    """None if the policy sampled no tokens, like `newest_weight_version`."""
     newest_weight_version: int | None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a journal holds; `penstock journal list --json` is exactly this."""
+    """The summary of a journal; `penstock journal list --json` prints exactly these fields."""
 
     folder: str
     writer: int | None
-    """Process that writes to it, where it can be seen."""
+    """Id of the process that writes to it, if visible from here."""
     starts: int
     run_id: str
     trainer_epoch: int
@@ -95,7 +95,7 @@ class Contents:
 
 
 def read_contents(journal: StoredJournal) -> Contents:
-    """The state that a server would start from. Raises SegmentCorrupt and NoJournal."""
+    """Summarize the state that a server would start from. Raises SegmentCorrupt and NoJournal."""
     counts: dict[str, tuple[int, int]] = {}
     found = recover_stored(journal, _counted(journal.records(), counts))
     return Contents(
@@ -151,7 +151,7 @@ def read_contents(journal: StoredJournal) -> Contents:
 def _counted(
     records: Iterator[tuple[Record, Stored]], counts: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[Record, Stored]]:
-    """Notes tokens and newest weight version of each group as it passes."""
+    """Pass the records through; `counts` receives each group's tokens and newest weight version."""
     for record, stored in records:
         kind = record.WhichOneof("record")
         if kind in ("group_finished", "group_referred"):
@@ -183,7 +183,10 @@ def _finished_line(group: FinishedGroup, token_count: int, newest: int) -> Finis
 
 
 def recover_stored(journal: StoredJournal, records: Iterator[tuple[Record, Stored]]) -> Recovered:
-    """What the records come to. Raises SegmentCorrupt, and NoJournal where they contradict each other."""
+    """Apply the records in order and return the state.
+
+    Raises SegmentCorrupt, and NoJournal if the records contradict each other.
+    """
     try:
         return recover(records)
     except JournalUnreadable as error:

@@ -1,10 +1,12 @@
-"""Finished groups of a journal as a table: JSON lines or Parquet, one row per trajectory.
+"""Exports the finished groups of a journal as a table: JSON lines or Parquet, one row per
+trajectory.
 
-Columns per token are as long as `token_ids`. A context token has neither a log-probability nor a weight
-version; `loss_mask` is true where the policy wrote. Numbers are what is stored: a float32 as JSON reads
-back as the same float32. What is not finite is null in JSON, which has no word for it.
+Columns with a value per token are as long as `token_ids`. A context token has neither a
+log-probability nor a weight version; `loss_mask` is true for tokens that the policy sampled.
+Numbers are exported as stored: a float32 written as JSON reads back as the same float32. NaN and
+infinities are null in JSON, which cannot express them.
 
-The file appears whole or not at all: it is written beside its place and then given its name. No more than
+The file appears whole or not at all: it is written under a temporary name and then renamed. At most
 one group is in memory at a time.
 """
 
@@ -31,24 +33,24 @@ if TYPE_CHECKING:
 
 State = Literal["waiting", "used"]
 
-# A row's value: what JSON has, or one value per token.
+# A row's values: JSON types or PerToken.
 Row = Mapping[str, object]
 Write = Callable[[Iterable[Row]], None]
-Schema = Any  # pyarrow carries no types.
+Schema = Any  # pyarrow has no type hints.
 
 PURPOSES = {trajectory_pb2.PURPOSE_EVAL: "eval"}
 
 
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """Values of shape [n], and which of them there are."""
+    """One value per token, of shape [n]; some may be absent."""
 
     values: NDArray[Any]
     present: NDArray[np.bool_] | None = None
-    """None where all are."""
+    """Mask of shape [n]; None if all values are present."""
 
     def to_list(self) -> list[object]:
-        """With None for what is absent, or not finite."""
+        """Return the values, with None for each that is absent or not finite."""
         values: list[object] = self.values.tolist()
         if self.present is None:
             return values
@@ -59,17 +61,18 @@ class PerToken:
 
 
 def state_of(group: FinishedGroup) -> State:
-    """`used` once a step has trained on it and no durable checkpoint contains that yet."""
+    """Return `used` if a step trained the group and no durable checkpoint contains that step
+    yet."""
     return "used" if group.step else "waiting"
 
 
 def purpose_name(purpose: trajectory_pb2.Purpose.ValueType) -> str:
-    """`train` or `eval`."""
+    """Return `train` or `eval`."""
     return PURPOSES.get(purpose, "train")
 
 
 def group_rows(finished: journal_pb2.GroupFinished, group: FinishedGroup) -> list[Row]:
-    """One row per trajectory of a group, ordered as the group has them."""
+    """Return one row per trajectory, in the group's order."""
     return [
         {
             "group_id": group.group_id,
@@ -110,7 +113,7 @@ def _trajectory(trajectory: trajectory_pb2.Trajectory) -> Row:
 
 
 def _tokens(segments: Iterable[trajectory_pb2.Segment]) -> Row:
-    """Columns of one length."""
+    """Return the columns with one value per token."""
     ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     logprobs: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
     policy: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
@@ -136,7 +139,7 @@ def _tokens(segments: Iterable[trajectory_pb2.Segment]) -> Row:
 
 
 def plain(struct: struct_pb2.Struct) -> dict[str, object]:
-    """A structure as JSON has it, its keys in order."""
+    """Convert a protobuf structure to JSON values, with sorted keys."""
     return {name: _plain_value(value) for name, value in sorted(struct.fields.items())}
 
 
@@ -157,9 +160,9 @@ def _plain_value(value: struct_pb2.Value) -> object:
 
 
 def open_writer(path: Path) -> contextlib.AbstractContextManager[Write]:
-    """What writes rows to a file named *.jsonl or *.parquet, group by group.
+    """Open a file named *.jsonl or *.parquet; the returned function writes the rows of one group.
 
-    Raises ModuleNotFoundError where pyarrow is missing, and OSError.
+    Raises OSError, and ModuleNotFoundError if pyarrow is not installed.
     """
     if path.suffix == ".parquet":
         return _parquet(path, importlib.import_module("pyarrow"))
@@ -215,7 +218,7 @@ def _parquet(path: Path, arrow: Any) -> Generator[Write]:
 
 
 def parquet_schema(arrow: Any) -> Schema:
-    """The columns, in the order of a row. Structures of the caller's own are JSON."""
+    """Return the columns, in the order of a row. User-defined structures are JSON strings."""
     text, long, whole = arrow.string(), arrow.int64(), arrow.int32()
     columns = {
         "group_id": text,

@@ -1,4 +1,4 @@
-"""Which bytes of a payload have come."""
+"""Tracks which bytes of a payload have been received."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Intervals:
         self._ends: list[int] = []
 
     def add(self, begin: int, end: int) -> bool:
-        """Adds [begin, end) unless it overlaps what is there; says whether it did."""
+        """Add [begin, end) unless it overlaps an existing range; returns whether it was added."""
         at = bisect.bisect_right(self._begins, begin)
         if at and self._ends[at - 1] > begin:
             return False
@@ -35,6 +35,6 @@ class Intervals:
         return True
 
     def first_gap(self, length: int) -> tuple[int, int] | None:
-        """The first range of [0, length) that is missing."""
+        """Return the first missing range of [0, length), or None."""
         edges = [(0, 0), *zip(self._begins, self._ends, strict=True), (length, length)]
         return next(((a[1], b[0]) for a, b in pairwise(edges) if a[1] < b[0]), None)

@@ -101,7 +101,7 @@ def test_no_flipped_bit_is_read(data: st.DataObject) -> None:
 
 def test_a_message_in_another_place_is_corrupt() -> None:
     (message,), _ = PACKING.pack(7, [Entry(Kind.RECORD, (b"a",))])
-    with pytest.raises(FrameCorrupt, match="belongs into message 7"):
+    with pytest.raises(FrameCorrupt, match="belongs to message 7"):
         list(read_message(8, message.body))
 
 
@@ -150,7 +150,7 @@ async def test_what_nats_has_lost_is_noticed(store: JetStreamStore) -> None:
         await journal.append([record("a")])
         # As if it had been told so by a NATS whose disk was not synced.
         journal._log._next += 5
-        with pytest.raises(DomainError, match="NATS has lost what it had said was stored"):
+        with pytest.raises(DomainError, match="NATS has lost messages that it had acknowledged"):
             await journal.append([record("b")])
         assert "lost" in await journal.failed
 
@@ -430,7 +430,7 @@ async def test_a_stream_of_something_else_is_left_alone(
         await journal._log.connection._request(subject, json.dumps(other).encode())
     taken = JetStreamStore(nats)
     taken.stream = f"{store.stream}_OTHER"
-    with pytest.raises(JournalUnreadable, match="is no journal's"):
+    with pytest.raises(JournalUnreadable, match="is not a journal's"):
         await taken.make()
 
 

@@ -232,8 +232,8 @@ async def test_it_reads_what_a_server_is_writing(tmp_path: Path) -> None:
         status, report = await asyncio.to_thread(verified, folder)
         assert (status, report["whole"], report["writer"]) == (0, True, os.getpid())
         assert listed(folder)["writer"] == os.getpid()
-        assert "writes to" in invoke("verify", folder).output.splitlines()[0]
-        assert "writes to" in invoke("list", folder).output.splitlines()[0]
+        assert "is writing to" in invoke("verify", folder).output.splitlines()[0]
+        assert "is writing to" in invoke("list", folder).output.splitlines()[0]
         # Nor is the lock taken: a server that stops and another that starts do not notice.
         assert len(exported(folder)) == 4
     assert listed(folder)["writer"] is None
@@ -277,7 +277,7 @@ def test_an_empty_folder_is_no_journal(tmp_path: Path) -> None:
         shown = invoke(*arguments)
         assert shown.exit_code == 2
         assert shown.stderr == (
-            f"penstock journal: {tmp_path} is no journal: it holds neither LOCK nor segments\n"
+            f"penstock journal: {tmp_path} is not a journal: it holds neither LOCK nor segments\n"
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -299,13 +299,13 @@ def test_a_journal_into_which_nothing_was_written_is_empty(tmp_path: Path) -> No
     [
         (("list", "nowhere"), "Directory 'nowhere' does not exist"),
         (("verify", "file"), "Directory 'file' is a file"),
-        (("export", "journal", "out.csv"), "OUT ends in .jsonl or .parquet, got 'out.csv'"),
-        (("export", "journal", "journal/out.jsonl"), "would be in the journal itself"),
-        (("export", "journal", "file.jsonl"), "file.jsonl exists"),
+        (("export", "journal", "out.csv"), "OUT must end in .jsonl or .parquet, got 'out.csv'"),
+        (("export", "journal", "journal/out.jsonl"), "is inside the journal's folder"),
+        (("export", "journal", "file.jsonl"), "file.jsonl already exists"),
         (("export", "journal", "out.jsonl", "--state", "gone"), "'gone' is not one of"),
         (("export", "journal", "no/out.jsonl"), "no/out.jsonl: No such file or directory"),
         (("export", "journal", "no/out.parquet"), "no/out.parquet: "),
-        (("list", "strange"), "strange holds files that are not a journal's"),
+        (("list", "strange"), "strange holds files that no journal writes"),
     ],
 )
 def test_a_wrong_argument_is_named(
@@ -417,7 +417,7 @@ def test_a_copy_of_an_earlier_version_that_lacks_a_file_is_not_whole(
         begin = FIRST_HEADER.pack(FIRST_MAGIC, int(number))
         written.path.write_bytes(begin + content[HEADER.size :])
         written.path.rename(written.path.with_suffix(f".{kind}"))
-    check_missing(tmp_path, [f"what came before {name} is missing" for name in missing])
+    check_missing(tmp_path, [f"the file before {name} is missing" for name in missing])
     if not missing:
         with open_stored(tmp_path) as journal:
             assert len(list(journal.records())) == len(files)
@@ -455,7 +455,7 @@ def test_a_copy_that_lacks_a_file_is_not_whole(
         if path.name not in kept:
             path.unlink()
     where = "after" if files == ("4.snapshot",) else "before"
-    check_missing(tmp_path, [f"what came {where} {name} is missing" for name in missing])
+    check_missing(tmp_path, [f"the file {where} {name} is missing" for name in missing])
 
 
 def write(folder: Path, number: int, records: list[Any], before: Place = NOWHERE) -> SegmentWriter:

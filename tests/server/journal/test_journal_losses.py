@@ -170,7 +170,7 @@ async def test_what_came_after_a_snapshot_is_missed(tmp_path: Path) -> None:
     folder = await compacted(tmp_path)
     for _, path in find_files(folder).segments:
         path.unlink()
-    await assert_missed(folder, "what came after")
+    await assert_missed(folder, "the file after")
 
 
 async def test_a_sector_that_cannot_be_read_is_named(

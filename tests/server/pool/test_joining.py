@@ -54,7 +54,7 @@ async def test_one_that_hangs_is_given_up_says_so_and_lets_others_pass(tmp_path:
         listed(pool, other)
         await pool.serving(2)
         assert other.engine.version == 5
-        late = "had not all of version 5 after 0.5 s"
+        late = "did not have all of version 5 after 0.5 s"
         await until(lambda: late in pool.member(1).problem)
         # Also while it is tried again.
         await until(lambda: pool.member(1).problem.startswith("is being given version 5"))
@@ -76,7 +76,7 @@ async def test_who_waits_for_others_says_so(tmp_path: Path) -> None:
         listed(pool, other)
         await until(lambda: pool.member(2).state is State.JOINING)
         await until(lambda: pool.member(2).problem != "")
-        assert (await problems(pool))[2] == "waits to be given version 5, as others are"
+        assert (await problems(pool))[2] == "waits to be given version 5, after other engines"
         gate.set()
         await pool.serving()
 
@@ -89,7 +89,7 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
         hung, other = await joining(stack, tmp_path, pool, 2)
         gate = hang(hung)
         listed(pool, hung)
-        await until(lambda: pool.member(1).problem.startswith("had not all"))
+        await until(lambda: pool.member(1).problem.startswith("did not have all"))
         # From now on it hangs for good.
         pool.engine.weights._rules = replace(rules, stage_seconds=600.0)
         await until(lambda: pool.member(1).problem.startswith("is being given"))

@@ -613,7 +613,7 @@ async def test_a_hub_that_starts_again_trusts_no_weights_it_has_not_given(tmp_pa
             assert member.state is State.JOINING
             (replica,) = (await hub.wire.GetServerInfo(GetServerInfoRequest())).replicas
             assert replica.problem == (
-                "waits for the trainer's version; which version it samples is not known"
+                "waits for the trainer's version; the version it samples is not known"
             )
             exchange = await hello(hub.wire, weight_version=4, epoch=1 << 62)
             await hub.upload(4)
@@ -728,7 +728,7 @@ async def test_somebody_else_s_weights_are_noticed_and_replaced(tmp_path: Path) 
         await pool.engines[0].upload(50, trainer_epoch=epoch)
         await until(lambda: pool.member(0).state is not State.SERVING)
         # This hub is not the newest to that engine server any more.
-        await until(lambda: "from a hub that began later" in pool.member(0).problem)
+        await until(lambda: "from a newer hub" in pool.member(0).problem)
         assert "STALE_EPOCH" in pool.member(0).problem
         await pool.hub.wire.Abort(_all())
         turn = await turning

@@ -157,7 +157,7 @@ async def test_a_version_that_nobody_has_in_time_is_refused_and_all_go_on(tmp_pa
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await pool.hub.upload(1)
         assert read_failure(refused.value).reason == "WEIGHT_LOAD_FAILED"
-        assert "had not all of version 1 after 2 s" in read_failure(refused.value).message
+        assert "did not have all of version 1 after 2 s" in read_failure(refused.value).message
         assert [member.state for member in pool.engine.members] == [State.SERVING] * 2
         turn = await pool.hub.generate("a")
         assert set(turn.versions) == {0}

@@ -1,11 +1,12 @@
-"""Ties the life of spawned processes to the process that spawns them, SIGKILL of the latter included.
+"""Ends spawned processes when the process that spawned them ends, even by SIGKILL.
 
 `multiprocessing` has no hook between the start of a child and its target, whose modules may take
-many seconds to import. But before the target it unpickles the name of the child's parent: so while
-`binding_children` is open that name is a string which, when unpickled, asks the kernel to kill the
-child as soon as its parent is gone. A child whose parent died before that moment ends itself.
+many seconds to import. But it unpickles the name of the child's parent before the target. So while
+`binding_children` is open, that name is a special string. Unpickling it asks the kernel to kill the
+child as soon as its parent is gone. A child whose parent died before that moment exits.
 
-The kernel watches the *thread* that spawned the child: it must live as long as the child is wanted.
+The kernel watches the *thread* that spawned the child. That thread must live as long as the child
+is wanted.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def binding_children(prepare: Callable[[], None]) -> Generator[None]:
-    """Binds every process that `multiprocessing` spawns meanwhile, and has it call `prepare` first.
+    """Bind every process that `multiprocessing` spawns in this context; each calls `prepare` first.
 
-    `prepare` is a function of a module that is quick to import.
+    `prepare` must be a function of a module that is quick to import.
     """
     process = multiprocessing.current_process()
     name = process.name
@@ -36,11 +37,12 @@ def binding_children(prepare: Callable[[], None]) -> Generator[None]:
 
 
 def die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when `parent_pid`, its parent, ends; at once if it has."""
+    """Have the kernel kill this process when its parent `parent_pid` ends; exit if it already
+    has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The parent may have ended before the request; the child then already has another one.
+    # The parent may have ended before the request; the child then already has another parent.
     if os.getppid() != parent_pid:
         os._exit(1)
 
@@ -59,7 +61,7 @@ class _BindingName(str):
 
 
 def _arrive(name: str, parent_pid: int, prepare: Callable[[], None]) -> str:
-    """Runs in the child, as its first act of ours."""
+    """Run in the child, before any other code of this package."""
     die_with(parent_pid)
     prepare()
     return name
