@@ -322,30 +322,6 @@ def groups_ended(group_ids: Iterable[str]) -> Record:
     return JournalRecord(groups_ended=_GroupsEnded(group_ids=group_ids))
 
 
-def group_changed(group: Group) -> Record:
-    """The current state of a group under way."""
-    return JournalRecord(
-        group_changed=_GroupChanged(
-            group_id=group.group_id,
-            task_id=group.task.task_id if group.task is not None else "",
-            group_size=group.size,
-            purpose=group.purpose,
-            admitted_weight_version=group.admitted_version,
-            whole=group.whole,
-            attempts=[
-                _JournalAttempt(
-                    trajectory_id=attempt.trajectory_id,
-                    retry_count=attempt.retry_count,
-                    leased=attempt.leased,
-                    final=attempt.final,
-                    failed=attempt.failed,
-                )
-                for attempt in group.attempts
-            ],
-        )
-    )
-
-
 def trajectory_closed(
     trajectory_id: str,
     outcome: trajectory_pb2.Outcome | bytes,

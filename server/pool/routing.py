@@ -2,11 +2,12 @@
 
 The hub uses them, and so does the simulator. Rules, in order:
 
-1. An engine takes a turn only while it is in rotation and has fewer turns than its limit. 2. The
-*home* of a turn is the engine whose key-value cache holds most of its prefix: the engine of the
-trajectory's last turn, else the engine of its group's siblings. A turn goes home if home is at most
-a margin busier than the least busy engine. 3. Otherwise it goes to the least busy engine; among
-equals, to the one with the fewest turns so far, so that idle engines alternate.
+1. An engine takes a turn only while it is in rotation and has fewer turns than its limit.
+2. The *home* of a turn is the engine whose key-value cache holds most of its prefix: the engine of
+   the trajectory's last turn, else the engine of its group's siblings. A turn goes home if home is
+   at most a margin busier than the least busy engine.
+3. Otherwise it goes to the least busy engine; among equals, to the one with the fewest turns so
+   far, so that idle engines alternate.
 
 These rules are the policy *sticky*. *least_loaded* ignores homes. *round_robin* takes the engine
 with the fewest turns so far, however busy it is. Both serve as baselines.
@@ -64,7 +65,7 @@ class RoutingRules:
 
     margin: float = 0.25
     """How much busier home may be than the least busy engine, as a fraction of its limit."""
-    policy: Policy = "sticky"
+    policy: RoutingPolicy = "sticky"
 
 
 def place(

@@ -44,10 +44,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from penstock.common.failpoints import hit
 
 # Imported for their effects: the backend "gloo", a fix of vLLM's LoRA, and faster drawing of tokens.
-from penstock.server import (
-    gloo_weight_engine,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    vllm_lora,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    vllm_sampling,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from penstock.server.vllm.worker import (
+    gloo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    lora,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    sampling,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 from penstock.server.vllm.worker.preparation import Preparation, has_room, why_not
 from penstock.server.vllm.worker.reload import ProcessesWeights, forget_reload, reload_model
