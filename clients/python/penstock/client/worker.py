@@ -94,6 +94,7 @@ class Worker:
         self._draining = False
         self._leases: Leases | None = None
         self._shown: set[str] = set()
+        """Failure reasons that were already logged in full."""
         self._statistics = Statistics()
         self._reporter = Reporter(self._statistics, settings.report_seconds)
 
