@@ -137,8 +137,8 @@ def settle(claims: Sequence[Claim], written: Sequence[Written]) -> list[Trained]
     if not _put(wanted, claims, options, places, [_MOST_TRIES]):
         raise SamplesShareTokens(
             f"{len(order)} samples claim tokens of {len(written)} trajectories: some claim the same "
-            f"tokens, which the policy wrote once (loss_mask must be 0 there in all samples but one), or parts "
-            f"of one trajectory with different rewards"
+            f"tokens, which the policy wrote once (loss_mask must be 0 there in all samples but one), "
+            f"or parts of one trajectory with different rewards"
         )
     return [
         Trained(w.from_policy & ~p.trained, w.broke_off, tuple(sorted(p.owners)))
