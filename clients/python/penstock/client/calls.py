@@ -138,9 +138,9 @@ class Calls:
     async def turn_events(
         self, request: TurnRequest, timeout: float | None, metadata: telemetry.Metadata
     ) -> AsyncGenerator[TurnEvent]:
-        """Opens a turn's stream and yields its events; closing the iterator cancels the call.
+        """Opens a turn's stream and yields its events. Closing the iterator cancels the call.
 
-        Raises PenstockError, ServerUnavailable where the stream was lost.
+        Raises PenstockError; ServerUnavailable if the stream was lost.
         """
         opens = request.DESCRIPTOR.name == "GenerateRequest"
         method = "Generate" if opens else "Continue"

@@ -24,8 +24,8 @@ class PenstockError(Exception):
     metadata: dict[str, str]
     """The values that the message mentions."""
     retry_after_seconds: float | None
-    """Delay after which a retry is likely to help. Zero if a retry can help but the server named no
-    delay; None if a retry does not help."""
+    """Delay after which a retry is likely to help. Zero if a retry can help but the server named none.
+    None if the server gave no hint."""
 
     def __init__(
         self,

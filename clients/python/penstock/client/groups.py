@@ -97,7 +97,7 @@ class GroupBook:
         return [a for group in self._groups.values() for a in group.in_state(_State.ENDED)]
 
     def clear(self) -> None:
-        """Drops every group."""
+        """Drops every group, for example after the server was lost."""
         self._groups.clear()
 
     def _move(self, attempt: Attempt, state: _State) -> ReadyGroup | None:

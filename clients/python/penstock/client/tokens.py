@@ -40,8 +40,8 @@ def create(path: Path, name: str, role: str, expires: str) -> None:
     """Adds a token and prints it, alone on standard output. Raises click.ClickException."""
     if not NAME.fullmatch(name):
         raise click.UsageError(
-            "--name allows letters, digits, dots, underscores and dashes, 64 at most, plus an @ and more of "
-            f"them if a caller has several tokens; got {redact(name)!r}"
+            "--name allows letters, digits, dots, underscores and dashes, 64 at most, plus an @ and more "
+            f"of them if a caller has several tokens; got {redact(name)!r}"
         )
     ends = datetime.now(UTC).replace(microsecond=0) + _duration(expires)
     token = new_token()

@@ -305,7 +305,7 @@ class Worker:
         except (PenstockError, ValueError) as error:
             # The outcome itself may be impossible to send, for example if its metadata is not JSON.
             refused = isinstance(error, InvalidRequest | ValueError)
-            # If the server was overloaded the whole time, the outcome is still valid.
+            # A server that is just full names a retry delay; then the outcome is still valid.
             refused |= isinstance(error, Overloaded) and error.retry_after_seconds is None
             if refused and isinstance(outcome, Outcome):
                 return await self._close(attempt, self._failed(error), own_sent=own_sent)

@@ -1,4 +1,4 @@
-"""Gives an external process HTTP access to the compatible endpoints of its own attempt only.
+"""Gives an external process HTTP access to the compatible endpoints, limited to its attempt.
 
     process ── http, its own key ──► worker ── the worker's token, TLS if the server uses it ──► server
 
