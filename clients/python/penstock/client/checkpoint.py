@@ -112,9 +112,7 @@ def _read_file(path: Path) -> Iterator[StoredTensor]:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(mapped[:8], "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, len(mapped) - 8):
-            raise ValueError(
-                f"the header length {length} does not fit a file of {len(mapped)} bytes"
-            )
+            raise ValueError(f"a header of {length} bytes does not fit a file of {len(mapped)}")
         header = cast("dict[str, dict[str, object]]", json.loads(bytes(mapped[8 : 8 + length])))
         data = mapped[8 + length :]
         for name, entry in header.items():
@@ -133,7 +131,7 @@ def _read_tensor(name: str, entry: Mapping[str, object], data: memoryview) -> St
     length = math.prod(shape) * _ITEMSIZE[dtype]
     if not 0 <= begin <= end <= len(data) or end - begin != length:
         raise ValueError(
-            f"{name}: has bytes {begin} to {end} of {len(data)}, but its shape needs {length}"
+            f"{name}: bytes {begin} to {end} of {len(data)}, but its shape needs {length}"
         )
     return StoredTensor(name, dtype, shape, data[begin:end])
 

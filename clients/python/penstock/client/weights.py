@@ -241,7 +241,7 @@ def _outcome(
     if is_first:
         changed = f"{count} tensors, with no previous version to compare to"
     elif not last.changed_tensor_count:
-        changed = "warning: no tensor changed"
+        changed = "unchanged! no tensor differs from the previous version"
     if last.state == weights_pb2.WEIGHT_STATE_ACTIVE:
         pause = last.pause.ToNanoseconds() / 1e9
         return f"version {version} is active; pause {pause:.3f} s; {changed}"

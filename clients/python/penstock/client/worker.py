@@ -359,7 +359,7 @@ class Worker:
     def server_lost(self, error: PenstockError) -> None:
         """Logs the loss. Under a group reward, drops every open group, because a group belongs to
         its stream."""
-        logger.warning("lost the server at %s: %s; reconnecting", self._calls.address, error)
+        logger.warning("the server at %s is unavailable: %s; retrying", self._calls.address, error)
         if not self._per_group:
             return
         for attempt in self._book.waiting():
@@ -377,7 +377,7 @@ class Worker:
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
         """Cancels attempts whose work would be lost. Attempts being scored or closed find out when
         they close."""
-        logger.warning("%d leases expired; cancelling their attempts", len(trajectory_ids))
+        logger.warning("%d leases expired; giving up their attempts", len(trajectory_ids))
         expired = set(trajectory_ids)
         if self._per_group:
             self._final |= expired.difference(retried_ids)

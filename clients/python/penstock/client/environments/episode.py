@@ -68,7 +68,8 @@ class EpisodeLimits:
         if self.turns < 1 or self.invalid_actions < 0 or self.step_seconds <= 0:
             raise ValueError(
                 "episode: turns must be at least 1, invalid_actions at least 0 and step_seconds above 0, "
-                f"got {self.turns}, {self.invalid_actions} and {self.step_seconds}"
+                f"got turns {self.turns}, invalid_actions {self.invalid_actions} and step_seconds "
+                f"{self.step_seconds}"
             )
         if self.seconds is not None and self.seconds <= 0:
             raise ValueError(f"episode: seconds must be above 0, got {self.seconds}")
@@ -126,7 +127,7 @@ class _Calls:
     async def step(self, action: str) -> Step:
         step = await self.call("step", action)
         if not isinstance(step, Step):
-            raise EnvironmentInvalid(f"step must return a Step, got a {type(step).__name__}")
+            raise EnvironmentInvalid(f"step must return a Step, not a {type(step).__name__}")
         return step
 
     async def close(self, *, at_once: bool = False) -> None:
@@ -220,7 +221,7 @@ def _opening(task: Task, shown: Observation | None) -> Observation | None:
     first = _messages(shown)
     if prompt is None or first is None:
         raise TaskUnusable(
-            "cannot combine a prompt of text or tokens with the observation that reset returned"
+            "a prompt of text or tokens has no room for the observation that reset returned"
         )
     return [*prompt, *first]
 

@@ -48,7 +48,8 @@ class ReasoningGym:
             raise EnvironmentInvalid(f"reasoning-gym has no data set {data_set!r}")
         if tries < 1 or not 0 <= discount <= 1:
             raise EnvironmentInvalid(
-                f"tries must be at least 1 and discount from 0 to 1, got {tries} and {discount}"
+                f"tries must be at least 1 and discount from 0 to 1, got tries {tries} "
+                f"and discount {discount}"
             )
         self._name, self._tries, self._discount, self._feedback = (
             data_set,

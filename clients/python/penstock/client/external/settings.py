@@ -97,5 +97,7 @@ def read_size(text: str) -> int:
     """
     match = SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"a size is a number and a unit, such as 512M or 2GiB, got {text!r}")
+        raise ValueError(
+            f"a size is a number with an optional unit, such as 512M or 2GiB, got {text!r}"
+        )
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))

@@ -21,7 +21,7 @@ def load_worker(
     if external.reward not in (None, EXIT_STATUS, RESULT_FILE):
         reward = load_function(external.reward, "--reward")
     elif settings.group_reward:
-        raise BadFunction("--group-reward says how a --reward function is called: give it too")
+        raise BadFunction("--group-reward requires a --reward function")
     return lambda calls: CommandWorker(
         calls, ExternalProcesses(calls, security, external, reward), reward, settings
     )
